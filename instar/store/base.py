@@ -1,0 +1,224 @@
+"""What a store is. Every variant passes tests/unit/store/conformance.py.
+
+Writes are durable when they return. Methods are coroutines; a variant may run its work elsewhere,
+and groups concurrent writes into one commit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from instar.types import (
+    Call,
+    Channel,
+    Claim,
+    Endpoint,
+    Group,
+    GroupStatus,
+    Json,
+    Policy,
+    Reward,
+    Session,
+    SessionStatus,
+    Step,
+    StepState,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    run_id: str
+    policy_id: str
+    config: Json
+    status: str = "running"
+    """``running``, ``finished``, ``stopped`` or ``failed``."""
+    reason: str | None = None
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What admission and the display need, in one cheap read."""
+
+    groups_open: int
+    groups_ready: int
+    """Ready and not yet consumed by a committed step or dropped."""
+    groups_consumed: int
+    """Trained in a committed step, or dropped."""
+    next_group_index: int
+    committed_steps: int
+    head_version: int
+    sessions: dict[str, int] = field(default_factory=dict[str, int])
+    """Count by status."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """A line of ``instar sessions ls``."""
+
+    session: Session
+    calls: int
+    sampled_tokens: int
+    reward: float | None
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Store(ABC):
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    # runs
+    @abstractmethod
+    async def put_run(self, run: Run) -> None:
+        """Insert, or replace what is there under the same id."""
+
+    @abstractmethod
+    async def run(self, run_id: str) -> Run | None: ...
+
+    @abstractmethod
+    async def runs(self) -> list[Run]: ...
+
+    # groups and sessions
+    @abstractmethod
+    async def open_group(self, group: Group) -> None: ...
+
+    @abstractmethod
+    async def close_group(self, group_id: str, status: GroupStatus, reason: str | None = None) -> None: ...
+
+    @abstractmethod
+    async def groups(
+        self, run_id: str, channel: Channel, status: GroupStatus | None = None, *, unclaimed_in_epoch: int | None = None
+    ) -> list[Group]:
+        """By index. ``unclaimed_in_epoch`` leaves out those with a claim in that epoch."""
+
+    @abstractmethod
+    async def open_session(self, session: Session, key_hash: str | None = None) -> None:
+        """Raises Conflict when the id is taken."""
+
+    @abstractmethod
+    async def session(self, session_id: str) -> Session | None: ...
+
+    @abstractmethod
+    async def session_by_key(self, key_hash: str) -> Session | None: ...
+
+    @abstractmethod
+    async def end_session(
+        self,
+        session_id: str,
+        status: SessionStatus,
+        reason: str | None = None,
+        rewards: Sequence[Reward] = (),
+        metadata: Json | None = None,
+    ) -> bool:
+        """End an open session with its rewards, in one transaction. False if it had ended already
+        (nothing is changed then). ``metadata`` is merged into the session's."""
+
+    @abstractmethod
+    async def sessions(
+        self,
+        run_id: str | None = None,
+        *,
+        group_id: str | None = None,
+        channel: Channel | None = None,
+        status: SessionStatus | None = None,
+        limit: int | None = None,
+    ) -> list[SessionRow]:
+        """Oldest first; with ``limit``, the newest so many."""
+
+    # calls
+    @abstractmethod
+    async def add_calls(self, calls: Sequence[Call]) -> None:
+        """All or none. A call's ``base_id`` must be stored before or earlier in the sequence.
+        Adding a call to a session that has ended is allowed: it happened."""
+
+    @abstractmethod
+    async def call(self, call_id: str) -> Call | None: ...
+
+    @abstractmethod
+    async def calls(self, session_id: str) -> list[Call]:
+        """In the order they were committed, prompts and messages whole."""
+
+    # rewards
+    @abstractmethod
+    async def add_rewards(self, rewards: Sequence[Reward]) -> None: ...
+
+    @abstractmethod
+    async def rewards(self, session_id: str) -> list[Reward]: ...
+
+    # policies: version 0 is the base model and always there
+    @abstractmethod
+    async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
+        """The next number of the lineage, never used before."""
+
+    @abstractmethod
+    async def publish(self, policy: Policy) -> None:
+        """A reserved version has its artifact and becomes the head."""
+
+    @abstractmethod
+    async def tombstone(self, policy_id: str, version: int, reason: str) -> None:
+        """A version that a crash abandoned. The head falls back to the newest published one."""
+
+    @abstractmethod
+    async def reserved_versions(self, policy_id: str) -> list[tuple[int, int]]:
+        """(version, step) of those reserved and neither published nor tombstoned."""
+
+    @abstractmethod
+    async def head(self, policy_id: str) -> Policy:
+        """The newest published version; version 0 with a ``base`` artifact when there is none."""
+
+    @abstractmethod
+    async def published(self, policy_id: str) -> list[tuple[Policy, int]]:
+        """(policy, step that made it), oldest first."""
+
+    # training steps
+    @abstractmethod
+    async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
+        """Record the step as claimed with its claims, all or none. Raises Conflict when a sample is
+        claimed already in that run and epoch."""
+
+    @abstractmethod
+    async def drop(self, claims: Sequence[Claim]) -> None:
+        """Record samples as dropped, each with its reason."""
+
+    @abstractmethod
+    async def advance_step(
+        self,
+        run_id: str,
+        step: int,
+        state: StepState,
+        *,
+        state_path: str | None = None,
+        version: int | None = None,
+        metrics: Json | None = None,
+    ) -> None:
+        """Move a step to a later state. Raises StoreError on a move backwards."""
+
+    @abstractmethod
+    async def release_steps(self, run_id: str, after: int) -> list[int]:
+        """Recovery: forget every uncommitted, unsaved step later than ``after`` and its claims;
+        returns the steps released."""
+
+    @abstractmethod
+    async def steps(self, run_id: str) -> list[Step]:
+        """By number, without the released ones."""
+
+    @abstractmethod
+    async def claims(
+        self, run_id: str, *, step: int | None = None, session_id: str | None = None
+    ) -> list[Claim]: ...
+
+    @abstractmethod
+    async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress: ...
+
+    # roles that are up
+    @abstractmethod
+    async def put_endpoint(self, endpoint: Endpoint) -> None: ...
+
+    @abstractmethod
+    async def endpoints(self, run_id: str) -> list[Endpoint]: ...
+
+    @abstractmethod
+    async def remove_endpoint(self, run_id: str, role: str, name: str) -> None: ...

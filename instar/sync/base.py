@@ -1,0 +1,29 @@
+"""How a published policy gets from a backend to the engines."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from instar.engines.base import Engine
+from instar.errors import ConfigError
+from instar.types import ArtifactKind, Policy
+
+
+class Sync(ABC):
+    @abstractmethod
+    async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
+        """Load the policy on every engine. One outcome per engine, in order; a failure on one does
+        not keep it from the others."""
+
+
+def choose_artifact(made: Iterable[ArtifactKind], taken: Iterable[ArtifactKind]) -> ArtifactKind:
+    """The kind a backend makes and an engine takes, or an error at start."""
+    made, taken = list(made), list(taken)
+    for kind in made:
+        if kind in taken:
+            return kind
+    raise ConfigError(
+        f"no way from backend to engine: the backend publishes {', '.join(made)}, "
+        f"the engine loads {', '.join(taken)}"
+    )
