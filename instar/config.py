@@ -188,8 +188,6 @@ class TrainerConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     warmup_steps: NonNegative = 3
     """Steps over which the learning rate rises to its value."""
-    publish_every: Positive = 1
-    """Steps between two published versions."""
     checkpoint_every: Positive = 1
     """Steps between two checkpoints. Steps after the last one are trained again after a crash."""
     keep_checkpoints: Positive = 2

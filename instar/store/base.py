@@ -47,7 +47,7 @@ class Progress:
     groups_ready: int
     """Ready and not yet consumed by a committed step or dropped."""
     groups_consumed: int
-    """Trained in a committed step, or dropped."""
+    """Claimed by a step that is committed or has published its version, or dropped."""
     next_group_index: int
     committed_steps: int
     head_version: int
@@ -176,12 +176,13 @@ class Store(ABC):
     # training steps
     @abstractmethod
     async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-        """Record the step as claimed with its claims, all or none. Raises Conflict when a sample is
+        """Record the step as claimed with the claims of every group it consumes, all or none: samples
+        trained, and those dropped with it (a group without signal). Raises Conflict when a sample is
         claimed already in that run and epoch."""
 
     @abstractmethod
     async def drop(self, claims: Sequence[Claim]) -> None:
-        """Record samples as dropped, each with its reason."""
+        """Record samples as dropped outside any step (stale, late), each with its reason."""
 
     @abstractmethod
     async def advance_step(
@@ -194,12 +195,13 @@ class Store(ABC):
         version: int | None = None,
         metrics: Json | None = None,
     ) -> None:
-        """Move a step to a later state. Raises StoreError on a move backwards."""
+        """Move a step to a later state, or add to what is known of it in the same one. Raises StoreError
+        on a move backwards."""
 
     @abstractmethod
     async def release_steps(self, run_id: str, after: int) -> list[int]:
-        """Recovery: forget every uncommitted, unsaved step later than ``after`` and its claims;
-        returns the steps released."""
+        """Recovery: forget every unsaved step (claimed, submitted) later than ``after`` and its claims,
+        dropped ones too; returns the steps released."""
 
     @abstractmethod
     async def steps(self, run_id: str) -> list[Step]:
