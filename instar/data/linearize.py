@@ -1,0 +1,112 @@
+"""A session's call graph → flat samples, one for each root-to-leaf walk.
+
+A call extends another when its prompt is that call's prompt + its sampled tokens + new ones; any
+other call begins a walk of its own. Walks that share calls repeat their tokens, but a sampled token
+is trained in the first of them only, so it counts once however the session branched::
+
+    a ── b ── c      sample 0: a b c, all trained
+          └── d      sample 1: a b d, only d trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from instar.errors import StoreError
+from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Session, Span
+
+
+def linearize(session: Session, calls: Sequence[Call]) -> list[Sample]:
+    """The session's samples, in the order their last calls were recorded; advantages are zero.
+
+    Walks in which nothing is left to train are left out; the others keep their number, so a sample's
+    key depends on the session's graph alone.
+    """
+    by_id = {call.call_id: call for call in calls}
+    parents = {call.call_id: _parent(call, by_id) for call in calls}
+    extended = {parent.call_id for parent in parents.values() if parent}
+    prefix = f"{session.group_id}/{session.slot}" if session.group_id else session.session_id
+    trained: set[str] = set()
+    samples: list[Sample] = []
+    for ordinal, leaf in enumerate(call for call in calls if call.call_id not in extended):
+        walk: list[Call] = []
+        call: Call | None = leaf
+        while call:
+            walk.append(call)
+            call = parents[call.call_id]
+        sample = _flatten(f"{prefix}/{ordinal}", session, walk[::-1], trained)
+        if sample.trained_tokens:
+            samples.append(sample)
+    return samples
+
+
+def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
+    """The sample with ``value`` on every trained token, plus what a call has of its own."""
+    advantages = np.full(len(sample), value, dtype=np.float32)
+    for span in sample.spans:
+        advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)
+    return replace(sample, advantages=advantages * sample.mask)
+
+
+def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
+    if call.link is not Link.EXTENDS:
+        return None
+    parent = by_id.get(call.parent_id or "")
+    if parent is None:
+        raise StoreError(
+            f"call {call.call_id} extends call {call.parent_id}, which its session {call.session_id} lacks"
+        )
+    before = parent.sequence
+    if len(call.prompt_ids) < len(before) or not np.array_equal(call.prompt_ids[: len(before)], before):
+        raise StoreError(
+            f"call {call.call_id} is recorded as extending call {parent.call_id}, but its prompt does not "
+            f"begin with that call's {len(before)} tokens"
+        )
+    return parent
+
+
+def _flatten(key: str, session: Session, walk: Sequence[Call], trained: set[str]) -> Sample:
+    """Lay the calls of a walk out in one row; marks in ``trained`` those whose tokens it trains."""
+    tokens = walk[-1].sequence.astype(np.int32, copy=False)
+    mask = np.zeros(len(tokens), dtype=np.float32)
+    logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+    versions = np.full(len(tokens), NOT_SAMPLED, dtype=np.int32)
+    behavior = logprobs.copy() if any(call.behavior_logprobs is not None for call in walk) else None
+    spans: list[Span] = []
+    for call in walk:
+        start, length = len(call.prompt_ids), len(call.sampled_ids)
+        if not length:
+            continue
+        where = slice(start, start + length)
+        logprobs[where] = call.logprobs
+        versions[where] = call.versions
+        if behavior is not None:
+            behavior[where] = call.logprobs if call.behavior_logprobs is None else call.behavior_logprobs
+        spans.append(Span(call.call_id, start, length))
+        if call.trainable and call.status is CallStatus.OK and call.call_id not in trained:
+            _require_logprobs(call)
+            trained.add(call.call_id)
+            mask[where] = 1.0
+    return Sample(
+        sample_key=key,
+        session_id=session.session_id,
+        token_ids=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        advantages=np.zeros(len(tokens), dtype=np.float32),
+        versions=versions,
+        group_id=session.group_id,
+        behavior_logprobs=behavior,
+        spans=tuple(spans),
+    )
+
+
+def _require_logprobs(call: Call) -> None:
+    arrays: list[Floats] = [call.logprobs]
+    if call.behavior_logprobs is not None:
+        arrays.append(call.behavior_logprobs)
+    if any(np.isnan(array).any() for array in arrays):
+        raise StoreError(f"call {call.call_id} is marked trainable, but some of its logprobs are missing")

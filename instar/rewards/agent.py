@@ -1,0 +1,17 @@
+"""The agent's own word: what it returned. What it said on completing its session is recorded already."""
+
+from __future__ import annotations
+
+from instar.config import AgentRewardConfig
+from instar.rewards.base import Scorer, Transcript
+from instar.types import Reward, RewardSource, Task
+
+
+class AgentReward(Scorer):
+    def __init__(self, config: AgentRewardConfig | None = None) -> None:
+        del config  # it has no settings
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        if transcript.returned is None:
+            return []
+        return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer="returned")]

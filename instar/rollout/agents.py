@@ -1,0 +1,156 @@
+"""The two kinds of agent: an async Python function, and any program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+
+from instar import registry
+from instar.config import AgentConfig, CommandAgentConfig, FunctionAgentConfig
+from instar.errors import AgentError, ConfigError
+from instar.rollout.base import Agent, AgentResult, AgentSession
+from instar.types import Json, Task
+
+OUTPUT_KEPT = 64 * 1024
+"""Bytes kept of the end of a program's output."""
+STDERR_SHOWN = 800
+
+
+def create_agent(config: AgentConfig) -> Agent:
+    return registry.resolve("agents", config.type)(config)
+
+
+# --- a function ---------------------------------------------------------------------------------
+
+
+class FunctionAgent(Agent):
+    """Calls ``function(task.data, session, **args)``. It returns None, a reward, or (turns, reward). Where
+    the function has an ``aclose``, that is awaited when the run is over."""
+
+    def __init__(self, config: FunctionAgentConfig) -> None:
+        function = registry.load_object(config.function)
+        if not _is_async(function):
+            raise ConfigError(f"agent.function: {config.function} is no async function")
+        self.name = config.function
+        self.function: Callable[..., Awaitable[Any]] = function
+        self.args = config.args
+
+    async def run(self, task: Task, session: AgentSession) -> AgentResult:
+        returned = await self.function(task.data, session, **self.args)
+        match returned:
+            case None:
+                return AgentResult()
+            case bool() | int() | float():
+                return AgentResult(reward=float(returned))
+            case (int() as turns, None | int() | float() as reward):
+                return AgentResult(reward=None if reward is None else float(reward), turns=turns)
+            case _:
+                raise AgentError(
+                    f"{self.name} returned {returned!r:.200}; "
+                    "an agent returns None, a reward, or (turns, reward)"
+                )
+
+    async def close(self) -> None:
+        if aclose := getattr(self.function, "aclose", None):
+            await aclose()
+
+
+def _is_async(function: object) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 — an object whose call is async
+    )
+
+
+# --- a program ----------------------------------------------------------------------------------
+
+
+class CommandAgent(Agent):
+    """Runs a program in a process group of its own, which never outlives the session. The last line of its
+    output may be JSON: ``{"reward": 1.0}``."""
+
+    def __init__(self, config: CommandAgentConfig) -> None:
+        self.config = config
+
+    async def run(self, task: Task, session: AgentSession) -> AgentResult:
+        command = [fill(part, task.data) for part in self.config.command]
+        env = {
+            **os.environ,
+            **self.config.env,
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "INSTAR_TASK": msgspec.json.encode(task.data).decode(),
+            "INSTAR_SESSION_ID": session.session_id,
+        }
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=env,
+                cwd=self.config.cwd,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentError(f"cannot start {command[0]!r}: {error.strerror or error}") from error
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out = asyncio.create_task(_tail(process.stdout))
+        err = asyncio.create_task(_tail(process.stderr))
+        try:
+            code = await process.wait()
+        finally:
+            # Whatever it left behind holds its pipes open, and would run on unseen.
+            _kill_group(process.pid)
+            await asyncio.gather(process.wait(), out, err)
+        if code != 0:
+            ended = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+            raise AgentError(f"{command[0]!r} {ended}: {err.result().strip()[-STDERR_SHOWN:] or 'no stderr'}")
+        return AgentResult(reward=_reward_of(out.result()))
+
+
+def fill(part: str, data: Json) -> str:
+    """Replace ``{field}`` by that field of the task; other braces stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in data:
+            return match[0]
+        found = data[match[1]]
+        return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+
+    return re.sub(r"\{(\w+)\}", value, part)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """Read to the end, so that the program never blocks on a full pipe; keep what came last."""
+    kept = b""
+    while chunk := await stream.read(65536):
+        kept = (kept + chunk)[-OUTPUT_KEPT:]
+    return kept.decode(errors="replace")
+
+
+def _reward_of(output: str) -> float | None:
+    lines = output.strip().splitlines()
+    if not lines or not lines[-1].lstrip().startswith("{"):
+        return None
+    try:
+        last = msgspec.json.decode(lines[-1])
+    except msgspec.DecodeError:
+        return None  # a program may well end in a line of its own that has a brace
+    reward = cast(Json, last).get("reward")
+    if reward is not None and not isinstance(reward, int | float):
+        raise AgentError(f"the program's reward is no number: {lines[-1]:.200}")
+    return None if reward is None else float(reward)

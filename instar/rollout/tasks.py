@@ -1,0 +1,119 @@
+"""Task sets: JSON lines, a Python callable, or reasoning-gym."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from instar import registry
+from instar.config import JsonlTasksConfig, PythonTasksConfig, ReasoningGymTasksConfig, TasksConfig
+from instar.errors import ConfigError
+from instar.types import Json, Task
+
+TextScorer = Callable[[Task, str], float]
+"""Scores the final text of a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSet:
+    tasks: Sequence[Task]
+    scorer: TextScorer | None = None
+    """The set's own way of scoring an answer, where it has one."""
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def __getitem__(self, index: int) -> Task:
+        return self.tasks[index]
+
+
+def load_tasks(config: TasksConfig) -> TaskSet:
+    """Read or generate the tasks. Raises ConfigError when there are none, or two share an id."""
+    taskset: TaskSet = registry.resolve("tasks", config.type)(config)
+    if not taskset.tasks:
+        raise ConfigError(f"tasks ({config.type}): there are none")
+    seen: set[str] = set()
+    for task in taskset.tasks:
+        if task.task_id in seen:
+            raise ConfigError(f"tasks ({config.type}): two tasks have the id {task.task_id!r}")
+        seen.add(task.task_id)
+    return taskset
+
+
+def jsonl_tasks(config: JsonlTasksConfig) -> TaskSet:
+    tasks: list[Task] = []
+    try:
+        with config.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if config.limit is not None and len(tasks) >= config.limit:
+                    break
+                if line.strip():
+                    tasks.append(_jsonl_task(config, number, line))
+    except OSError as error:
+        raise ConfigError(f"tasks.path: cannot read {config.path}: {error.strerror}") from error
+    return TaskSet(tasks)
+
+
+def _jsonl_task(config: JsonlTasksConfig, number: int, line: bytes) -> Task:
+    where = f"{config.path}, line {number}"
+    try:
+        data = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a task is a JSON object, this is {type(data).__name__}")
+    record = cast(Json, data)
+    if config.id_field is None:
+        return Task(f"line-{number}", record)
+    if config.id_field not in record:
+        raise ConfigError(f"{where}: no field {config.id_field!r} (tasks.id_field)")
+    return Task(str(record[config.id_field]), record)
+
+
+def python_tasks(config: PythonTasksConfig) -> TaskSet:
+    """Each dict is a task; a field ``task_id`` names it, else its place does."""
+    made: object = registry.load_object(config.function)(**config.args)
+    if not isinstance(made, Iterable):
+        raise ConfigError(
+            f"tasks.function: {config.function} returned {type(made).__name__}, not an iterable"
+        )
+    tasks: list[Task] = []
+    for number, data in enumerate(cast(Iterable[object], made)):
+        if not isinstance(data, dict):
+            raise ConfigError(
+                f"tasks.function: item {number} of {config.function} is {type(data).__name__}, not a dict"
+            )
+        record = cast(Json, data)
+        tasks.append(Task(str(record.get("task_id", number)), record))
+    return TaskSet(tasks)
+
+
+def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
+    """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ConfigError("tasks.type: reasoning_gym needs the package: pip install reasoning-gym") from error
+    try:
+        dataset: Any = reasoning_gym.create_dataset(
+            config.dataset, size=config.size, seed=config.seed, **config.args
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"tasks.dataset: reasoning-gym refuses {config.dataset!r}: {error}") from error
+    entries: list[Json] = [dataset[index] for index in range(config.size)]
+    tasks = [Task(f"{config.dataset}-{index}", _plain(entry)) for index, entry in enumerate(entries)]
+    by_id = {task.task_id: entry for task, entry in zip(tasks, entries, strict=True)}
+
+    def score(task: Task, text: str) -> float:
+        answer = text.rsplit("Answer:", 1)[-1].strip()
+        return float(dataset.score_answer(answer, entry=by_id[task.task_id]))
+
+    return TaskSet(tasks, score)
+
+
+def _plain(entry: Json) -> Json:
+    """Metadata may hold dates, sets or dataclasses: what a task carries is JSON."""
+    return msgspec.json.decode(msgspec.json.encode(entry, enc_hook=str))
