@@ -1,0 +1,151 @@
+"""The live display of a run: a panel in a terminal, a line per event elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from instar.trainer.monitor import read_metrics, read_steps
+from instar.types import Endpoint, Json
+
+if TYPE_CHECKING:
+    from instar.cluster.local import LiveRun
+    from instar.engines.base import EngineStatus
+
+BARS = " ▁▂▃▄▅▆▇█"
+ROLE_ORDER = ("gateway", "engine", "rollout", "trainer")
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last values as bars; 0 is the floor and 1, or the largest, the ceiling."""
+    shown = values[-width:]
+    top = max([1.0, *shown])
+    return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in shown)
+
+
+class Display:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.events: list[str] = []
+        self._run: LiveRun | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tokens: tuple[float, int] | None = None
+        self._rate = 0.0
+
+    def event(self, text: str) -> None:
+        """Something a person should know; kept in view, or printed."""
+        self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
+        if self._run is None or not self.console.is_terminal:
+            self.console.print(text, highlight=False)
+
+    def attach(self, run: LiveRun) -> None:
+        self._run = run
+        show = self._live() if self.console.is_terminal else self._lines()
+        self._task = asyncio.create_task(show)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    # --- terminal --------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        assert self._run is not None
+        with Live(console=self.console, auto_refresh=False, transient=False) as live:
+            while True:
+                live.update(await self._render(self._run), refresh=True)
+                await asyncio.sleep(0.5)
+
+    async def _render(self, run: LiveRun) -> RenderableType:
+        steps = read_steps(run.folder.path)
+        endpoints = await run.store.endpoints(run.run_id)
+        status = await self._status(run)
+        progress = await run.store.progress(run.run_id)
+        total = run.config.trainer.steps
+        head = Table.grid(padding=(0, 2))
+        head.add_row("phase", Text(run.phase, style="bold"))
+        head.add_row("step", f"{len(steps)} of {total}", ProgressBar(total, len(steps), width=30))
+        rewards = [float(step["reward_mean"]) for step in steps if step.get("reward_mean") is not None]
+        if rewards:
+            head.add_row("reward", f"{rewards[-1]:.2f}", Text(sparkline(rewards), style="green"))
+        head.add_row("policy version", str(status.version if status else progress.head_version))
+        if steps:
+            head.add_row("staleness", f"{steps[-1].get('staleness_mean', 0):.1f} versions")
+        head.add_row("tokens/s", f"{self._rate:.0f}")
+        head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
+        for record in _evaluations(run):
+            head.add_row(
+                f"held-out {record['mode']}", f"{record['accuracy']:.2f}", f"{record['label']} training"
+            )
+        body: list[RenderableType] = [head, Text(), _roles(endpoints)]
+        if self.events:
+            body += [Text(), Text("\n".join(self.events[-4:]), style="dim")]
+        return Panel(Group(*body), title=f"instar · {run.run_id}", border_style="cyan", padding=(1, 2))
+
+    async def _status(self, run: LiveRun) -> EngineStatus | None:
+        from instar.cluster.local import engine_status
+
+        status = await engine_status(run)
+        if status is not None:
+            at = time.monotonic()
+            if self._tokens is not None and at > self._tokens[0]:
+                fresh = (status.generated_tokens - self._tokens[1]) / (at - self._tokens[0])
+                self._rate = 0.7 * self._rate + 0.3 * max(0.0, fresh)
+            self._tokens = (at, status.generated_tokens)
+        return status
+
+    # --- anything else ---------------------------------------------------------------------------
+
+    async def _lines(self) -> None:
+        assert self._run is not None
+        printed = 0
+        phase = ""
+        while True:
+            if self._run.phase != phase:
+                phase = self._run.phase
+                self.console.print(f"{phase} ...", highlight=False)
+            records = list(read_metrics(self._run.folder.path))
+            for record in records[printed:]:
+                self.console.print(line(record), highlight=False)
+            printed = len(records)
+            await asyncio.sleep(0.5)
+
+
+def line(record: Json) -> str:
+    """A metrics record as a person reads it."""
+    if record["kind"] == "eval":
+        return (
+            f"held-out tasks, {record['label']}, {record['mode']}: {record['accuracy']:.3f} "
+            f"({record['n']} tasks, version {record['version']}, {record['seconds']:.0f} s)"
+        )
+    reward = record.get("reward_mean")
+    return (
+        f"step {record['step']:>3}  reward {'–' if reward is None else f'{reward:.3f}'}  "
+        f"version {record['version']}  staleness {record.get('staleness_mean', 0):.1f}  "
+        f"{record['step_seconds']:.1f} s (waited {record['wait_seconds']:.1f} s)  {record['elapsed']:.0f} s"
+    )
+
+
+def _evaluations(run: LiveRun) -> list[Json]:
+    return [record for record in read_metrics(run.folder.path) if record["kind"] == "eval"][-6:]
+
+
+def _roles(endpoints: Sequence[Endpoint]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    by_role = {endpoint.role: endpoint for endpoint in endpoints}
+    for role in ROLE_ORDER:
+        if role in by_role:
+            table.add_row(Text(role, style="cyan"), by_role[role].doing)
+    return table

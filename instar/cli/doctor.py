@@ -1,0 +1,118 @@
+"""`instar doctor`: what this machine has, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from instar.models import DEFAULT_MODEL, cache_dir, is_cached
+
+State = Literal["ok", "note", "missing"]
+MARK = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    state: State
+    detail: str
+
+
+def run_doctor(*, as_json: bool) -> None:
+    findings = [check() for check in CHECKS]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        table = Table("what", "", "detail")
+        for finding in findings:
+            table.add_row(finding.what, MARK[finding.state], finding.detail)
+        Console().print(table)
+    if any(finding.state == "missing" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    return Finding("python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version} (3.11+ needed)")
+
+
+def _package(name: str, extra: str | None = None) -> Callable[[], Finding]:
+    def check() -> Finding:
+        try:
+            return Finding(name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            hint = f"pip install 'instar[{extra}]'" if extra else f"pip install {name}"
+            return Finding(name, "missing", hint)
+
+    return check
+
+
+def _machine() -> Finding:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    state: State = "ok" if memory >= 8 else "note"
+    return Finding("machine", state, f"{os.cpu_count()} cores, {memory:.0f} GiB (the demo takes about 6 GiB)")
+
+
+def _compute() -> Finding:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return Finding("compute", "missing", "torch is not installed: pip install 'instar[local]'")
+    from instar.config import ModelConfig
+    from instar.models import device_and_dtype
+
+    device, dtype = device_and_dtype(ModelConfig())
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
+    slow = device == "cpu" and dtype == "fp32"
+    return Finding(
+        "compute",
+        "note" if slow else "ok",
+        f"{device}, {dtype} ({name})" + (", no fast bf16" if slow else ""),
+    )
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free / 2**30
+    with tempfile.NamedTemporaryFile(dir=".") as file:
+        took: list[float] = []
+        for _ in range(20):
+            file.write(b"x" * 4096)
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            took.append(time.perf_counter() - began)
+    state: State = "ok" if free >= 2 else "note"
+    return Finding("disk", state, f"{free:.0f} GiB free here, fsync {sorted(took)[10] * 1000:.1f} ms")
+
+
+def _model() -> Finding:
+    if is_cached(DEFAULT_MODEL):
+        return Finding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
+    return Finding("default model", "note", "not fetched yet; the first run gets it (93 MB)")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _machine,
+    _compute,
+    _disk,
+    _package("renderers"),
+    _package("transformers"),
+    _package("torch", "local"),
+    _package("peft", "local"),
+    _package("reasoning-gym", "local"),
+    _model,
+)

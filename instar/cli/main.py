@@ -1,0 +1,159 @@
+"""The `instar` command. Each verb parses here and imports its heavy parts when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from instar import __version__
+
+app = typer.Typer(
+    name="instar",
+    help="Make the agent you already have learn from its own runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Check and show the YAML that describes a run.", no_args_is_help=True)
+sessions_app = typer.Typer(help="Look at what agents did and what became of it.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(sessions_app, name="sessions")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: --set trainer.steps=5"),
+]
+RunDir = Annotated[Path, typer.Argument(help="The run's folder, runs/<name>.")]
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of the tasks, the sampling and the adapter.")] = 0,
+    run_dir: Annotated[Path | None, typer.Option("--dir", help="Folder of the run.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model on this machine and watch it learn, in minutes."""
+    from instar.cli.train import run_demo
+
+    run_demo(seed=seed, run_dir=run_dir, overrides=overrides or [], as_json=as_json)
+
+
+@app.command()
+def train(
+    file: ConfigFile,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its folder.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an agent's model as a YAML file describes it."""
+    from instar.cli.train import run_train
+
+    run_train(file, resume=resume, overrides=overrides or [], as_json=as_json)
+
+
+@app.command()
+def serve(
+    file: Annotated[Path | None, typer.Argument(help="The YAML file. Default: the default model.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a model to agents and record what they do, without training."""
+    from instar.cli.serve import run_serve
+
+    run_serve(file, overrides=overrides or [], as_json=as_json)
+
+
+@app.command()
+def report(run_dir: RunDir, as_json: AsJson = False) -> None:
+    """Write the report of a run again: curves as PNG, and a page."""
+    from instar.cli.report import run_report
+
+    run_report(run_dir, as_json=as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has, and what is missing."""
+    from instar.cli.doctor import run_doctor
+
+    run_doctor(as_json=as_json)
+
+
+@config_app.command("check")
+def config_check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Explain what is wrong with a run's YAML, or say that nothing is."""
+    from instar.cli.config import run_check
+
+    run_check(file, overrides or [], as_json=as_json)
+
+
+@config_app.command("show")
+def config_show(
+    file: Annotated[Path | None, typer.Argument(help="The YAML file. Default: the demo's.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a run's settings with every default filled in."""
+    from instar.cli.config import run_show
+
+    run_show(file, overrides or [], as_json=as_json)
+
+
+@sessions_app.command("ls")
+def sessions_ls(
+    run_dir: RunDir,
+    channel: Annotated[str | None, typer.Option(help="train, val or live.")] = None,
+    status: Annotated[str | None, typer.Option(help="open, completed, failed or abandoned.")] = None,
+    limit: Annotated[int, typer.Option(help="The newest so many.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List sessions: task, calls, tokens, reward."""
+    from instar.cli.sessions import run_ls
+
+    run_ls(run_dir, channel=channel, status=status, limit=limit, as_json=as_json)
+
+
+@sessions_app.command("show")
+def sessions_show(
+    run_dir: RunDir,
+    session_id: Annotated[str, typer.Argument(help="The session, or the beginning of its id.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one session: its messages, and reward → advantage → claim."""
+    from instar.cli.sessions import run_show
+
+    run_show(run_dir, session_id, as_json=as_json)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"instar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Options of every verb."""
+
+
+def main() -> None:
+    from instar.errors import InstarError
+
+    try:
+        app()
+    except InstarError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

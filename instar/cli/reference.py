@@ -1,0 +1,103 @@
+"""Writes docs/configuration.md from the config's own docstrings; ``--check`` says if it is current."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from instar.config import RunConfig
+
+HEAD = """# Configuration
+
+One YAML file describes a run. This page is generated from `instar/config.py` (`make docs`);
+`instar config check run.yaml` explains a mistake, `instar config show run.yaml` prints every setting.
+Sections marked with `type` have variants: the word after `type:` chooses one.
+"""
+
+
+def render() -> str:
+    parts = [HEAD]
+    _section(RunConfig, "", parts, set())
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(section: type[BaseModel], path: str, parts: list[str], seen: set[tuple[str, str]]) -> None:
+    if (path, section.__name__) in seen:
+        return
+    seen.add((path, section.__name__))
+    variant = section.model_fields.get("type")
+    words = typing.get_args(variant.annotation) if variant else ()
+    title = f"`{path}`" if path else "The run"
+    if words:
+        title += f" with `type: {words[0]}`"
+    parts.append(f"\n## {title}\n\n{(section.__doc__ or '').strip()}\n")
+    rows: list[str] = []
+    inner: list[tuple[type[BaseModel], str]] = []
+    for name, field in section.model_fields.items():
+        if name == "type":
+            continue
+        below = _sections_in(field.annotation)
+        inner += [(child, f"{path}.{name}".lstrip(".")) for child in below]
+        default = _default(field.get_default(call_default_factory=True))
+        text = " ".join((field.description or "").split())
+        if below and not text:
+            text = " ".join((below[0].__doc__ or "").split())
+        rows.append(f"| `{name}` | {_type(field.annotation)} | {default} | {text} |")
+    parts.append("| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows))
+    for child, where in inner:
+        _section(child, where, parts, seen)
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in typing.get_args(annotation) for found in _sections_in(part)]
+
+
+def _type(annotation: Any) -> str:
+    if _sections_in(annotation):
+        return "section"
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " \\| ".join(f"`{word}`" for word in arguments)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin in (list, dict):
+        return f"{origin.__name__} of {_type(arguments[-1])}"
+    if arguments:
+        return " \\| ".join(_type(part) for part in arguments)
+    return {"NoneType": "null", "str": "text", "Path": "path"}.get(annotation.__name__, annotation.__name__)
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
+        return ", ".join(f"`{key}`" for key in value)
+    if value is None:
+        return "null"
+    return f"`{value}`"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    text = render()
+    if not arguments.check:
+        arguments.path.write_text(text, encoding="utf-8")
+    elif not arguments.path.is_file() or arguments.path.read_text(encoding="utf-8") != text:
+        sys.exit(f"{arguments.path} is not what the config's docstrings say; run `make docs`")
+
+
+if __name__ == "__main__":
+    main()

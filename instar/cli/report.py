@@ -1,0 +1,208 @@
+"""The report of a run: reward curves as PNG, and one page that needs nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.errors import InstarError
+from instar.store.sqlite import SqliteStore
+from instar.trainer.monitor import read_metrics, read_steps
+from instar.types import Call, Channel, Json
+
+BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
+
+
+def run_report(run_dir: Path, *, as_json: bool) -> None:
+    page = write_report(run_dir)
+    typer.echo(json.dumps({"report": str(page)}) if as_json else f"Report: {page}")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report/reward.png` and `report/index.html`; returns the page."""
+    folder = RunFolder(run_dir)
+    config = folder.read_config()
+    steps = read_steps(run_dir)
+    evaluations = latest_evaluations(run_dir)
+    if not steps and not evaluations:
+        raise InstarError(f"{run_dir} has nothing to report yet: no step and no evaluation has ended")
+    folder.report.mkdir(exist_ok=True)
+    picture = folder.report / "reward.png"
+    _draw(picture, steps, evaluations)
+    examples = asyncio.run(_examples(config))
+    page = folder.report / "index.html"
+    page.write_text(_page(config, steps, evaluations, picture, examples), encoding="utf-8")
+    return page
+
+
+def latest_evaluations(run_dir: Path) -> list[Json]:
+    """The last evaluation of each label and mode, in order."""
+    records = [record for record in read_metrics(run_dir) if record["kind"] == "eval"]
+    return list({(record["label"], record["mode"]): record for record in records}.values())
+
+
+def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (curve, bars) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=[3, 2], dpi=130)
+    rewarded = [step for step in steps if step.get("reward_mean") is not None]
+    minutes = [step["elapsed"] / 60 for step in rewarded]
+    rewards = [step["reward_mean"] for step in rewarded]
+    curve.plot(minutes, rewards, color=GREY, linewidth=1, marker="o", markersize=3, label="each step")
+    curve.plot(minutes, _smooth(rewards), color=BLUE, linewidth=2.5, label="moving average")
+    curve.set(xlabel="minutes of training", ylabel="mean reward", ylim=(-0.02, 1.02), title="Training reward")
+    curve.legend(frameon=False, loc="lower right")
+    modes = list(dict.fromkeys(record["mode"] for record in evaluations))
+    labels = list(dict.fromkeys(record["label"] for record in evaluations))
+    values = {(record["label"], record["mode"]): record["accuracy"] for record in evaluations}
+    width = 0.8 / max(1, len(labels))
+    colours = [GREY, BLUE, ORANGE, "#4c9f70", "#9467bd"]
+    for offset, label in enumerate(labels):
+        places = [place + offset * width for place in range(len(modes))]
+        heights = [values.get((label, mode), 0.0) for mode in modes]
+        drawn = bars.bar(places, heights, width * 0.92, color=colours[offset % len(colours)], label=label)
+        bars.bar_label(drawn, fmt="%.2f", fontsize=9)
+    centre = width * (len(labels) - 1) / 2
+    bars.set_xticks([place + centre for place in range(len(modes))], modes)
+    bars.set(ylim=(0, 1.1), title="Held-out tasks", ylabel="accuracy")
+    if labels:
+        bars.legend(frameon=False, loc="upper left")
+    for axes in (curve, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], window: int = 5) -> list[float]:
+    return [
+        sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])
+    ]
+
+
+async def _examples(config: RunConfig, most: int = 3) -> list[tuple[str, list[Call], float | None]]:
+    """A few held-out sessions, the same tasks before and after training."""
+    store = SqliteStore(config.store_path, read_only=True)
+    try:
+        rows = await store.sessions(config.name, channel=Channel.VAL)
+        by_label: dict[str, list[Any]] = {}
+        for row in rows:
+            if row.calls and row.session.sampling.get("temperature", 1) == 0:
+                by_label.setdefault(str(row.session.metadata.get("label", "")), []).append(row)
+        shown: list[tuple[str, list[Call], float | None]] = []
+        for label in ("before", "after"):
+            for row in sorted(by_label.get(label, []), key=lambda row: str(row.session.task_id))[:most]:
+                shown.append((label, await store.calls(row.session.session_id), row.reward))
+        return shown
+    finally:
+        await store.close()
+
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2024}
+h1{margin-bottom:.2rem}.sub{color:#60646c;margin-top:0}img{width:100%}
+table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}td,th{padding:.25rem .7rem;text-align:right;
+border-bottom:1px solid #e4e6e9}th{color:#60646c;font-weight:600}td:first-child,th:first-child{text-align:left}
+.big td{font-size:1.2rem}.talk{background:#f6f7f9;border-radius:8px;padding:.6rem 1rem;margin:.5rem 0;font-size:.9rem}
+.role{color:#2f6fde;display:inline-block;width:5.5rem}pre{background:#f6f7f9;padding:1rem;border-radius:8px;
+overflow:auto;font-size:.8rem}.good{color:#1f7a3d}.bad{color:#b3261e}
+@media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e8eb}.talk,pre{background:#22262b}
+td,th{border-color:#33383e}img{background:#fff;border-radius:8px}}
+"""
+
+
+def _page(
+    config: RunConfig,
+    steps: list[Json],
+    evaluations: list[Json],
+    picture: Path,
+    examples: list[tuple[str, list[Call], float | None]],
+) -> str:
+    image = base64.b64encode(picture.read_bytes()).decode()
+    elapsed = steps[-1]["elapsed"] if steps else 0.0
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width,initial-scale=1'>",
+        f"<title>Instar · {html.escape(config.name)}</title><style>{STYLE}</style>",
+        f"<h1>{html.escape(config.name)}</h1>",
+        f"<p class=sub>{html.escape(config.model.name)} · {len(steps)} steps · "
+        f"{elapsed / 60:.1f} minutes of training</p>",
+        _evaluation_table(evaluations),
+        f"<img alt='reward curves' src='data:image/png;base64,{image}'>",
+    ]
+    if examples:
+        parts.append("<h2>What it did, before and after</h2>")
+        parts += [_example(*example) for example in examples]
+    parts += ["<h2>Steps</h2>", _step_table(steps), "<h2>Settings</h2>"]
+    settings = html.escape(json.dumps(config.model_dump(mode="json"), indent=2))
+    parts.append(f"<details><summary>config.json</summary><pre>{settings}</pre></details>")
+    return "\n".join(parts)
+
+
+def _evaluation_table(evaluations: list[Json]) -> str:
+    modes = list(dict.fromkeys(record["mode"] for record in evaluations))
+    values = {(record["label"], record["mode"]): record for record in evaluations}
+    rows: list[str] = []
+    for mode in modes:
+        before, after = values.get(("before", mode)), values.get(("after", mode))
+        cells = "".join(
+            f"<td>{record['accuracy']:.3f}</td>" if record else "<td>–</td>" for record in (before, after)
+        )
+        change = f"{after['accuracy'] - before['accuracy']:+.3f}" if before and after else "–"
+        tasks = (after or before or {}).get("n", "–")
+        rows.append(f"<tr><td>{html.escape(mode)}</td>{cells}<td>{change}</td><td>{tasks}</td></tr>")
+    if not rows:
+        return ""
+    head = "<tr><th>held-out tasks</th><th>before</th><th>after</th><th>change</th><th>tasks</th></tr>"
+    return f"<table class=big>{head}{''.join(rows)}</table>"
+
+
+def _step_table(steps: list[Json]) -> str:
+    columns = (
+        "reward_mean",
+        "version",
+        "staleness_mean",
+        "zero_signal",
+        "grad_norm",
+        "ratio_mean",
+        "step_seconds",
+    )
+    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ("step", *columns))
+    rows = [
+        "<tr>" + "".join(f"<td>{_cell(step.get(name))}</td>" for name in ("step", *columns)) + "</tr>"
+        for step in steps
+    ]
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3f}" if isinstance(value, float) else html.escape(str(value))
+
+
+def _example(label: str, calls: list[Call], reward: float | None) -> str:
+    lines: list[str] = []
+    last = calls[-1]
+    conversation = [*last.messages, last.reply]
+    asked = max((i for i, message in enumerate(conversation) if message["role"] == "user"), default=0)
+    for message in conversation[asked:]:
+        text = message["content"]
+        for call in message.get("tool_calls", []):
+            text += f" {call['name']}({call['arguments']})"
+        lines.append(f"<div><span class=role>{message['role']}</span>{html.escape(text)}</div>")
+    verdict = "good" if reward else "bad"
+    shown = "no reward" if reward is None else f"reward {reward:g}"
+    return f"<div class=talk><b>{label}</b> · <span class={verdict}>{shown}</span>{''.join(lines)}</div>"

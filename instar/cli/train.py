@@ -1,0 +1,127 @@
+"""`instar train` and `instar demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from instar.cli.config_file import DEMO, load_config
+from instar.cli.display import Display
+from instar.cluster.local import LiveRun, train
+from instar.config import RunConfig
+from instar.models import is_cached, resolve_model
+from instar.trainer.monitor import read_metrics, read_steps
+from instar.types import Json
+
+INTERRUPTED = 130
+
+
+def run_train(file: Path, *, resume: bool, overrides: Sequence[str], as_json: bool) -> None:
+    config = load_config(file, overrides)
+    console = Console(stderr=as_json)
+    run = _run(config, console, resume=resume)
+    summary = summarize(run)
+    if as_json:
+        print(json.dumps(summary), flush=True)
+    else:
+        _print_summary(console, summary)
+        if run.stopped_by_user:
+            console.print(f"Stopped. Continue with: [bold]instar train {file} --resume[/]")
+    if run.stopped_by_user:
+        raise typer.Exit(INTERRUPTED)
+
+
+def run_demo(*, seed: int, run_dir: Path | None, overrides: Sequence[str], as_json: bool) -> None:
+    name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings = [f"name={name}", f"seed={seed}", f"rollout.tasks.args.seed={seed}", *overrides]
+    if run_dir is not None:
+        settings.append(f"dir={run_dir}")
+    config = load_config(DEMO, settings)
+    console = Console(stderr=as_json)
+    console.print(
+        "[bold]Instar demo[/]: a calculator agent talks to a small model through the gateway, "
+        "and the model learns from its own attempts."
+    )
+    run = _run(config, console, resume=False)
+    summary = summarize(run)
+    if as_json:
+        print(json.dumps(summary), flush=True)
+    else:
+        _print_summary(console, summary)
+        _print_next(console, run)
+    if run.stopped_by_user:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
+    if not is_cached(config.model.name):
+        console.print(f"Getting the model {config.model.name} (once; it is kept in the cache) ...")
+    resolve_model(config.model.name)
+
+    async def amain() -> LiveRun:
+        display = Display(console)
+        try:
+            return await train(config, resume=resume, observe=display.attach, log=display.event)
+        finally:
+            await display.close()
+
+    run = asyncio.run(amain())
+    if read_steps(run.folder.path) or any(read_metrics(run.folder.path)):
+        from instar.cli.report import write_report
+
+        write_report(run.folder.path)
+    return run
+
+
+def summarize(run: LiveRun) -> Json:
+    """The run in figures: evaluation by mode before and after, steps, seconds of training."""
+    steps = read_steps(run.folder.path)
+    summary: Json = {
+        "name": run.run_id,
+        "steps": len(steps),
+        "seconds": round(float(steps[-1]["elapsed"]), 1) if steps else 0.0,
+        "version": steps[-1]["version"] if steps else 0,
+        "run_dir": str(run.folder.path),
+        "report": str(run.folder.report / "index.html"),
+        "stopped": run.stopped_by_user,
+    }
+    for record in read_metrics(run.folder.path):
+        if record["kind"] == "eval":
+            summary[f"{record['mode']}_{record['label']}"] = record["accuracy"]
+            summary[f"eval_seconds_{record['label']}"] = round(
+                summary.get(f"eval_seconds_{record['label']}", 0.0) + record["seconds"], 1
+            )
+    return summary
+
+
+def _print_summary(console: Console, summary: Json) -> None:
+    modes = [key.removesuffix("_after") for key in summary if key.endswith("_after") and "seconds" not in key]
+    if modes:
+        table = Table("held-out tasks", "before", "after", "change")
+        for mode in modes:
+            before, after = summary.get(f"{mode}_before"), summary[f"{mode}_after"]
+            change = f"{after - before:+.2f}" if before is not None else ""
+            table.add_row(mode, "" if before is None else f"{before:.2f}", f"{after:.2f}", change)
+        console.print(table)
+    console.print(f"{summary['steps']} steps in {summary['seconds']:.0f} s of training.")
+
+
+def _print_next(console: Console, run: LiveRun) -> None:
+    folder = run.folder.path
+    try:
+        folder = folder.relative_to(Path.cwd())
+    except ValueError:
+        pass
+    console.print(f"Report: [bold]{folder}/report/index.html[/]")
+    console.print("\nWhat to try next:")
+    console.print(f"  instar sessions ls {folder}      what the agent did, try by try")
+    console.print("  instar config show               the YAML behind this demo")
+    console.print("  instar serve                     point an agent of your own at the gateway")
+    console.print("  instar train run.yaml            train on your own tasks (docs/concepts.md)")

@@ -1,0 +1,52 @@
+"""What lies where in a run's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from instar.config import RunConfig
+from instar.errors import ConfigError, InstarError
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.logs = path / "logs"
+        self.locks = path / "locks"
+        self.report = path / "report"
+
+    def log(self, role: str) -> Path:
+        return self.logs / f"{role}.log"
+
+    def create(self, config: RunConfig) -> None:
+        """Write the resolved config, from which every role reads its own part."""
+        for folder in (self.path, self.logs, self.locks):
+            folder.mkdir(parents=True, exist_ok=True)
+        scratch = self.config_file.with_suffix(".partial")
+        scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        scratch.replace(self.config_file)
+
+    def read_config(self) -> RunConfig:
+        if not self.config_file.is_file():
+            raise ConfigError(f"{self.path} is no run folder: it has no config.json")
+        return RunConfig.model_validate(msgspec.json.decode(self.config_file.read_bytes()))
+
+    def lock(self, role: str, *, wait: float = 20.0) -> int:
+        """Hold the role's lock until this process ends. Its last holder may still be dying."""
+        descriptor = os.open(self.locks / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise InstarError(f"another process already runs the {role} of {self.path}") from None
+                time.sleep(0.05)

@@ -1,0 +1,257 @@
+"""A whole run on this machine: its roles as processes, evaluation before and after, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from instar.cluster.layout import RunFolder
+from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN, ENGINE_URL, GATEWAY_URL
+from instar.cluster.supervisor import Supervisor, listen, url_of
+from instar.config import RunConfig
+from instar.engines.base import EngineStatus
+from instar.engines.remote import RemoteEngine
+from instar.errors import ConfigError, EngineUnavailable, InstarError
+from instar.store.base import Run, Store
+from instar.store.factory import open_store
+from instar.trainer.monitor import read_metrics
+
+Phase = Literal["starting", "evaluating before", "training", "evaluating after", "stopping", "done"]
+
+
+@dataclass
+class LiveRun:
+    """A run under way, as the display sees it."""
+
+    config: RunConfig
+    folder: RunFolder
+    supervisor: Supervisor
+    store: Store
+    engine_url: str
+    engine_token: str
+    gateway_url: str
+    admin_key: str
+    engine: RemoteEngine | None = None
+    phase: Phase = "starting"
+    started: float = field(default_factory=time.monotonic)
+    stopped_by_user: bool = False
+
+    @property
+    def run_id(self) -> str:
+        return self.config.name
+
+
+@asynccontextmanager
+async def serving(
+    config: RunConfig, *, resume: bool = False, log: Callable[[str], None] = print
+) -> AsyncIterator[LiveRun]:
+    """Engine and gateway up, both answering; everything is stopped on leaving."""
+    folder = RunFolder(config.run_dir.resolve())
+    config = config.model_copy(update={"dir": folder.path})
+    _check_folder(folder, config, resume)
+    folder.create(config)
+    lock = folder.lock("supervisor", wait=2.0)
+    store = open_store(config)
+    known = await store.run(config.name)
+    await store.put_run(
+        Run(
+            config.name,
+            config.name,
+            config.model_dump(mode="json"),
+            created_at=known.created_at if known else 0,
+        )
+    )
+    engine_socket = listen("127.0.0.1", 0)
+    gateway_socket = listen(config.gateway.host, config.gateway.port)
+    supervisor = Supervisor(folder, log=log)
+    run = LiveRun(
+        config=config,
+        folder=folder,
+        supervisor=supervisor,
+        store=store,
+        engine_url=url_of(engine_socket),
+        engine_token=secrets.token_urlsafe(24),
+        gateway_url=url_of(gateway_socket),
+        admin_key=os.environ.get(ADMIN_KEY) or f"sk-instar-{secrets.token_urlsafe(24)}",
+    )
+    try:
+        await supervisor.start(
+            "engine", python=config.engine.python, env=_environment(run), server=engine_socket
+        )
+        await supervisor.start("gateway", env=_environment(run), server=gateway_socket)
+        await _until_up(run)
+        yield run
+    finally:
+        run.phase = "stopping"
+        if run.engine is not None:
+            await run.engine.close()
+        await supervisor.close()
+        for server in (engine_socket, gateway_socket):
+            server.close()
+        await store.close()
+        os.close(lock)
+        run.phase = "done"
+
+
+def _check_folder(folder: RunFolder, config: RunConfig, resume: bool) -> None:
+    there = folder.config_file.is_file()
+    if there and not resume:
+        raise ConfigError(
+            f"the run folder {folder.path} exists. Continue it with --resume, or give the run another name"
+        )
+    if resume and not there:
+        raise ConfigError(f"nothing to resume: there is no run in {folder.path}")
+
+
+def _environment(run: LiveRun) -> dict[str, str]:
+    """What roles are told by the environment: addresses and keys. Threads that wait must not burn
+    the cores that other roles compute on."""
+    return {
+        ADMIN_KEY: run.admin_key,
+        ENGINE_TOKEN: run.engine_token,
+        ENGINE_URL: run.engine_url,
+        GATEWAY_URL: run.gateway_url,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+async def _until_up(run: LiveRun, timeout: float = 600.0) -> None:
+    import aiohttp
+
+    deadline = time.monotonic() + timeout
+    async with aiohttp.ClientSession() as client:
+        for url in (run.engine_url, run.gateway_url):
+            while True:
+                run.supervisor.raise_failure()
+                try:
+                    # The socket is open from the start, so an early request waits in its queue.
+                    async with client.get(f"{url}/healthz", timeout=aiohttp.ClientTimeout(1.0)) as answer:
+                        if answer.status == 200:
+                            break
+                except (aiohttp.ClientError, TimeoutError):
+                    pass
+                if time.monotonic() > deadline:
+                    raise InstarError(f"{url} did not answer within {timeout:.0f} s; see {run.folder.logs}")
+                await asyncio.sleep(0.1)
+
+
+async def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    observe: Callable[[LiveRun], Any] | None = None,
+    log: Callable[[str], None] = print,
+) -> LiveRun:
+    """Run it to its end. ``observe`` is called once everything is up. Raises the first cause when the run
+    cannot go on; on Ctrl-C it drains, checkpoints and returns with ``stopped_by_user`` set."""
+    if config.rollout is None:
+        raise ConfigError("rollout: needed to train; name the tasks and the agent that tries them")
+    async with serving(config, resume=resume, log=log) as run:
+        if observe is not None:
+            observe(run)
+        try:
+            await _phases(run)
+        except InstarError as error:
+            await _finish(run, "failed", str(error))
+            raise
+        await _finish(run, "stopped" if run.stopped_by_user else "finished")
+        return run
+
+
+async def _phases(run: LiveRun) -> None:
+    stop = _interrupts(run)
+    plan = run.config.eval
+    if plan and plan.at_start and not _evaluated(run, "before"):
+        run.phase = "evaluating before"
+        await _evaluate(run, "before", stop)
+    if not stop.is_set():
+        run.phase = "training"
+        await _train(run, stop)
+    if plan and plan.at_end and not stop.is_set():
+        run.phase = "evaluating after"
+        await _evaluate(run, "after", stop)
+    run.stopped_by_user = stop.is_set()
+
+
+async def _train(run: LiveRun, stop: asyncio.Event) -> None:
+    """The trainer's end is the end of training: rollout, if it still runs, is stopped then."""
+    supervisor = run.supervisor
+    await supervisor.start("trainer", python=run.config.backend.python, env=_environment(run))
+    await supervisor.start("rollout", env=_environment(run))
+    ended = asyncio.create_task(supervisor.wait("trainer"))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set() and not ended.done():
+        supervisor.signal("trainer")
+    stopped.cancel()
+    try:
+        await ended
+    finally:
+        await supervisor.stop("rollout")
+
+
+async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
+    await run.supervisor.start("rollout", f"--evaluate={label}", env=_environment(run))
+    ended = asyncio.create_task(run.supervisor.wait("rollout"))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not ended.done():
+        await run.supervisor.stop("rollout")
+    await ended
+
+
+def _evaluated(run: LiveRun, label: str) -> bool:
+    """Whether a resumed run has this evaluation already, in every mode."""
+    assert run.config.eval is not None
+    modes = {
+        record["mode"]
+        for record in read_metrics(run.folder.path)
+        if record["kind"] == "eval" and record["label"] == label
+    }
+    return modes >= set(run.config.eval.modes)
+
+
+def _interrupts(run: LiveRun) -> asyncio.Event:
+    """The first Ctrl-C drains and checkpoints, the second stops at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            for role in run.supervisor.roles:
+                run.supervisor.kill(role)
+            os._exit(130)
+        run.supervisor.log("stopping: the step under way is finished and saved (Ctrl-C again stops at once)")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    return stop
+
+
+async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:
+    known = await run.store.run(run.run_id)
+    assert known is not None
+    await run.store.put_run(
+        Run(known.run_id, known.policy_id, known.config, status, reason, known.created_at)
+    )
+
+
+async def engine_status(run: LiveRun) -> EngineStatus | None:
+    """What the engine reports; None while it cannot be asked."""
+    if run.engine is None:
+        run.engine = await RemoteEngine.connect(run.engine_url, run.engine_token, timeout=30)
+    try:
+        return await run.engine.status()
+    except EngineUnavailable:
+        return None

@@ -1,0 +1,326 @@
+"""One role of a run in a process of its own: ``python -m instar.cluster.role ROLE RUN_DIR``.
+
+Started by the supervisor. Reads its part of the config from the run's folder, announces itself in the
+store, ends gracefully on SIGTERM, and ends at once when its supervisor is gone. Keys come by the
+environment, never by the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from instar.cluster.layout import RunFolder
+from instar.cluster.supervisor import FATAL
+from instar.config import RunConfig
+from instar.errors import EngineUnavailable, InstarError, StoreFull
+from instar.store.base import Store
+from instar.types import Endpoint
+
+ADMIN_KEY = "INSTAR_ADMIN_KEY"
+ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
+ENGINE_URL = "INSTAR_ENGINE_URL"
+GATEWAY_URL = "INSTAR_GATEWAY_URL"
+HEARTBEAT = 0.5
+
+
+class Context:
+    """What every role has at hand."""
+
+    def __init__(self, role: str, folder: RunFolder, arguments: argparse.Namespace) -> None:
+        self.role = role
+        self.folder = folder
+        self.config: RunConfig = folder.read_config()
+        self.arguments = arguments
+        self.stop = asyncio.Event()
+
+    @property
+    def run_id(self) -> str:
+        return self.config.name
+
+    @property
+    def policy_id(self) -> str:
+        return self.config.name
+
+    def socket(self) -> socket.socket:
+        return socket.socket(fileno=self.arguments.fd)
+
+    def log(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+    def open_store(self) -> Store:
+        from instar.store.factory import open_store
+
+        return open_store(self.config)
+
+    async def heartbeat(self, store: Store, doing: Callable[[], str], url: str = "") -> None:
+        """Say what this role does, twice a second, until cancelled."""
+        while True:
+            await self.announce(store, doing(), url)
+            await asyncio.sleep(HEARTBEAT)
+
+    async def announce(self, store: Store, doing: str, url: str = "") -> None:
+        await store.put_endpoint(
+            Endpoint(
+                self.run_id,
+                self.role,
+                self.role,
+                url,
+                os.getpid(),
+                doing,
+                str(self.folder.log(self.role)),
+                time.time(),
+            )
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m instar.cluster.role")
+    parser.add_argument("role", choices=sorted(ROLES))
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--fd", type=int)
+    parser.add_argument("--evaluate", metavar="LABEL")
+    arguments = parser.parse_args()
+    _end_with_parent()
+    folder = RunFolder(arguments.run_dir)
+    try:
+        lock = folder.lock(arguments.role)
+        code = _run(arguments.role, folder, arguments)
+        os.close(lock)
+    except (EngineUnavailable, StoreFull):
+        # May pass by itself: let the supervisor start the role again.
+        traceback.print_exc()
+        code = 1
+    except InstarError as error:
+        traceback.print_exc()
+        print(str(error).replace("\n", " "), file=sys.stderr, flush=True)
+        code = FATAL
+    sys.exit(code)
+
+
+def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
+    import uvloop
+
+    async def amain() -> None:
+        context = Context(role, folder, arguments)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, context.stop.set)
+        await ROLES[role](context)
+
+    uvloop.run(amain())
+    return 0
+
+
+def _end_with_parent() -> None:
+    """A role without its supervisor would go on unseen: end when the parent changes."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+# --- the roles ----------------------------------------------------------------------------------
+
+
+async def engine(context: Context) -> None:
+    from instar.engines.factory import create_engine
+    from instar.engines.server import create_engine_app
+    from instar.gateway.serve import serve
+
+    store = context.open_store()
+    await context.announce(store, "loading the model")
+    served = create_engine(context.config)
+    head = await store.head(context.policy_id)
+    if head.version > 0:
+        await served.load(head)
+    listener = context.socket()
+    status = await served.status()
+
+    def doing() -> str:
+        return f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
+
+    async def refresh() -> None:
+        nonlocal status
+        while True:
+            status = await served.status()
+            await asyncio.sleep(HEARTBEAT)
+
+    app = create_engine_app(served, os.environ[ENGINE_TOKEN])
+    await _until_stopped(
+        context,
+        serve(app, listener, stop=context.stop),
+        refresh(),
+        context.heartbeat(store, doing, os.environ[ENGINE_URL]),
+    )
+    await served.close()
+    await store.close()
+
+
+async def gateway(context: Context) -> None:
+    from instar.engines.remote import RemoteEngine
+    from instar.gateway.app import create_app
+    from instar.gateway.serve import serve
+    from instar.models import resolve_model
+    from instar.record.render import Renderer
+
+    store = context.open_store()
+    await context.announce(store, "loading the tokenizer")
+    renderer = Renderer.load(resolve_model(context.config.model.name), context.config.model)
+    remote = await RemoteEngine.connect(os.environ[ENGINE_URL], os.environ[ENGINE_TOKEN], timeout=300)
+    rollout = context.config.rollout
+    app = create_app(
+        store=store,
+        engine=remote,
+        renderer=renderer,
+        run_id=context.run_id,
+        agent_id=context.config.agent_id,
+        policy_id=context.policy_id,
+        config=context.config.gateway,
+        train_sampling=rollout.sampling if rollout else None,
+        admin_key=os.environ[ADMIN_KEY],
+    )
+    await _until_stopped(
+        context,
+        serve(app, context.socket(), stop=context.stop),
+        context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
+    )
+    await remote.close()
+    await store.close()
+
+
+async def trainer(context: Context) -> None:
+    from instar.backends.factory import create_backend
+    from instar.data.batcher import Batcher
+    from instar.engines.base import Engine
+    from instar.engines.remote import RemoteEngine
+    from instar.sync.factory import create_sync
+    from instar.trainer.loop import Trainer
+    from instar.trainer.monitor import Monitor
+
+    config = context.config
+    store = context.open_store()
+    await context.announce(store, "loading the model")
+    backend = create_backend(config)
+    remote = await RemoteEngine.connect(os.environ[ENGINE_URL], os.environ[ENGINE_TOKEN], timeout=300)
+    engines: list[Engine] = [remote]
+
+    async def current_engines() -> list[Engine]:
+        return engines
+
+    monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
+    loop = Trainer(
+        config,
+        context.run_id,
+        context.policy_id,
+        store=store,
+        backend=backend,
+        batcher=Batcher(store, context.run_id, config),
+        sync=create_sync(backend.capabilities.artifacts, remote.info.artifacts),
+        engines=current_engines,
+        monitor=monitor,
+        log=context.log,
+    )
+    stopper = asyncio.create_task(_when(context.stop, loop.stop))
+    beating = asyncio.create_task(context.heartbeat(store, lambda: loop.doing))
+    try:
+        await loop.run()
+    finally:
+        stopper.cancel()
+        beating.cancel()
+        monitor.close()
+        await backend.close()
+        await remote.close()
+    await context.announce(store, loop.doing)
+    await store.close()
+
+
+async def rollout(context: Context) -> None:
+    from instar.registry import resolve
+    from instar.rewards.factory import create_scorer
+    from instar.rollout.evaluate import Evaluator
+    from instar.rollout.gateway_client import GatewayClient
+    from instar.rollout.runner import RolloutRunner
+    from instar.rollout.tasks import load_tasks
+    from instar.trainer.monitor import Monitor
+
+    config = context.config
+    assert config.rollout is not None
+    store = context.open_store()
+    await context.announce(store, "loading tasks")
+    client = GatewayClient(os.environ[GATEWAY_URL], os.environ[ADMIN_KEY])
+    agent = resolve("agents", config.rollout.agent.type)(config.rollout.agent)
+    monitor = Monitor(config.run_dir)
+    evaluator = None
+    if config.eval is not None:
+        held_out = load_tasks(config.eval.tasks)
+        evaluator = Evaluator(
+            config, store, client, held_out, agent, create_scorer(config, held_out), monitor.record
+        )
+    try:
+        if context.arguments.evaluate:
+            assert evaluator is not None
+            beating = asyncio.create_task(context.heartbeat(store, lambda: evaluator.doing))
+            await _first(evaluator.evaluate_all(context.arguments.evaluate), context.stop.wait())
+        else:
+            tasks = load_tasks(config.rollout.tasks)
+            runner = RolloutRunner(config, store, client, tasks, agent, create_scorer(config, tasks))
+            runner.evaluator = evaluator
+            beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
+            await _first(runner.run(), context.stop.wait())
+        beating.cancel()
+    finally:
+        await agent.close()
+        await client.close()
+        monitor.close()
+    if not context.stop.is_set():
+        await context.announce(store, "finished")
+    await store.close()
+
+
+ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {
+    "engine": engine,
+    "gateway": gateway,
+    "trainer": trainer,
+    "rollout": rollout,
+}
+
+
+async def _until_stopped(context: Context, *parts: Awaitable[None]) -> None:
+    """Run the parts until asked to stop, or until one of them ends or fails."""
+    await _first(*parts)
+
+
+async def _first(*parts: Awaitable[object]) -> None:
+    """Until the first part ends; its error is raised, the others are cancelled."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _when(event: asyncio.Event, action: Callable[[], None]) -> None:
+    await event.wait()
+    action()
+
+
+if __name__ == "__main__":
+    main()
