@@ -1,0 +1,128 @@
+"""Attention over a packed ragged batch, plugged into transformers models by name.
+
+One forward pass runs over [1, T] tokens: one token of every decoding row, then pieces of prompts.
+The linear layers see exactly T tokens, and this function, called once per layer with the step's
+plan, writes the new keys and values into the rows and attends within each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from instar.errors import EngineError
+
+NAME = "instar_engine"
+
+
+@dataclass(slots=True)
+class DecodeBlock:
+    """Neighbouring rows that decode together: one query token each, keys up to ``length``."""
+
+    start: int
+    stop: int
+    length: int
+    mask: Tensor
+    """Boolean, [rows, 1, 1, length]: which keys each row may see."""
+
+
+@dataclass(slots=True)
+class PrefillPiece:
+    """Tokens ``start:stop`` of the step are the next piece of the prompt in ``row``."""
+
+    start: int
+    stop: int
+    row: int
+    length: int
+    """Keys in the row once the piece is written."""
+    mask: Tensor | None
+    """Boolean [piece, length]; None where the piece begins the row, plain causal."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    kv: Tensor
+    """[layers, 2, rows, kv heads, capacity, head dim]"""
+    rows: Tensor
+    """[T] row of every token."""
+    positions: Tensor
+    """[T] position of every token in its row."""
+    decoding: int
+    """The first so many tokens are one each of rows 0, 1, ..."""
+    blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
+    pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """Stands in for a plan while the model is loaded: learns the shape of keys and values."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    instar_plan: StepPlan | ShapeProbe | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, head dim], key and value [1, kv heads, T, head dim] → [1, T, heads, head dim]."""
+    if isinstance(instar_plan, ShapeProbe):
+        return _probe(module, query, key, value, instar_plan, kwargs), None
+    assert instar_plan is not None, "the model does not hand its keyword arguments on to attention"
+    plan = instar_plan
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
+    keys, values = plan.kv[layer, 0], plan.kv[layer, 1]
+    keys[plan.rows, :, plan.positions] = key[0].transpose(0, 1)
+    values[plan.rows, :, plan.positions] = value[0].transpose(0, 1)
+    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    query = query[0].view(kv_heads, heads // kv_heads, -1, head_dim)
+
+    outputs: list[Tensor] = []
+    for block in plan.blocks:
+        # The heads that share keys stand in the query-length axis: keys are read once, never copied.
+        attended = F.scaled_dot_product_attention(
+            query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
+            keys[block.start : block.stop, :, : block.length],
+            values[block.start : block.stop, :, : block.length],
+            attn_mask=block.mask,
+            scale=scaling,
+        )
+        outputs.append(attended.reshape(block.stop - block.start, heads, head_dim))
+    for piece in plan.pieces:
+        shape = (kv_heads, heads // kv_heads, piece.length, head_dim)
+        attended = F.scaled_dot_product_attention(
+            query[:, :, piece.start : piece.stop],
+            keys[piece.row, :, None, : piece.length].expand(shape),
+            values[piece.row, :, None, : piece.length].expand(shape),
+            attn_mask=piece.mask,
+            is_causal=piece.mask is None,
+            scale=scaling,
+        )
+        outputs.append(attended.permute(2, 0, 1, 3).reshape(piece.stop - piece.start, heads, head_dim))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+
+
+def _probe(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, probe: ShapeProbe, kwargs: dict[str, Any]
+) -> Tensor:
+    for name in ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise EngineError(f"the local engine does not implement this model's attention: it uses {name}")
+    if key.shape != value.shape:
+        raise EngineError("the local engine needs keys and values of one shape")
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
+    probe.shapes[layer] = (key.shape[1], key.shape[3])
+    return torch.zeros_like(query).transpose(1, 2)
+
+
+AttentionInterface.register(NAME, attend)

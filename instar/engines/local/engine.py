@@ -1,0 +1,230 @@
+"""The local engine: a scheduler in a thread of its own, asyncio in front."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from instar.config import LocalEngineConfig, ModelConfig
+from instar.engines.base import Engine, EngineInfo, EngineStatus
+from instar.engines.checks import check_request
+from instar.engines.local.model import EngineModel
+from instar.engines.local.rows import KVShape
+from instar.engines.local.scheduler import Emission, Request, Scheduler
+from instar.engines.stopping import StopRule
+from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.types import Policy, SamplingParams, TokenChunk
+
+Inbox = asyncio.Queue[TokenChunk | EngineError]
+
+
+class LocalEngine(Engine):
+    """Samples with torch. ``stop_at_eos=False`` lets replies run to their ``max_tokens``, for benchmarks."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: LocalEngineConfig,
+        *,
+        tokenizer: Any = None,
+        stop_at_eos: bool = True,
+    ) -> None:
+        self._model = EngineModel(model)
+        self._tokenizer: Any = tokenizer or AutoTokenizer.from_pretrained(self._model.folder)
+        self._eos = self._eos_ids() if stop_at_eos else set[int]()
+        self._threads = config.threads
+        context = self._model.max_context
+        kv_tokens = config.kv_tokens or default_kv_tokens(self._model.kv_shape, config.max_batch * context)
+        if kv_tokens < context:
+            raise ConfigError(f"engine.kv_tokens: {kv_tokens} do not hold one context of {context} tokens")
+        self._scheduler = Scheduler(
+            self._model,
+            max_batch=config.max_batch,
+            prefill_tokens=config.prefill_tokens,
+            kv_tokens=kv_tokens,
+        )
+        self._info = EngineInfo(
+            kind="local",
+            model=model.name,
+            vocab_size=self._model.vocab_size,
+            max_context=context,
+            artifacts=("adapter", "weights", "base"),
+        )
+        self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: EngineError | None = None
+        self._loading = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="local-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+        check_request(self._info, prompt_ids, params)
+        room = self._info.max_context - len(prompt_ids)
+        request = Request(
+            prompt=np.asarray(prompt_ids, np.int32),
+            params=params,
+            stop=StopRule(params, room, self._eos, self._tokenizer),
+            rng=Random(params.seed),
+            length_limit=len(prompt_ids) + min(params.max_tokens, room),
+        )
+        inbox: Inbox = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._post(lambda: self._add(request, loop, inbox))
+        finished = False
+        try:
+            while not finished:
+                item = await inbox.get()
+                finished = isinstance(item, EngineError) or item.finish_reason is not None
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._commands.put(lambda: self._cancel(request))
+
+    async def load(self, policy: Policy) -> None:
+        await asyncio.to_thread(self._load, policy)
+
+    async def status(self) -> EngineStatus:
+        """Raises the failure that stopped the engine, if one did."""
+        self._check_alive()
+        return self._scheduler.status()
+
+    async def close(self) -> None:
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # --- callers' side ---
+
+    def _eos_ids(self) -> set[int]:
+        ids = self._model.eos_ids()
+        return ids if self._tokenizer.eos_token_id is None else {*ids, self._tokenizer.eos_token_id}
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._check_alive()
+        self._commands.put(command)
+
+    def _load(self, policy: Policy) -> None:
+        with self._loading:  # one at a time: reading depends on which weights are in place
+            change = self._model.read(policy)
+            done: Future[None] = Future()
+            self._post(lambda: _resolve(done, lambda: self._scheduler.apply(change)))
+            while not done.done():
+                try:
+                    return done.result(timeout=1)
+                except TimeoutError:
+                    self._check_alive()
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)  # OpenMP keeps the number per calling thread
+        try:
+            with torch.inference_mode():
+                while self._run_commands():
+                    if self._scheduler.busy:
+                        self._deliver(self._scheduler.step())
+            self._failure = EngineUnavailable("the engine is closed")
+        except Exception as error:  # noqa: BLE001 - whatever stops the loop must reach every caller
+            self._failure = EngineError(f"the local engine stopped: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+        self._fail_all(self._failure)
+
+    def _run_commands(self) -> bool:
+        """Take what callers asked for; waits for them when there is nothing else to do. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._scheduler.busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _add(self, request: Request, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
+        self._inboxes[request] = (loop, inbox)
+        self._scheduler.add(request)
+
+    def _cancel(self, request: Request) -> None:
+        if self._inboxes.pop(request, None) is not None:
+            self._scheduler.cancel(request)
+
+    def _deliver(self, emissions: list[Emission]) -> None:
+        """Wake each event loop once per step, however many replies it waits for."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, TokenChunk | EngineError]]] = {}
+        for request, chunk in emissions:
+            loop, inbox = self._inboxes[request]
+            if request.finished:
+                del self._inboxes[request]
+            batches.setdefault(loop, []).append((inbox, chunk))
+        for loop, batch in batches.items():
+            _wake(loop, batch)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for loop, inbox in self._inboxes.values():
+            _wake(loop, [(inbox, error)])
+        self._inboxes.clear()
+        # A caller that posted before it could see the failure.
+        while not self._commands.empty():
+            if command := self._commands.get():
+                command()
+        for loop, inbox in self._inboxes.values():
+            _wake(loop, [(inbox, error)])
+
+
+def _resolve(done: Future[None], work: Callable[[], None]) -> None:
+    """Run; a failure stops the engine too, for the weights may be half changed."""
+    try:
+        work()
+    except BaseException as error:
+        done.set_exception(EngineError(f"the policy could not be put in place: {error}"))
+        raise
+    done.set_result(None)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, TokenChunk | EngineError]]) -> None:
+    def put() -> None:
+        for inbox, item in batch:
+            inbox.put_nowait(item)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        pass  # that event loop is closed, and with it whoever waited
+
+
+def default_kv_tokens(shape: KVShape, most: int) -> int:
+    """As many as a third of the free memory holds, at most twice what a full batch of whole contexts
+    needs."""
+    if shape.device == "cpu":
+        free = _free_memory()
+    else:
+        free = torch.cuda.mem_get_info()[0]
+    return min(2 * most, free // 3 // shape.token_bytes)
+
+
+def _free_memory() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 4 << 30  # no such file outside Linux: assume a small machine

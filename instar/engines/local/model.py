@@ -1,0 +1,113 @@
+"""The transformers model behind the engine: loading it, changing its weights, one forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from instar.config import ModelConfig
+from instar.engines.local import attention
+from instar.engines.local.lora import LoraPair, install, read_adapter
+from instar.engines.local.rows import KVShape
+from instar.errors import EngineError
+from instar.models import device_and_dtype, resolve_model
+from instar.types import Policy
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A policy read from disk and ready to go live between two steps."""
+
+    version: int
+    adapter: dict[str, LoraPair]
+    source: Path
+    """Folder of the full weights below the adapter."""
+    state: dict[str, Tensor] | None
+    """Those weights, where they are not in place already."""
+
+
+class EngineModel:
+    def __init__(self, config: ModelConfig) -> None:
+        transformers_logging.disable_progress_bar()
+        self.device, dtype = device_and_dtype(config)
+        self.dtype = DTYPES[dtype]
+        self.folder = resolve_model(config.name)
+        self._source = self.folder
+        self._model = _read(self.folder, self.dtype).to(self.device)
+        self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
+        text_config = self._model.config.get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
+        self.max_context = min(config.max_context, positions)
+        self.kv_shape = self._probe(text_config.num_hidden_layers)
+
+    def eos_ids(self) -> set[int]:
+        """Ids that end a reply, wherever the model's files name them."""
+        found: set[int] = set()
+        for config in (self._model.generation_config, self._model.config):
+            ids = getattr(config, "eos_token_id", None)
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return found
+
+    def forward(self, ids: Tensor, positions: Tensor, sampled: Tensor, plan: attention.StepPlan) -> Tensor:
+        """Logits [len(sampled), vocabulary] after the tokens of the packed batch named by ``sampled``."""
+        return self._model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=sampled,
+            instar_plan=plan,
+        ).logits[0]
+
+    def read(self, policy: Policy) -> Change:
+        """Read a policy's files. Touches nothing in use, so it may run beside ``forward``."""
+        kind, path = policy.artifact.kind, Path(policy.artifact.path)
+        if kind not in ("base", "adapter", "weights"):
+            raise EngineError(f"the local engine loads base, adapter and weights, not {kind}")
+        source = path.resolve() if kind == "weights" else self.folder
+        adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
+        # Full weights are read again even from a folder in use: its files may have changed.
+        state = self._read_state(source) if kind == "weights" or source != self._source else None
+        return Change(policy.version, adapter, source, state)
+
+    def apply(self, change: Change) -> None:
+        if change.state is not None:
+            self._model.load_state_dict(change.state)
+            self._source = change.source
+        install(self._model, change.adapter)
+
+    def _read_state(self, folder: Path) -> dict[str, Tensor]:
+        try:
+            state: dict[str, Tensor] = _read(folder, self.dtype).state_dict()
+        except (OSError, ValueError) as error:
+            raise EngineError(f"cannot read the weights in {folder}: {error}") from error
+        ours: dict[str, Tensor] = self._model.state_dict()
+        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in ours.items()}:
+            raise EngineError(f"the weights in {folder} are of another architecture")
+        return state
+
+    def _probe(self, layers: int) -> KVShape:
+        """Run one token through, to see that every layer attends in the way this engine implements."""
+        probe = attention.ShapeProbe()
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        with torch.inference_mode():
+            self._model(input_ids=token, position_ids=token, use_cache=False, instar_plan=probe)
+        shapes = set(probe.shapes.values())
+        if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
+            raise EngineError("the local engine needs a model with the same full attention in every layer")
+        ((kv_heads, head_dim),) = shapes
+        return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
+
+
+def _read(folder: Path, dtype: torch.dtype) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
+    )
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,89 @@
+"""Keys and values of the replies in progress: one contiguous row each, all layers in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STEP = 64
+"""Capacities are multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def zeros(shape: KVShape, rows: int, capacity: int) -> Tensor:
+    """[layers, 2, rows, kv heads, capacity, head dim]. What lies beyond a row's length is masked, but
+    still multiplied by zero, so it must be finite from the start. On the CPU the pages come from
+    calloc: zero without being touched."""
+    size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
+    if shape.device != "cpu":
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    raw = np.zeros(size, dtype={2: np.uint16, 4: np.float32}[shape.dtype.itemsize])
+    return torch.from_numpy(raw).view(shape.dtype)
+
+
+class KVRows:
+    """Grows as needed; rows ``0 .. used-1`` are in use, kept together by moving the last one."""
+
+    def __init__(self, shape: KVShape, max_rows: int, max_tokens: int) -> None:
+        self.shape = shape
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self.kv = zeros(shape, 0, 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the allocated rows could hold."""
+        return self.kv.shape[2] * self.kv.shape[4]
+
+    def grown(self, rows: int, length: int) -> tuple[int, int]:
+        """The size to allocate so that ``rows`` rows of ``length`` tokens fit."""
+        have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
+        new_length = max(have_length, -(-length // STEP) * STEP)
+        if rows <= have_rows:
+            return have_rows, new_length
+        ample = min(max(8, 2 * have_rows), self._max_rows)
+        return (ample if rows <= ample and ample * new_length <= self._max_tokens else rows), new_length
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether there is, or may be made, room. One row always fits."""
+        new_rows, new_length = self.grown(rows, length)
+        return rows == 1 or new_rows * new_length <= self._max_tokens
+
+    def ensure(self, rows: int, length: int) -> None:
+        have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
+        new_rows, new_length = self.grown(rows, length)
+        if (new_rows, new_length) == (have_rows, have_length):
+            return
+        old, self.kv = self.kv, zeros(self.shape, new_rows, new_length)
+        self.kv[:, :, :have_rows, :, :have_length].copy_(old)
+
+    def reset(self) -> None:
+        """Give everything back; nothing is in use."""
+        self.kv = zeros(self.shape, 0, 0)
+
+    def row(self, index: int) -> Tensor:
+        """[layers, 2, kv heads, capacity, head dim]"""
+        return self.kv[:, :, index]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.kv[:, :, target, :, :length].copy_(self.kv[:, :, source, :, :length])
+
+    def swap(self, a: int, length_a: int, b: int, length_b: int) -> None:
+        kept = self.kv[:, :, a, :, :length_a].clone()
+        self.move(b, a, length_b)
+        self.kv[:, :, b, :, :length_a].copy_(kept)

@@ -1,0 +1,283 @@
+"""Continuous batching: which tokens each step computes, and what becomes of them. Single-threaded.
+
+Rows ``0 .. decoding-1`` hold replies that sample one token a step; the rows after them hold
+requests whose prompt is still being computed, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import torch
+
+from instar.engines.base import EngineStatus
+from instar.engines.local.attention import DecodeBlock, PrefillPiece, StepPlan
+from instar.engines.local.model import Change, EngineModel
+from instar.engines.local.prefix import PrefixCache, common_length
+from instar.engines.local.rows import KVRows
+from instar.engines.local.sampling import Drawn, Sampler
+from instar.engines.stopping import StopRule
+from instar.types import Ids, SamplingParams, TokenChunk
+
+WORTH_WAITING = 16
+"""A request waits for another one's prefill if that saves it at least so many tokens."""
+BLOCK_OVERHEAD = 2048
+"""Row × key cells of attention that cost as much as starting another block."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    prompt: Ids
+    params: SamplingParams
+    stop: StopRule
+    rng: Random
+    length_limit: int
+    """Most tokens, prompt and reply, that it may come to."""
+    sampled: list[int] = field(default_factory=list[int])
+    computed: int = 0
+    """Tokens whose keys and values are in its row."""
+    row: int = -1
+    tainted: bool = False
+    """Its keys and values were computed under more than one version: not for others to read."""
+    finished: bool = False
+
+    def known_ids(self) -> Ids:
+        """The ids whose keys and values are in its row."""
+        return np.concatenate([self.prompt, np.asarray(self.sampled, np.int32)])[: self.computed]
+
+
+Emission = tuple[Request, TokenChunk]
+
+
+class Scheduler:
+    def __init__(self, model: EngineModel, *, max_batch: int, prefill_tokens: int, kv_tokens: int) -> None:
+        self._model = model
+        self._max_batch = max_batch
+        self._prefill_tokens = prefill_tokens
+        self._kv_tokens = kv_tokens
+        self._rows = KVRows(model.kv_shape, max_batch, kv_tokens)
+        self._prefixes = PrefixCache()
+        self._sampler = Sampler(model.device)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._decoding = 0
+        self._version = 0
+        self._generated = self._prompted = self._reused = 0
+
+    # --- what the engine calls between steps ---
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            version=self._version,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            generated_tokens=self._generated,
+            prompt_tokens=self._prompted,
+            cached_tokens=self._reused,
+        )
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        if request.row >= 0:
+            self._release(request)
+        elif not request.finished:
+            self._waiting.remove(request)
+        request.finished = True
+
+    def apply(self, change: Change) -> None:
+        """Serve other weights. What was computed under the old ones serves only the rows it is in."""
+        self._model.apply(change)
+        self._version = change.version
+        self._prefixes.clear()
+        for request in self._running:
+            request.tainted = request.computed > 0
+
+    def step(self) -> list[Emission]:
+        """Admit, run the model once, sample. Returns the tokens made, in no order between requests."""
+        self._admit()
+        if not self._running:
+            return []
+        plan, ids, sampled_at, sampling = self._plan()
+        logits = self._model.forward(ids, plan.positions, sampled_at, plan)
+        for request in self._running[: self._decoding]:
+            request.computed += 1
+        for piece in plan.pieces:
+            self._running[piece.row].computed = piece.length
+        if not sampling:
+            return []
+        drawn = self._sampler.draw(logits, [r.params for r in sampling], [r.rng for r in sampling])
+        for request in sampling[self._decoding :]:
+            self._finish_prefill(request)
+        return [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
+
+    # --- admission ---
+
+    def _admit(self) -> None:
+        deferred: list[Request] = []
+        while self._waiting and len(self._running) < self._max_batch:
+            request = self._waiting.popleft()
+            length = max([request.length_limit, *(r.length_limit for r in self._running)])
+            if not self._rows.fits(len(self._running) + 1, length):
+                self._waiting.appendleft(request)
+                break
+            # The last prompt token is always computed: its logits are what the reply begins from.
+            reusable = request.prompt[:-1]
+            if self._would_share(reusable):
+                deferred.append(request)
+                continue
+            self._start(request, reusable, length)
+        self._waiting.extendleft(reversed(deferred))
+
+    def _would_share(self, ids: Ids) -> bool:
+        """Whether a prompt being computed will leave a longer prefix than is cached."""
+        cached = self._prefixes.matched(ids)
+        return any(
+            not other.tainted and common_length(other.prompt, ids) >= cached + WORTH_WAITING
+            for other in self._running[self._decoding :]
+        )
+
+    def _start(self, request: Request, reusable: Ids, length: int) -> None:
+        if not self._running and self._rows.tokens > 4 * self._max_batch * length:
+            self._rows.reset()
+        request.row = len(self._running)
+        self._rows.ensure(request.row + 1, length)
+        row = self._rows.row(request.row)
+        for kv, count in self._prefixes.match(reusable):
+            row[:, :, :, request.computed : request.computed + count].copy_(kv[:, :, :, :count])
+            request.computed += count
+        self._running.append(request)
+        self._prompted += len(request.prompt)
+        self._reused += request.computed
+        self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
+
+    # --- one step ---
+
+    def _plan(self) -> tuple[StepPlan, torch.Tensor, torch.Tensor, list[Request]]:
+        """The plan, the token ids, where in them tokens are sampled, and for whom."""
+        decoding = self._running[: self._decoding]
+        ids = [r.sampled[-1] for r in decoding]
+        rows = list(range(self._decoding))
+        positions = [r.computed for r in decoding]
+        sampled_at, sampling = list(range(self._decoding)), list(decoding)
+        spans: list[tuple[int, int, int, int]] = []
+        budget = self._prefill_tokens
+        for request in self._running[self._decoding :]:
+            count = min(len(request.prompt) - request.computed, budget)
+            if count == 0:
+                break
+            budget -= count
+            end = request.computed + count
+            spans.append((len(ids), len(ids) + count, request.row, end))
+            ids.extend(request.prompt[request.computed : end].tolist())
+            rows.extend([request.row] * count)
+            positions.extend(range(request.computed, end))
+            if end == len(request.prompt):
+                sampled_at.append(len(ids) - 1)
+                sampling.append(request)
+        # One transfer to the device for all four.
+        packed = torch.tensor(ids + rows + positions + sampled_at).to(self._model.device, non_blocking=True)
+        ids_T, rows_T, positions_T, sampled_N = packed.split([len(ids)] * 3 + [len(sampled_at)])
+        plan = StepPlan(self._rows.kv, rows_T, positions_T, self._decoding)
+        plan.blocks = self._blocks(positions_T, positions[: self._decoding])
+        plan.pieces = [self._piece(positions_T, *span) for span in spans]
+        return plan, ids_T, sampled_N, sampling
+
+    def _blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[DecodeBlock]:
+        blocks: list[DecodeBlock] = []
+        for start, stop in split_rows(positions):
+            # Whole multiples of 8 keys, which the masks of GPU kernels want.
+            length = -(-(max(positions[start:stop]) + 1) // 8) * 8
+            keys = torch.arange(length, device=positions_T.device)
+            mask = keys <= positions_T[start:stop, None]
+            blocks.append(DecodeBlock(start, stop, length, mask[:, None, None]))
+        return blocks
+
+    def _piece(self, positions_T: torch.Tensor, start: int, stop: int, row: int, length: int) -> PrefillPiece:
+        mask = None
+        if length > stop - start:
+            mask = torch.arange(length, device=positions_T.device) <= positions_T[start:stop, None]
+        return PrefillPiece(start, stop, row, length, mask)
+
+    def _finish_prefill(self, request: Request) -> None:
+        """The prompt is computed: share it, and join the decoding rows."""
+        self._keep(request)
+        first = self._running[self._decoding]
+        if first is not request:
+            self._rows.swap(first.row, first.computed, request.row, request.computed)
+            self._running[first.row], self._running[request.row] = request, first
+            first.row, request.row = request.row, first.row
+        self._decoding += 1
+
+    def _accept(self, request: Request, index: int, drawn: Drawn) -> Emission:
+        token, behavior = drawn.ids[index], drawn.behavior[index]
+        request.sampled.append(token)
+        self._generated += 1
+        reason, stop = request.stop.push(token)
+        chunk = TokenChunk(
+            token_ids=[token],
+            logprobs=[drawn.logprobs[index]],
+            versions=[self._version],
+            behavior_logprobs=None if behavior is None else [behavior],
+            finish_reason=reason,
+            stop=stop,
+        )
+        if reason is not None:
+            self._keep(request)
+            self._release(request)
+            request.finished = True
+        return request, chunk
+
+    def _keep(self, request: Request) -> None:
+        """Put a row's keys and values where later requests find them."""
+        if not request.tainted:
+            self._prefixes.insert(request.known_ids(), self._rows.row(request.row))
+            self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
+
+    def _release(self, request: Request) -> None:
+        """Free a row; the last decoding row and the last row of all close the gaps."""
+        hole = request.row
+        request.row = -1
+        if hole < self._decoding:
+            self._decoding -= 1
+            hole = self._fill(hole, self._decoding)
+        self._fill(hole, len(self._running) - 1)
+        self._running.pop()
+
+    def _fill(self, hole: int, last: int) -> int:
+        """Move the row ``last`` into the hole; returns where the hole is then."""
+        if hole != last:
+            moved = self._running[last]
+            self._rows.move(last, hole, moved.computed)
+            moved.row = hole
+            self._running[hole] = moved
+        return last
+
+
+def split_rows(positions: list[int]) -> list[tuple[int, int]]:
+    """Neighbouring rows grouped so that short ones are not padded far to the longest: greedy, a block
+    ends where padding would cost more than starting another."""
+    spans: list[tuple[int, int]] = []
+    start, longest, padding = 0, 0, 0
+    for i, position in enumerate(positions):
+        length = position + 1
+        if length > longest:
+            grown = padding + (i - start) * (length - longest)
+        else:
+            grown = padding + longest - length
+        if i > start and grown > BLOCK_OVERHEAD + padding:
+            spans.append((start, i))
+            start, longest, padding = i, length, 0
+        else:
+            longest, padding = max(longest, length), grown
+    if positions:
+        spans.append((start, len(positions)))
+    return spans
