@@ -90,7 +90,12 @@ class Store(ABC):
 
     @abstractmethod
     async def groups(
-        self, run_id: str, channel: Channel, status: GroupStatus | None = None, *, unclaimed_in_epoch: int | None = None
+        self,
+        run_id: str,
+        channel: Channel,
+        status: GroupStatus | None = None,
+        *,
+        unclaimed_in_epoch: int | None = None,
     ) -> list[Group]:
         """By index. ``unclaimed_in_epoch`` leaves out those with a claim in that epoch."""
 

@@ -1,0 +1,246 @@
+"""Calls ↔ rows. A row holds only what lies beyond its base call; reading puts whole calls together.
+
+Checksums of the whole prompt and sequence stand in the row. They refuse, when it is written, a call
+that does not continue its base, and show, when it is read, that it was rebuilt exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from instar.errors import StoreCorrupt, StoreError
+from instar.store.codec import (
+    Row,
+    checksum,
+    dump_json,
+    load_json,
+    pack_floats,
+    pack_ids,
+    pack_runs,
+    plain,
+    unpack_floats,
+    unpack_ids,
+    unpack_runs,
+)
+from instar.types import Call, CallStatus, Ids, Link, Message, SamplingParams, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedCall:
+    row: dict[str, Any]
+    tools: tuple[str, str] | None
+    """(hash, body), where the call had tools."""
+    tail: Ids
+    """The prompt beyond the base."""
+
+
+def encode_call(call: Call) -> EncodedCall:
+    _check_lengths(call)
+    tail = call.prompt_ids[call.base_tokens :]
+    prompt_crc = checksum(call.prompt_ids)
+    tools = _encode_tools(call.tools)
+    row: dict[str, Any] = {
+        "call_id": call.call_id,
+        "session_id": call.session_id,
+        "run_id": call.run_id,
+        "agent_id": call.agent_id,
+        "policy_id": call.policy_id,
+        "request_id": call.request_id,
+        "parent_id": call.parent_id,
+        "link": call.link.value,
+        "base_id": call.base_id,
+        "base_tokens": call.base_tokens,
+        "base_messages": call.base_messages,
+        "prompt_tokens": len(call.prompt_ids),
+        "prompt_crc": prompt_crc,
+        "sampled_tokens": len(call.sampled_ids),
+        "sequence_crc": checksum(call.sampled_ids, prompt_crc),
+        "message_count": len(call.messages),
+        "status": call.status.value,
+        "trainable": int(call.trainable),
+        "reason": plain(call.reason),
+        "finish_reason": call.finish_reason,
+        "dialect": call.dialect,
+        "params": msgspec.json.encode(call.params).decode(),
+        "started_at": call.started_at,
+        "first_token_at": call.first_token_at,
+        "ended_at": call.ended_at or time.time(),
+        "tools_hash": tools[0] if tools else None,
+        "versions": pack_runs(call.versions),
+        "prompt_ids": pack_ids(tail),
+        "sampled_ids": pack_ids(call.sampled_ids),
+        "logprobs": pack_floats(call.logprobs),
+        "behavior_logprobs": None if call.behavior_logprobs is None else pack_floats(call.behavior_logprobs),
+        "messages": dump_json(call.messages[call.base_messages :]),
+        "reply": dump_json(call.reply),
+    }
+    return EncodedCall(row, tools, tail)
+
+
+def _check_lengths(call: Call) -> None:
+    arrays = {"logprobs": call.logprobs, "versions": call.versions}
+    if call.behavior_logprobs is not None:
+        arrays["behavior_logprobs"] = call.behavior_logprobs
+    for name, values in arrays.items():
+        if len(values) != len(call.sampled_ids):
+            raise StoreError(
+                f"call {call.call_id}: {len(values)} {name} for {len(call.sampled_ids)} sampled tokens"
+            )
+    if call.base_id is None and (call.base_tokens or call.base_messages):
+        raise StoreError(f"call {call.call_id}: base_tokens or base_messages without a base_id")
+    if not 0 <= call.base_tokens <= len(call.prompt_ids):
+        raise StoreError(f"call {call.call_id}: base_tokens {call.base_tokens} is beyond its prompt")
+    if not 0 <= call.base_messages <= len(call.messages):
+        raise StoreError(f"call {call.call_id}: base_messages {call.base_messages} is beyond its messages")
+
+
+def check_base(call: EncodedCall, base: Row | None) -> None:
+    """Refuse a call whose prompt is not its base's tokens + its own.
+
+    Where it goes on from within the base's sequence, only reading can tell.
+    """
+    row = call.row
+    name = f"call {row['call_id']}"
+    if base is None:
+        raise StoreError(f"{name}: its base call {row['base_id']} is not stored")
+    tokens = base["prompt_tokens"] + base["sampled_tokens"]
+    if row["base_tokens"] > tokens:
+        raise StoreError(f"{name}: base_tokens {row['base_tokens']} of a base of {tokens} tokens")
+    if row["base_messages"] > base["message_count"] + 1:
+        raise StoreError(
+            f"{name}: base_messages {row['base_messages']} of a base of {base['message_count'] + 1} messages"
+        )
+    exact = row["base_tokens"] == tokens
+    if exact and checksum(call.tail, base["sequence_crc"]) != row["prompt_crc"]:
+        raise StoreError(f"{name}: its prompt does not begin with the tokens of its base {row['base_id']}")
+
+
+def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:
+    if not tools:
+        return None
+    body = dump_json(tools)
+    return hashlib.sha256(body.encode()).hexdigest(), body
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Strand:
+    """Tokens that a line of calls shares: a child that goes on where its parent ended adds to it, so
+    the whole line is one array and each prompt a view of it."""
+
+    pieces: list[Ids] = field(default_factory=list[Ids])
+    length: int = 0
+
+    def append(self, ids: Ids) -> None:
+        self.pieces.append(ids)
+        self.length += len(ids)
+
+    @property
+    def array(self) -> Ids:
+        if len(self.pieces) != 1:
+            self.pieces = [np.concatenate([np.empty(0, np.int32), *self.pieces])]
+        return self.pieces[0]
+
+
+@dataclass(slots=True)
+class _Rebuilt:
+    row: Row
+    strand: _Strand
+    crc: int
+    messages: list[Message]
+    reply: Message
+    sampled: Ids
+
+    @property
+    def tokens(self) -> int:
+        return self.row["prompt_tokens"] + self.row["sampled_tokens"]
+
+
+def decode_calls(rows: Iterable[Row], tools: Mapping[str, str], wanted: Iterable[str]) -> list[Call]:
+    """Whole calls of the ids ``wanted``, from their rows and those of all their bases, a base before
+    what stands on it. Costs the tokens stored, not the sum of the prompts."""
+    rebuilt: dict[str, _Rebuilt] = {}
+    for row in rows:
+        rebuilt[row["call_id"]] = _rebuild(row, rebuilt)
+    decoded_tools: dict[str, tuple[Tool, ...]] = {key: tuple(load_json(body)) for key, body in tools.items()}
+    return [_to_call(rebuilt[call_id], decoded_tools) for call_id in wanted]
+
+
+def _rebuild(row: Row, known: Mapping[str, _Rebuilt]) -> _Rebuilt:
+    tail, sampled = unpack_ids(row["prompt_ids"]), unpack_ids(row["sampled_ids"])
+    messages: list[Message] = load_json(row["messages"])
+    strand, crc = _Strand(), 0
+    if row["base_id"] is not None:
+        base = known.get(row["base_id"])
+        if base is None:
+            raise _damaged(row, f"its base {row['base_id']} is missing")
+        messages = [*base.messages, base.reply][: row["base_messages"]] + messages
+        if row["base_tokens"] == base.tokens and base.strand.length == base.tokens:
+            strand, crc = base.strand, base.crc
+        else:
+            strand.append(base.strand.array[: row["base_tokens"]])
+            crc = checksum(strand.array)
+    strand.append(tail)
+    crc = checksum(tail, crc)
+    if strand.length != row["prompt_tokens"] or crc != row["prompt_crc"]:
+        raise _damaged(row, "its prompt cannot be rebuilt as it was")
+    if len(messages) != row["message_count"]:
+        raise _damaged(row, f"{len(messages)} of its {row['message_count']} messages are there")
+    strand.append(sampled)
+    crc = checksum(sampled, crc)
+    if crc != row["sequence_crc"]:
+        raise _damaged(row, "its sampled tokens are not those that were written")
+    return _Rebuilt(row, strand, crc, messages, load_json(row["reply"]), sampled)
+
+
+def _damaged(row: Row, detail: str) -> StoreCorrupt:
+    return StoreCorrupt(
+        f"call {row['call_id']} of session {row['session_id']} is damaged in the store ({detail}): "
+        "leave the session out, or restore the store from a backup"
+    )
+
+
+def _to_call(rebuilt: _Rebuilt, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
+    row = rebuilt.row
+    prompt = rebuilt.strand.array[: row["prompt_tokens"]]
+    prompt.flags.writeable = False  # shared with the other calls of its line
+    behavior = row["behavior_logprobs"]
+    return Call(
+        call_id=row["call_id"],
+        session_id=row["session_id"],
+        run_id=row["run_id"],
+        agent_id=row["agent_id"],
+        policy_id=row["policy_id"],
+        request_id=row["request_id"],
+        prompt_ids=prompt,
+        sampled_ids=rebuilt.sampled,
+        logprobs=unpack_floats(row["logprobs"]),
+        versions=unpack_runs(row["versions"]),
+        messages=tuple(rebuilt.messages),
+        reply=rebuilt.reply,
+        finish_reason=row["finish_reason"],
+        tools=tools[row["tools_hash"]] if row["tools_hash"] is not None else (),
+        behavior_logprobs=None if behavior is None else unpack_floats(behavior),
+        parent_id=row["parent_id"],
+        link=Link(row["link"]),
+        base_id=row["base_id"],
+        base_tokens=row["base_tokens"],
+        base_messages=row["base_messages"],
+        status=CallStatus(row["status"]),
+        trainable=bool(row["trainable"]),
+        reason=row["reason"],
+        dialect=row["dialect"],
+        params=msgspec.json.decode(row["params"], type=SamplingParams),
+        started_at=row["started_at"],
+        first_token_at=row["first_token_at"],
+        ended_at=row["ended_at"],
+    )

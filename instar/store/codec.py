@@ -1,0 +1,80 @@
+"""Arrays ↔ bytes and values ↔ JSON text, for any SQL store.
+
+Token ids are int32 and logprobs float32, little endian, as they are: ``np.frombuffer`` reads them.
+Versions are runs of (version, length), for nearly all tokens of a reply share one.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from instar.types import Floats, Ids
+
+
+class Row(Protocol):
+    """A row of any database driver, by column name."""
+
+    def __getitem__(self, key: str, /) -> Any: ...
+
+
+_INT = np.dtype("<i4")
+_FLOAT = np.dtype("<f4")
+
+
+def pack_ids(ids: Ids) -> bytes:
+    return np.asarray(ids, _INT).tobytes()
+
+
+def unpack_ids(data: bytes) -> Ids:
+    return np.frombuffer(data, _INT).astype(np.int32)
+
+
+def pack_floats(values: Floats) -> bytes:
+    return np.asarray(values, _FLOAT).tobytes()
+
+
+def unpack_floats(data: bytes) -> Floats:
+    return np.frombuffer(data, _FLOAT).astype(np.float32)
+
+
+def pack_runs(values: Ids) -> bytes:
+    """Run-length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
+    values = np.asarray(values, _INT)
+    if len(values) == 0:
+        return b""
+    starts = np.concatenate([[0], np.flatnonzero(values[1:] != values[:-1]) + 1])
+    lengths = np.diff(starts, append=len(values))
+    return np.stack([values[starts], lengths], axis=1).astype(_INT).tobytes()
+
+
+def unpack_runs(data: bytes) -> Ids:
+    runs = np.frombuffer(data, _INT).reshape(-1, 2)
+    return np.repeat(runs[:, 0], runs[:, 1]).astype(np.int32)
+
+
+def checksum(ids: Ids, start: int = 0) -> int:
+    """CRC-32 of the packed ids; ``start`` is that of the ids before them."""
+    return zlib.crc32(np.ascontiguousarray(ids, _INT).data, start)
+
+
+def dump_json(value: Any) -> str:
+    """Compact JSON. Lone surrogates, which an agent may send and UTF-8 cannot hold, stay escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"))
+    return text
+
+
+def load_json(text: str) -> Any:
+    return json.loads(text)
+
+
+def plain(text: str | None) -> str | None:
+    """Text that a database can hold: a program's output may carry bytes that are no UTF-8."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()

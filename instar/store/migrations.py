@@ -1,0 +1,111 @@
+"""Bring a file to the schema's version: a fresh one is made from `schema`, an older one is migrated.
+
+``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. Once released, a migration is
+never edited; tests/unit/store/fixtures keeps a file of every released version to run them on.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from instar.errors import StoreError, StoreNewer
+from instar.store.connection import BUSY_TIMEOUT, corrupt, is_busy
+from instar.store.schema import APPLICATION_ID, INDEXES, TABLES, TRIGGERS, VERSION
+
+MIGRATIONS: Mapping[int, Sequence[str]] = {}
+
+
+def prepare(
+    connection: sqlite3.Connection,
+    path: Path,
+    *,
+    version: int = VERSION,
+    migrations: Mapping[int, Sequence[str]] = MIGRATIONS,
+) -> None:
+    """Make the file a store of ``version``, in one transaction. Several processes may do so at once.
+
+    A file that is not ours, or newer than we are, is left exactly as it was.
+    """
+    _found_version(connection, path, version)
+    _write_ahead(connection, path)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = _found_version(connection, path, version)
+        if found == 0:
+            _create(connection)
+            found = VERSION
+        for number in range(found, version):
+            for statement in migrations[number]:
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {version}")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+    _check_tables(connection, path)
+
+
+def check(connection: sqlite3.Connection, path: Path) -> None:
+    """That a file opened for reading only is a store of this version."""
+    found = _found_version(connection, path, VERSION)
+    if found == 0:
+        raise StoreError(f"{path} is empty: no run has written to it")
+    if found < VERSION:
+        raise StoreError(
+            f"{path} has schema version {found}, this Instar reads {VERSION}: it is brought up to date when "
+            "opened for writing, by `instar serve` or `instar train --resume`"
+        )
+    _check_tables(connection, path)
+
+
+def _found_version(connection: sqlite3.Connection, path: Path, version: int) -> int:
+    """The schema version of the file; 0 when it is empty. Refuses what is not ours or is newer."""
+    found = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    application = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+    if application == 0 and found == 0 and empty:
+        return 0
+    if application != APPLICATION_ID:
+        raise StoreError(
+            f"{path} is an SQLite file of another program: name another file in store.path. "
+            "It was left as it is"
+        )
+    if found > version:
+        raise StoreNewer(
+            f"{path} was written by a newer Instar (schema version {found}, this one knows up to {version}): "
+            "upgrade Instar, or name another file in store.path. It was left as it is"
+        )
+    return found
+
+
+def _write_ahead(connection: sqlite3.Connection, path: Path) -> None:
+    """Switch to WAL. SQLite does not wait for a lock here, whatever the busy timeout."""
+    deadline = time.monotonic() + BUSY_TIMEOUT
+    while True:
+        try:
+            mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+            break
+        except sqlite3.OperationalError as error:
+            if not is_busy(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+    if mode != "wal":
+        raise StoreError(
+            f"{path}: the file system offers no write-ahead log (SQLite chose {mode!r}); "
+            "put store.path on a local disk"
+        )
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    for statement in (*(table.create for table in TABLES), *INDEXES, *TRIGGERS):
+        connection.execute(statement)
+
+
+def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    there = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if missing := sorted({table.name for table in TABLES} - there):
+        raise corrupt(path, f"without its table {missing[0]}")

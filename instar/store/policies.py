@@ -1,0 +1,85 @@
+"""SQL of policy versions: functions of a connection. Version 0, the base model, has no row."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from instar.errors import StoreError
+from instar.store.codec import plain
+from instar.store.rows import decode_policy
+from instar.types import Artifact, Policy, PolicyState
+
+
+def reserve_version(db: sqlite3.Connection, policy_id: str, run_id: str, step: int) -> int:
+    newest = db.execute("SELECT MAX(version) FROM policies WHERE policy_id = ?", (policy_id,)).fetchone()[0]
+    version = (newest or 0) + 1
+    db.execute(
+        "INSERT INTO policies (policy_id, version, run_id, step, state, updated_at) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (policy_id, version, run_id, step, PolicyState.RESERVED.value, time.time()),
+    )
+    return version
+
+
+def publish(db: sqlite3.Connection, policy: Policy) -> None:
+    """Publishing again replaces the artifact: a remote sampler is exported anew before it expires."""
+    state = _state(db, policy.policy_id, policy.version)
+    if state is PolicyState.TOMBSTONED:
+        raise StoreError(f"version {policy.version} of {policy.policy_id} was given up: reserve another")
+    artifact = policy.artifact
+    db.execute(
+        "UPDATE policies SET state = ?, artifact_kind = ?, artifact_path = ?, expires_at = ?, updated_at = ? "
+        "WHERE policy_id = ? AND version = ?",
+        (
+            PolicyState.PUBLISHED.value,
+            artifact.kind,
+            artifact.path,
+            artifact.expires_at,
+            time.time(),
+            policy.policy_id,
+            policy.version,
+        ),
+    )
+
+
+def tombstone(db: sqlite3.Connection, policy_id: str, version: int, reason: str) -> None:
+    if _state(db, policy_id, version) is PolicyState.TOMBSTONED:
+        return
+    db.execute(
+        "UPDATE policies SET state = ?, reason = ?, updated_at = ? WHERE policy_id = ? AND version = ?",
+        (PolicyState.TOMBSTONED.value, plain(reason), time.time(), policy_id, version),
+    )
+
+
+def _state(db: sqlite3.Connection, policy_id: str, version: int) -> PolicyState:
+    row = db.execute(
+        "SELECT state FROM policies WHERE policy_id = ? AND version = ?", (policy_id, version)
+    ).fetchone()
+    if row is None:
+        raise StoreError(f"version {version} of {policy_id} was never reserved")
+    return PolicyState(row["state"])
+
+
+def reserved_versions(db: sqlite3.Connection, policy_id: str) -> list[tuple[int, int]]:
+    rows = db.execute(
+        "SELECT version, step FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
+        (policy_id, PolicyState.RESERVED.value),
+    )
+    return [(row["version"], row["step"]) for row in rows]
+
+
+def head(db: sqlite3.Connection, policy_id: str) -> Policy:
+    row = db.execute(
+        "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1",
+        (policy_id, PolicyState.PUBLISHED.value),
+    ).fetchone()
+    return decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
+
+
+def published(db: sqlite3.Connection, policy_id: str) -> list[tuple[Policy, int]]:
+    rows = db.execute(
+        "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
+        (policy_id, PolicyState.PUBLISHED.value),
+    )
+    return [(decode_policy(row), row["step"]) for row in rows]

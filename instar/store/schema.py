@@ -1,0 +1,290 @@
+"""The SQLite store's tables, each column declared once. `migrations` brings older files to this.
+
+Wide blobs stand last in a row, so that reading the narrow columns does not touch them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = 1
+"""Written to ``PRAGMA user_version``; one more with every change of what is declared here."""
+
+APPLICATION_ID = 0x494E5354
+"""``INST`` in ``PRAGMA application_id``: tells our files from another program's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    name: str
+    columns: dict[str, str]
+    """Name → SQL type and constraints, in order."""
+    constraints: tuple[str, ...] = ()
+    generated: tuple[str, ...] = ()
+    """Columns that the database fills by itself: left out of `insert`."""
+
+    @property
+    def create(self) -> str:
+        lines = [f"{name} {declaration}" for name, declaration in self.columns.items()]
+        return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
+
+    @property
+    def insert(self) -> str:
+        names = [name for name in self.columns if name not in self.generated]
+        values = ", ".join(f":{name}" for name in names)
+        return f"INSERT INTO {self.name} ({', '.join(names)}) VALUES ({values})"
+
+
+ORDER = "INTEGER PRIMARY KEY"
+"""A row number: the order in which rows were committed."""
+
+TEXT = "TEXT NOT NULL"
+INTEGER = "INTEGER NOT NULL"
+REAL = "REAL NOT NULL"
+BLOB = "BLOB NOT NULL"
+
+RUNS = Table(
+    "runs",
+    {
+        "run_id": "TEXT PRIMARY KEY",
+        "policy_id": TEXT,
+        "config": TEXT,
+        "status": TEXT,
+        "reason": "TEXT",
+        "created_at": REAL,
+    },
+)
+
+GROUPS = Table(
+    "groups",
+    {
+        "seq": ORDER,
+        "group_id": "TEXT NOT NULL UNIQUE",
+        "run_id": TEXT,
+        "channel": TEXT,
+        "idx": INTEGER,
+        "size": INTEGER,
+        "task_id": TEXT,
+        "task_data": TEXT,
+        "status": TEXT,
+        "reason": "TEXT",
+        # Derived from the claims whenever they change (`steps.refresh_consumed`), so that progress
+        # is a lookup.
+        "consumed": "INTEGER NOT NULL DEFAULT 0",
+        "created_at": REAL,
+    },
+    generated=("seq", "consumed"),
+)
+
+SESSIONS = Table(
+    "sessions",
+    {
+        "seq": ORDER,
+        "session_id": "TEXT NOT NULL UNIQUE",
+        "run_id": TEXT,
+        "agent_id": TEXT,
+        "policy_id": TEXT,
+        "channel": TEXT,
+        "status": TEXT,
+        "group_id": "TEXT",
+        "slot": INTEGER,
+        "attempt": INTEGER,
+        "task_id": "TEXT",
+        "reason": "TEXT",
+        "seed": "INTEGER",
+        "sampling": TEXT,
+        "metadata": TEXT,
+        "key_hash": "TEXT UNIQUE",
+        "created_at": REAL,
+        "ended_at": "REAL",
+    },
+    generated=("seq",),
+)
+
+TOOLS = Table("tools", {"hash": "TEXT PRIMARY KEY", "body": TEXT})
+
+CALLS = Table(
+    "calls",
+    {
+        "seq": ORDER,
+        "call_id": "TEXT NOT NULL UNIQUE",
+        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "run_id": TEXT,
+        "agent_id": TEXT,
+        "policy_id": TEXT,
+        "request_id": TEXT,
+        "parent_id": "TEXT",
+        "link": TEXT,
+        "base_id": "TEXT",
+        "base_tokens": INTEGER,
+        "base_messages": INTEGER,
+        # Of the whole prompt and of prompt + sampled tokens: what a rebuilt call is held to.
+        "prompt_tokens": INTEGER,
+        "prompt_crc": INTEGER,
+        "sampled_tokens": INTEGER,
+        "sequence_crc": INTEGER,
+        "message_count": INTEGER,
+        "status": TEXT,
+        "trainable": INTEGER,
+        "reason": "TEXT",
+        "finish_reason": TEXT,
+        "dialect": TEXT,
+        "params": TEXT,
+        "started_at": REAL,
+        "first_token_at": "REAL",
+        "ended_at": REAL,
+        "tools_hash": "TEXT REFERENCES tools (hash)",
+        "versions": BLOB,
+        "prompt_ids": BLOB,
+        "sampled_ids": BLOB,
+        "logprobs": BLOB,
+        "behavior_logprobs": "BLOB",
+        "messages": TEXT,
+        "reply": TEXT,
+    },
+    generated=("seq",),
+)
+
+REWARDS = Table(
+    "rewards",
+    {
+        "seq": ORDER,
+        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "run_id": TEXT,
+        "agent_id": TEXT,
+        "policy_id": TEXT,
+        "call_id": "TEXT",
+        "value": REAL,
+        "source": TEXT,
+        "scorer": TEXT,
+        "detail": TEXT,
+        "created_at": REAL,
+    },
+    generated=("seq",),
+)
+
+POLICIES = Table(
+    "policies",
+    {
+        "policy_id": TEXT,
+        "version": INTEGER,
+        "run_id": TEXT,
+        "step": INTEGER,
+        "state": TEXT,
+        "artifact_kind": "TEXT",
+        "artifact_path": "TEXT",
+        "expires_at": "REAL",
+        "reason": "TEXT",
+        "updated_at": REAL,
+    },
+    constraints=("PRIMARY KEY (policy_id, version)",),
+)
+
+STEPS = Table(
+    "steps",
+    {
+        "run_id": TEXT,
+        "step": INTEGER,
+        "state": TEXT,
+        "state_path": "TEXT",
+        "version": "INTEGER",
+        "metrics": TEXT,
+        "updated_at": REAL,
+    },
+    constraints=("PRIMARY KEY (run_id, step)",),
+)
+
+CLAIMS = Table(
+    "claims",
+    {
+        "seq": ORDER,
+        "run_id": TEXT,
+        "epoch": INTEGER,
+        "sample_key": TEXT,
+        "session_id": TEXT,
+        "group_id": "TEXT",
+        "outcome": TEXT,
+        "step": "INTEGER",
+        "reason": "TEXT",
+        "reward": "REAL",
+        "advantage": "REAL",
+        "staleness": "INTEGER",
+    },
+    constraints=("UNIQUE (run_id, epoch, sample_key)",),
+    generated=("seq",),
+)
+
+ENDPOINTS = Table(
+    "endpoints",
+    {
+        "run_id": TEXT,
+        "role": TEXT,
+        "name": TEXT,
+        "url": TEXT,
+        "pid": INTEGER,
+        "doing": TEXT,
+        "log": TEXT,
+        "heartbeat": REAL,
+    },
+    constraints=("PRIMARY KEY (run_id, role, name)",),
+)
+
+# Kept by triggers: progress is polled, and counting rows would cost more with every group.
+GROUP_COUNTS = Table(
+    "group_counts",
+    {"run_id": TEXT, "channel": TEXT, "status": TEXT, "consumed": INTEGER, "n": INTEGER},
+    constraints=("PRIMARY KEY (run_id, channel, status, consumed)",),
+)
+SESSION_COUNTS = Table(
+    "session_counts",
+    {"run_id": TEXT, "channel": TEXT, "status": TEXT, "n": INTEGER},
+    constraints=("PRIMARY KEY (run_id, channel, status)",),
+)
+
+TABLES = (
+    RUNS,
+    GROUPS,
+    SESSIONS,
+    TOOLS,
+    CALLS,
+    REWARDS,
+    POLICIES,
+    STEPS,
+    CLAIMS,
+    ENDPOINTS,
+    GROUP_COUNTS,
+    SESSION_COUNTS,
+)
+
+INDEXES = (
+    "CREATE INDEX groups_by_index ON groups (run_id, channel, idx)",
+    "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
+    "CREATE INDEX sessions_by_run ON sessions (run_id, channel, status)",
+    "CREATE INDEX sessions_by_group ON sessions (group_id)",
+    "CREATE INDEX calls_by_session ON calls (session_id, sampled_tokens)",
+    "CREATE INDEX rewards_by_session ON rewards (session_id)",
+    "CREATE INDEX claims_by_step ON claims (run_id, step)",
+    "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
+    "CREATE INDEX claims_by_session ON claims (session_id)",
+    "CREATE INDEX steps_by_state ON steps (run_id, state)",
+)
+
+
+def _counting(table: str, counts: str, keys: tuple[str, ...], watched: str) -> tuple[str, str]:
+    new = ", ".join(f"NEW.{key}" for key in keys)
+    old = " AND ".join(f"{key} = OLD.{key}" for key in keys)
+    add = (
+        f"INSERT INTO {counts} ({', '.join(keys)}, n) VALUES ({new}, 1) "
+        f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET n = n + 1;"
+    )
+    return (
+        f"CREATE TRIGGER {table}_counted AFTER INSERT ON {table} BEGIN {add} END",
+        f"CREATE TRIGGER {table}_recounted AFTER UPDATE OF {watched} ON {table} BEGIN "
+        f"UPDATE {counts} SET n = n - 1 WHERE {old}; {add} END",
+    )
+
+
+TRIGGERS = (
+    *_counting("groups", "group_counts", ("run_id", "channel", "status", "consumed"), "status, consumed"),
+    *_counting("sessions", "session_counts", ("run_id", "channel", "status"), "status"),
+)

@@ -1,0 +1,176 @@
+"""SQL of runs, groups, sessions, rewards and endpoints: functions of a connection."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from instar.errors import StoreError
+from instar.store.base import Run, SessionRow
+from instar.store.codec import dump_json, load_json, plain
+from instar.store.rows import (
+    decode_endpoint,
+    decode_group,
+    decode_reward,
+    decode_run,
+    decode_session,
+    encode_endpoint,
+    encode_run,
+)
+from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
+from instar.store.steps import refresh_consumed
+from instar.types import Channel, Endpoint, Group, GroupStatus, Json, Reward, Session, SessionStatus
+
+_UPSERT_RUN = (
+    f"{RUNS.insert} ON CONFLICT (run_id) DO UPDATE SET policy_id = excluded.policy_id, "
+    "config = excluded.config, status = excluded.status, reason = excluded.reason, "
+    "created_at = excluded.created_at"
+)
+_UPSERT_ENDPOINT = (
+    f"{ENDPOINTS.insert} ON CONFLICT (run_id, role, name) DO UPDATE SET url = excluded.url, "
+    "pid = excluded.pid, doing = excluded.doing, log = excluded.log, heartbeat = excluded.heartbeat"
+)
+# Run, agent and policy of a reward are its session's.
+_INSERT_REWARD = (
+    f"INSERT INTO {REWARDS.name} (session_id, run_id, agent_id, policy_id, call_id, value, source, scorer, "
+    "detail, created_at) SELECT session_id, run_id, agent_id, policy_id, :call_id, :value, :source, :scorer, "
+    ":detail, :created_at FROM sessions WHERE session_id = :session_id"
+)
+
+
+def put_run(db: sqlite3.Connection, run: Run) -> None:
+    row = encode_run(run)
+    if not run.created_at:
+        there = get_run(db, run.run_id)
+        row["created_at"] = there.created_at if there else time.time()
+    db.execute(_UPSERT_RUN, row)
+
+
+def get_run(db: sqlite3.Connection, run_id: str) -> Run | None:
+    row = db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    return decode_run(row) if row else None
+
+
+def get_runs(db: sqlite3.Connection) -> list[Run]:
+    return [decode_run(row) for row in db.execute("SELECT * FROM runs ORDER BY created_at, rowid")]
+
+
+def open_group(db: sqlite3.Connection, row: dict[str, Any]) -> None:
+    db.execute(GROUPS.insert, row)
+    refresh_consumed(db, [row["group_id"]])
+
+
+def close_group(db: sqlite3.Connection, group_id: str, status: GroupStatus, reason: str | None) -> None:
+    done = db.execute(
+        "UPDATE groups SET status = ?, reason = ? WHERE group_id = ?",
+        (status.value, plain(reason), group_id),
+    )
+    if done.rowcount == 0:
+        raise StoreError(f"there is no group {group_id}")
+    refresh_consumed(db, [group_id])
+
+
+def get_groups(
+    db: sqlite3.Connection,
+    run_id: str,
+    channel: Channel,
+    status: GroupStatus | None,
+    unclaimed_in_epoch: int | None,
+) -> list[Group]:
+    sql, values = "SELECT * FROM groups WHERE run_id = ? AND channel = ?", [run_id, channel.value]
+    if status is not None:
+        sql += " AND status = ?"
+        values.append(status.value)
+    arguments: list[Any] = list(values)
+    if unclaimed_in_epoch is not None:
+        sql += (
+            " AND NOT EXISTS (SELECT 1 FROM claims WHERE claims.group_id = groups.group_id"
+            " AND claims.run_id = groups.run_id AND claims.epoch = ?)"
+        )
+        arguments.append(unclaimed_in_epoch)
+    return [decode_group(row) for row in db.execute(sql + " ORDER BY idx, seq", arguments)]
+
+
+def open_session(db: sqlite3.Connection, row: dict[str, Any]) -> None:
+    db.execute(SESSIONS.insert, row)
+
+
+def get_session(db: sqlite3.Connection, column: str, value: str) -> Session | None:
+    row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (value,)).fetchone()
+    return decode_session(row) if row else None
+
+
+def end_session(
+    db: sqlite3.Connection,
+    session_id: str,
+    status: SessionStatus,
+    reason: str | None,
+    rewards: Sequence[dict[str, Any]],
+    metadata: Json | None,
+) -> bool:
+    row = db.execute("SELECT status, metadata FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    if row is None:
+        raise StoreError(f"there is no session {session_id}")
+    if row["status"] != SessionStatus.OPEN.value:
+        return False
+    merged = {**load_json(row["metadata"]), **(metadata or {})}
+    db.execute(
+        "UPDATE sessions SET status = ?, reason = ?, metadata = ?, ended_at = ? WHERE session_id = ?",
+        (status.value, plain(reason), dump_json(merged), time.time(), session_id),
+    )
+    add_rewards(db, rewards)
+    return True
+
+
+def get_sessions(
+    db: sqlite3.Connection,
+    run_id: str | None,
+    group_id: str | None,
+    channel: Channel | None,
+    status: SessionStatus | None,
+    limit: int | None,
+) -> list[SessionRow]:
+    given = {"run_id": run_id, "group_id": group_id, "channel": channel, "status": status}
+    filters = {name: str(value) for name, value in given.items() if value is not None}
+    where = " AND ".join(f"{name} = :{name}" for name in filters) or "1"
+    sql = f"""
+        SELECT s.*,
+          (SELECT COUNT(*) FROM calls WHERE calls.session_id = s.session_id) AS calls,
+          (SELECT COALESCE(SUM(sampled_tokens), 0) FROM calls
+            WHERE calls.session_id = s.session_id) AS sampled,
+          (SELECT value FROM rewards WHERE rewards.session_id = s.session_id AND call_id IS NULL
+            ORDER BY seq DESC LIMIT 1) AS reward
+        FROM (SELECT * FROM sessions WHERE {where} ORDER BY seq DESC LIMIT :newest) AS s ORDER BY s.seq"""
+    rows = db.execute(sql, {**filters, "newest": -1 if limit is None else limit})
+    return [
+        SessionRow(
+            decode_session(row), calls=row["calls"], sampled_tokens=row["sampled"], reward=row["reward"]
+        )
+        for row in rows
+    ]
+
+
+def add_rewards(db: sqlite3.Connection, rewards: Sequence[dict[str, Any]]) -> None:
+    for reward in rewards:
+        if db.execute(_INSERT_REWARD, reward).rowcount == 0:
+            raise StoreError(f"there is no session {reward['session_id']} to reward")
+
+
+def get_rewards(db: sqlite3.Connection, session_id: str) -> list[Reward]:
+    rows = db.execute("SELECT * FROM rewards WHERE session_id = ? ORDER BY seq", (session_id,))
+    return [decode_reward(row) for row in rows]
+
+
+def put_endpoint(db: sqlite3.Connection, endpoint: Endpoint) -> None:
+    db.execute(_UPSERT_ENDPOINT, encode_endpoint(endpoint))
+
+
+def get_endpoints(db: sqlite3.Connection, run_id: str) -> list[Endpoint]:
+    rows = db.execute("SELECT * FROM endpoints WHERE run_id = ? ORDER BY role, name", (run_id,))
+    return [decode_endpoint(row) for row in rows]
+
+
+def remove_endpoint(db: sqlite3.Connection, run_id: str, role: str, name: str) -> None:
+    db.execute("DELETE FROM endpoints WHERE run_id = ? AND role = ? AND name = ?", (run_id, role, name))

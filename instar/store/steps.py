@@ -1,0 +1,187 @@
+"""SQL of training steps, claims and progress: functions of a connection."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from instar.errors import Conflict, StoreError
+from instar.store.base import Progress
+from instar.store.codec import dump_json
+from instar.store.policies import head
+from instar.store.rows import decode_claim, decode_step
+from instar.store.schema import CLAIMS, STEPS
+from instar.types import Channel, Claim, ClaimOutcome, GroupStatus, Json, Step, StepState
+
+ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED)
+
+
+def claim_step(db: sqlite3.Connection, run_id: str, step: int, claims: Sequence[dict[str, Any]]) -> None:
+    there = _step(db, run_id, step)
+    if there is not None and there.state is not StepState.RELEASED:
+        raise Conflict(f"step {step} of run {run_id} is there already ({there.state})")
+    db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
+    row = {
+        "run_id": run_id,
+        "step": step,
+        "state": StepState.CLAIMED.value,
+        "state_path": None,
+        "version": None,
+        "metrics": "{}",
+        "updated_at": time.time(),
+    }
+    db.execute(STEPS.insert, row)
+    add_claims(db, claims)
+
+
+def add_claims(db: sqlite3.Connection, claims: Sequence[dict[str, Any]]) -> None:
+    for claim in claims:
+        try:
+            db.execute(CLAIMS.insert, claim)
+        except sqlite3.IntegrityError as error:
+            raise _claimed_already(db, claim) from error
+    refresh_consumed(db, {claim["group_id"] for claim in claims})
+
+
+def _claimed_already(db: sqlite3.Connection, claim: dict[str, Any]) -> Conflict:
+    row = db.execute(
+        "SELECT outcome, step FROM claims WHERE run_id = :run_id AND epoch = :epoch "
+        "AND sample_key = :sample_key",
+        claim,
+    ).fetchone()
+    taken = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
+    return Conflict(
+        f"sample {claim['sample_key']} is claimed already {taken} in epoch {claim['epoch']} "
+        f"of run {claim['run_id']}"
+    )
+
+
+def advance_step(
+    db: sqlite3.Connection,
+    run_id: str,
+    step: int,
+    state: StepState,
+    state_path: str | None,
+    version: int | None,
+    metrics: Json | None,
+) -> None:
+    """To the state it is in already is allowed: a retry of a commit that was not heard of."""
+    there = _step(db, run_id, step)
+    if there is None or there.state is StepState.RELEASED:
+        raise StoreError(f"step {step} of run {run_id} is not claimed")
+    if state not in ORDER or ORDER.index(state) < ORDER.index(there.state):
+        raise StoreError(f"step {step} of run {run_id} is {there.state} and cannot become {state}")
+    db.execute(
+        "UPDATE steps SET state = ?, state_path = COALESCE(?, state_path), version = COALESCE(?, version), "
+        "metrics = COALESCE(?, metrics), updated_at = ? WHERE run_id = ? AND step = ?",
+        (
+            state.value,
+            state_path,
+            version,
+            None if metrics is None else dump_json(metrics),
+            time.time(),
+            run_id,
+            step,
+        ),
+    )
+    if state is StepState.COMMITTED:
+        refresh_consumed(db, _groups_of_step(db, run_id, step))
+
+
+def release_steps(db: sqlite3.Connection, run_id: str, after: int) -> list[int]:
+    rows = db.execute(
+        "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step",
+        (run_id, after, StepState.CLAIMED.value, StepState.SUBMITTED.value),
+    ).fetchall()
+    released = [int(row["step"]) for row in rows]
+    for step in released:
+        groups = _groups_of_step(db, run_id, step)
+        db.execute("DELETE FROM claims WHERE run_id = ? AND step = ?", (run_id, step))
+        db.execute(
+            "UPDATE steps SET state = ?, updated_at = ? WHERE run_id = ? AND step = ?",
+            (StepState.RELEASED.value, time.time(), run_id, step),
+        )
+        refresh_consumed(db, groups)
+    return released
+
+
+def _step(db: sqlite3.Connection, run_id: str, step: int) -> Step | None:
+    row = db.execute("SELECT * FROM steps WHERE run_id = ? AND step = ?", (run_id, step)).fetchone()
+    return decode_step(row) if row else None
+
+
+def _groups_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[str | None]:
+    rows = db.execute("SELECT DISTINCT group_id FROM claims WHERE run_id = ? AND step = ?", (run_id, step))
+    return [row["group_id"] for row in rows]
+
+
+def get_steps(db: sqlite3.Connection, run_id: str) -> list[Step]:
+    rows = db.execute(
+        "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step",
+        (run_id, StepState.RELEASED.value),
+    )
+    return [decode_step(row) for row in rows]
+
+
+def get_claims(db: sqlite3.Connection, run_id: str, step: int | None, session_id: str | None) -> list[Claim]:
+    sql, values = "SELECT * FROM claims WHERE run_id = ?", list[Any]([run_id])
+    for name, value in (("step", step), ("session_id", session_id)):
+        if value is not None:
+            sql += f" AND {name} = ?"
+            values.append(value)
+    return [decode_claim(row) for row in db.execute(sql + " ORDER BY seq", values)]
+
+
+def refresh_consumed(db: sqlite3.Connection, group_ids: Iterable[str | None]) -> None:
+    """A group is consumed when it was dropped, or when it has claims and each is of a committed step
+    or dropped. Claims of another run that trains on the same groups do not count."""
+    for group_id in group_ids:
+        db.execute(
+            """
+            UPDATE groups SET consumed = status = :dropped_group OR (
+              EXISTS (SELECT 1 FROM claims c WHERE c.group_id = :group AND c.run_id = groups.run_id)
+              AND NOT EXISTS (
+                SELECT 1 FROM claims c LEFT JOIN steps s ON s.run_id = c.run_id AND s.step = c.step
+                WHERE c.group_id = :group AND c.run_id = groups.run_id AND c.outcome != :dropped
+                  AND COALESCE(s.state, '') != :committed))
+            WHERE group_id = :group""",
+            {
+                "group": group_id,
+                "dropped_group": GroupStatus.DROPPED.value,
+                "dropped": ClaimOutcome.DROPPED.value,
+                "committed": StepState.COMMITTED.value,
+            },
+        )
+
+
+def progress(db: sqlite3.Connection, run_id: str, channel: Channel) -> Progress:
+    key = (run_id, channel.value)
+    open_, ready, consumed = 0, 0, 0
+    for row in db.execute(
+        "SELECT status, consumed, n FROM group_counts WHERE run_id = ? AND channel = ?", key
+    ):
+        if row["consumed"]:
+            consumed += row["n"]
+        elif row["status"] == GroupStatus.READY.value:
+            ready += row["n"]
+        else:
+            open_ += row["n"]
+    last = db.execute("SELECT MAX(idx) FROM groups WHERE run_id = ? AND channel = ?", key).fetchone()[0]
+    committed = db.execute(
+        "SELECT COUNT(*) FROM steps WHERE run_id = ? AND state = ?", (run_id, StepState.COMMITTED.value)
+    ).fetchone()[0]
+    run = db.execute("SELECT policy_id FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    sessions = db.execute(
+        "SELECT status, n FROM session_counts WHERE run_id = ? AND channel = ? AND n > 0", key
+    )
+    return Progress(
+        groups_open=open_,
+        groups_ready=ready,
+        groups_consumed=consumed,
+        next_group_index=0 if last is None else last + 1,
+        committed_steps=committed,
+        head_version=head(db, run["policy_id"]).version if run else 0,
+        sessions={row["status"]: row["n"] for row in sessions},
+    )
