@@ -1,0 +1,126 @@
+"""Between messages and tokens: what a renderer and a message graph are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from instar.config import ModelConfig
+from instar.types import Call, Ids, Link, Message, Tool, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a reply. One of the three is set; a tool call comes whole, once it is closed and valid."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+
+
+class StreamParser(ABC):
+    """Sampled ids, as they come, → the reply. What the deltas add up to is exactly ``message``."""
+
+    @abstractmethod
+    def feed(self, ids: Sequence[int]) -> list[Delta]: ...
+
+    @abstractmethod
+    def finish(self) -> list[Delta]:
+        """Release what was held back; nothing is fed after that."""
+
+    @property
+    @abstractmethod
+    def message(self) -> Message:
+        """The reply so far, whole after ``finish``."""
+
+
+class Renderer(ABC):
+    """Messages and tools ↔ tokens, for one model."""
+
+    @staticmethod
+    def load(folder: Path, model: ModelConfig) -> Renderer:
+        """The renderer for a model's folder; imports transformers."""
+        from instar.record.render import load_renderer
+
+        return load_renderer(folder, model)
+
+    @property
+    @abstractmethod
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reply."""
+
+    @abstractmethod
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The prompt that asks for the next reply. Raises RenderError when the model's template refuses."""
+
+    @abstractmethod
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+    ) -> list[int] | None:
+        """``prompt_ids`` + ``sampled_ids`` + the new messages, the first two unchanged. A reply that was
+        cut is closed first. None when this model's format cannot be continued exactly."""
+
+    @abstractmethod
+    def stream(
+        self, tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
+    ) -> StreamParser: ...
+
+    def parse(
+        self,
+        sampled_ids: Sequence[int],
+        tools: Sequence[Tool] = (),
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+    ) -> Message:
+        parser = self.stream(tools, stop, prompt_ids)
+        parser.feed(sampled_ids)
+        parser.finish()
+        return parser.message
+
+    @abstractmethod
+    def token_text(self, token_id: int) -> str:
+        """One token, for showing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request belongs in its session's graph, and the prompt that follows from it."""
+
+    prompt_ids: Ids
+    link: Link
+    parent_id: str | None = None
+    base_id: str | None = None
+    base_tokens: int = 0
+    base_messages: int = 0
+    key: bytes = b""
+    """Stands for the messages and tools: equal for the same request again."""
+
+
+class Graph(ABC):
+    """The calls of one session, by their messages."""
+
+    @abstractmethod
+    def place(self, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer) -> Placement: ...
+
+    @abstractmethod
+    def release(self, placement: Placement) -> None:
+        """The placed request has ended, recorded or not. Once per ``place``."""
+
+    @abstractmethod
+    def add(self, call: Call) -> None:
+        """A recorded call; its base must have been added before."""
+
+    @abstractmethod
+    def recorded(self, key: bytes) -> list[str]:
+        """Call ids of the newest finished request with this key, in the order of its choices."""
+
+    @property
+    @abstractmethod
+    def requests(self) -> int:
+        """Finished requests so far."""

@@ -1,0 +1,144 @@
+"""The exact continuation of a conversation, for a chat template that nobody wrote a bridge for.
+
+What a template writes behind a reply is found by rendering the new messages behind a stand-in history and
+taking what follows the stand-in's reply: the end-of-turn token, the new messages, the opening of the next
+reply. That difference is put behind the real tokens. It is right only if it does not depend on what
+stands before; `TemplateBridge` proves this once, over histories of different shapes, for each role
+that can follow a reply, and refuses to bridge a role for which it does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from instar.errors import RenderError
+from instar.types import Message, Tool, ToolCall
+
+PROBE_TOOL = Tool(
+    name="probe",
+    description="Look something up.",
+    parameters={"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+)
+_REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
+
+
+class RenderIds(Protocol):
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
+    ) -> list[int]: ...
+
+
+class Encode(Protocol):
+    def __call__(self, text: str) -> list[int]: ...
+
+
+class TemplateBridge:
+    def __init__(
+        self,
+        render: RenderIds,
+        encode: Encode,
+        stop_ids: Collection[int],
+        *,
+        structured_calls: bool,
+        tool_formats: Sequence[Sequence[Tool]] = ((),),
+    ) -> None:
+        """``structured_calls``: the template itself writes an assistant's calls. ``tool_formats``: sets of
+        tools to prove stability under."""
+        self._render = render
+        self._encode = encode
+        self._stop_ids = frozenset(stop_ids)
+        self._structured_calls = structured_calls
+        self.roles = frozenset(
+            role for role in ("user", "tool") if all(self._is_stable(role, tools) for tools in tool_formats)
+        )
+        """Roles that may follow a reply with the tokens before them unchanged."""
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> list[int] | None:
+        if not new_messages or new_messages[0]["role"] not in self.roles:
+            return None
+        if any(message["role"] in ("assistant", "system") for message in new_messages):
+            return None
+        behind = self._behind(self._history(0, new_messages), new_messages, tools)
+        if behind is None:
+            return None
+        closed = len(sampled_ids) > 0 and sampled_ids[-1] in self._stop_ids
+        return [*prompt_ids, *sampled_ids, *(behind[1:] if closed else behind)]
+
+    def _behind(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """The tokens from the end-of-turn token of ``history`` (which ends in a reply) on."""
+        asked = len(self._render(history[:-1], tools, generation=False))
+        answered = self._render(history, tools, generation=False)
+        whole = self._render([*history, *new], tools, generation=True)
+        end = next((i for i in reversed(range(asked, len(answered))) if answered[i] in self._stop_ids), None)
+        if end is None or whole[: end + 1] != answered[: end + 1]:
+            return None
+        return whole[end:]
+
+    def _history(self, shape: int, new: Sequence[Message]) -> list[Message]:
+        """A stand-in conversation, up to and with a reply that ``new`` can follow."""
+        question = Message(role="user", content="Hi")
+        reply = Message(role="assistant", content=_REPLIES[shape % len(_REPLIES)])
+        before: list[Message] = []
+        if shape % 2:
+            before.append(Message(role="system", content="Be brief."))
+        for turn in range(shape // 2):
+            before += [
+                Message(role="user", content=f"Question {turn}?"),
+                Message(role="assistant", content=f"Answer {turn}."),
+            ]
+        answered: list[str] = []
+        for message in new:
+            if message["role"] != "tool":
+                break
+            answered.append(message.get("tool_call_id") or "call-0")
+        if answered and self._structured_calls:
+            reply["content"] = ""
+            reply["tool_calls"] = [
+                ToolCall(id=call_id, name=PROBE_TOOL["name"], arguments='{"q": "x"}') for call_id in answered
+            ]
+        return [*before, question, reply]
+
+    def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
+        try:
+            return all(self._same_behind_all(new, tools) for new in _new_messages(role)) and (
+                role == "tool" or self._matches_whole_render(tools)
+            )
+        except RenderError:
+            # The template refuses the role: there is nothing to bridge.
+            return False
+
+    def _same_behind_all(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        found = [self._behind(self._history(shape, new), new, tools) for shape in range(6)]
+        return found[0] is not None and all(other == found[0] for other in found)
+
+    def _matches_whole_render(self, tools: Sequence[Tool]) -> bool:
+        """That prompt + reply + difference is what the template writes for the whole conversation."""
+        new = [Message(role="user", content="And then?")]
+        for shape in range(6):
+            history = self._history(shape, new)
+            behind = self._behind(history, new, tools)
+            prompt = self._render(history[:-1], tools, generation=True)
+            whole = self._render([*history, *new], tools, generation=True)
+            if behind is None or [*prompt, *self._encode(history[-1]["content"]), *behind] != whole:
+                return False
+        return True
+
+
+def _new_messages(role: str) -> list[list[Message]]:
+    user = Message(role="user", content=" And\n\nthen? ")
+    if role == "user":
+        return [[user], [Message(role="user", content="")]]
+    results = [
+        Message(role="tool", content="7440", tool_call_id="call-0", name=PROBE_TOOL["name"]),
+        Message(role="tool", content='{"error": "none"}\n', tool_call_id="call-1", name=PROBE_TOOL["name"]),
+    ]
+    return [results[:1], results, [*results, user]]

@@ -1,0 +1,224 @@
+"""Sampled ids → reply, as they come. Whole replies go the same way, so both always agree.
+
+Three stages: ids → text that never ends inside a character; text → text up to a stop string; text →
+reasoning, content and tool calls. Each holds back what it cannot tell yet: the bytes of half a
+character, what may be the start of a stop string, what may become a tool call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from instar.record.base import Delta, StreamParser
+from instar.record.tools import CLOSE, OPEN, parse_call
+from instar.types import Message, ToolCall
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+_UNDECODED = "\ufffd"
+
+
+class Detokenizer:
+    """Decodes a window of the last tokens only, so its cost does not grow with the reply."""
+
+    _WINDOW, _KEEP = 32, 8
+
+    def __init__(self, decode: Callable[[list[int]], str], hidden: Collection[int]) -> None:
+        self._decode = decode
+        self._hidden = hidden
+        self._window: list[int] = []
+        self._emitted = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        self._window += [i for i in ids if i not in self._hidden]
+        text = self._decode(self._window)
+        # Up to three bytes of an unfinished character decode to as many replacement characters.
+        end = len(text)
+        while end > len(text) - 3 and text[end - 1 : end] == _UNDECODED:
+            end -= 1
+        piece = text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        if end == len(text) and len(self._window) > self._WINDOW:
+            self._window = self._window[-self._KEEP :]
+            self._emitted = len(self._decode(self._window))
+        return piece
+
+    def finish(self) -> str:
+        return self._decode(self._window)[self._emitted :]
+
+
+class StopCutter:
+    """Lets text through up to the first stop string."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.done = False
+
+    def feed(self, text: str) -> str:
+        if not self._stop:
+            return text
+        if self.done:
+            return ""
+        text = self._held + text
+        found = [at for at in map(text.find, self._stop) if at >= 0]
+        if found:
+            self.done, self._held = True, ""
+            return text[: min(found)]
+        keep = max(overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that ``marker`` begins with."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class Scanner:
+    """Text → reasoning, content and tool calls. White space beside a call belongs to neither."""
+
+    def __init__(self, *, calls: bool, reasoning: bool = False) -> None:
+        self._look_for_calls = calls
+        self._state = "reasoning" if reasoning else "start"
+        self._buffer = ""
+        self._space = ""
+        self._trim_next = False
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.tool_calls: list[ToolCall] = []
+        self._out: list[Delta] = []
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        while self._advance():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        rest, self._buffer = self._buffer, ""
+        if self._state == "reasoning":
+            self._reason(rest)
+        else:
+            self._say(rest)
+            if not self.tool_calls:
+                self._emit_text(self._space)
+        return self._take()
+
+    def _take(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return out
+
+    def _advance(self) -> bool:
+        """One move; False when more text is needed."""
+        if not self._buffer:
+            return False
+        if self._state == "start":
+            return self._begin()
+        if self._state == "reasoning":
+            return self._in_reasoning()
+        return self._in_content()
+
+    def _begin(self) -> bool:
+        begun = self._buffer.lstrip()
+        if begun.startswith(THINK_OPEN):
+            self._state, self._buffer = "reasoning", begun[len(THINK_OPEN) :]
+        elif THINK_OPEN.startswith(begun):
+            return False
+        else:
+            self._state = "content"
+        return True
+
+    def _in_reasoning(self) -> bool:
+        before, closed, after = self._buffer.partition(THINK_CLOSE)
+        if closed:
+            self._reason(before)
+            self._state, self._buffer, self._trim_next = "content", after, True
+            return True
+        keep = overlap(self._buffer, THINK_CLOSE)
+        self._reason(self._buffer[: len(self._buffer) - keep])
+        self._buffer = self._buffer[len(self._buffer) - keep :]
+        return False
+
+    def _in_content(self) -> bool:
+        if not self._look_for_calls:
+            self._say(self._buffer)
+            self._buffer = ""
+            return False
+        before, opened, rest = self._buffer.partition(OPEN)
+        if not opened:
+            keep = overlap(before, OPEN)
+            self._say(before[: len(before) - keep])
+            self._buffer = before[len(before) - keep :]
+            return False
+        self._say(before)
+        self._buffer = OPEN + rest
+        return self._in_call(rest)
+
+    def _in_call(self, rest: str) -> bool:
+        begun = rest.lstrip()
+        body, closed, after = rest.partition(CLOSE)
+        if (not begun or begun.startswith("{")) and not closed:
+            return False
+        if closed and (call := parse_call(body)):
+            self._space, self._trim_next = "", True
+            self.tool_calls.append(call)
+            self._out.append(Delta(call=call))
+            self._buffer = after
+        else:
+            self._say(OPEN)
+            self._buffer = rest
+        return True
+
+    def _reason(self, text: str) -> None:
+        if text:
+            self.reasoning.append(text)
+            self._out.append(Delta(reasoning=text))
+
+    def _say(self, text: str) -> None:
+        if self._trim_next:
+            text = text.lstrip()
+            if not text:
+                return
+            self._trim_next = False
+        text = self._space + text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        self._emit_text(said)
+
+    def _emit_text(self, text: str) -> None:
+        if text:
+            self.content.append(text)
+            self._out.append(Delta(text=text))
+
+
+class TextStreamParser(StreamParser):
+    """The three stages in a row."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], scanner: Scanner) -> None:
+        self._detokenizer = detokenizer
+        self._cutter = StopCutter(stop)
+        self._scanner = scanner
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        return self._scanner.feed(self._cutter.feed(self._detokenizer.feed(ids)))
+
+    def finish(self) -> list[Delta]:
+        last = self._cutter.feed(self._detokenizer.finish()) + self._cutter.finish()
+        return self._scanner.feed(last) + self._scanner.finish()
+
+    @property
+    def message(self) -> Message:
+        message = Message(role="assistant", content="".join(self._scanner.content))
+        if self._scanner.reasoning:
+            message["reasoning"] = "".join(self._scanner.reasoning)
+        if self._scanner.tool_calls:
+            message["tool_calls"] = list(self._scanner.tool_calls)
+        return message
