@@ -44,7 +44,10 @@ class FunctionAgent(Agent):
         self.args = config.args
 
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        returned = await self.function(task.data, session, **self.args)
+        try:
+            returned = await self.function(task.data, session, **self.args)
+        except SystemExit as error:
+            raise AgentError(f"{self.name} called exit({error.code!r})") from error
         match returned:
             case None:
                 return AgentResult()

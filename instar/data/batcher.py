@@ -1,0 +1,368 @@
+"""From finished groups to the batch of a training step.
+
+A step consumes ``groups_per_step`` finished groups, lowest index first. Their samples are trained, or
+dropped with the step for a reason: all rewards of the group are equal (``zero_signal``), the session
+has no reward (``no_reward``, ``failed``) or no trainable token (``no_tokens``), the sample is too old
+(``stale``), the session was run again (``superseded``). Outside of steps are dropped: groups too old as
+a whole (``stale``), groups the rollout gave up, and sessions that end after their group was consumed
+(``late``). The same rows in the store make the same batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from instar.config import RunConfig
+from instar.data.advantages import (
+    Advantages,
+    Estimator,
+    call_rewards,
+    correct_sampling,
+    has_signal,
+    normalize,
+    pick_reward,
+)
+from instar.data.linearize import linearize, with_advantage
+from instar.store.base import Store
+from instar.types import (
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Group,
+    GroupStatus,
+    Json,
+    Sample,
+    Session,
+    SessionStatus,
+)
+
+POLL = 0.05
+ENDED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    samples: list[Sample]
+    """With their normalised advantages."""
+    claims: list[Claim]
+    """Of every group that the step consumes: samples trained, and those dropped with it."""
+    drops: list[Claim]
+    """Dropped outside of the step."""
+    report: Json
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A slot's final session, ready to be trained on."""
+
+    session: Session
+    samples: list[Sample]
+    reward: float | None
+    per_call: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    group: Group
+    entries: list[_Entry]
+    superseded: list[Session]
+
+    def is_stale(self, oldest: int) -> bool:
+        """Whether there are samples, and each has a token of a version before ``oldest``."""
+        lowest = [_lowest(sample) for entry in self.entries for sample in entry.samples]
+        return bool(lowest) and max(lowest) < oldest
+
+    @property
+    def session_ids(self) -> set[str]:
+        return {entry.session.session_id for entry in self.entries} | {s.session_id for s in self.superseded}
+
+
+class Batcher:
+    def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.config = config
+        self.estimator = Estimator(config.trainer.advantage)
+        self._loaded: dict[str, _Loaded] = {}
+        self._settled: OrderedDict[str, set[str]] | None = None
+        """Sessions accounted for, by group, of the groups consumed last: others in them are late."""
+
+    def baseline_state(self) -> Json:
+        """For the checkpoint: what the running baseline has learned."""
+        return self.estimator.to_json()
+
+    def load_baseline(self, state: Json) -> None:
+        self.estimator.load_json(state)
+
+    async def next_batch(
+        self,
+        step: int,
+        epoch: int,
+        version: int,
+        *,
+        stop: asyncio.Event | None = None,
+        finished: Callable[[], bool] | None = None,
+        wait: float | None = None,
+    ) -> Batch | None:
+        """Wait for enough groups and return the batch of ``step``. With ``finished`` saying that no more
+        groups are coming, returns what is left. None: nothing is left, ``stop`` was set, or ``wait``
+        seconds have passed."""
+        deadline = None if wait is None else time.monotonic() + wait
+        drops = [*await self._late(epoch), *await self._given_up(epoch)]
+        while True:
+            # Asked before looking: what was finished by then is in the store by now.
+            is_last = finished is not None and finished()
+            fresh, stale = await self._ready(epoch, version)
+            drops += stale
+            wanted = self.config.trainer.groups_per_step
+            if len(fresh) >= wanted or (is_last and fresh):
+                return self._assemble(fresh[:wanted], drops, step, epoch, version)
+            if drops:
+                # Written at once: the rollout waits for the room that they leave.
+                await self.store.drop(drops)
+                drops = []
+            out_of_time = deadline is not None and time.monotonic() >= deadline
+            if is_last or out_of_time or (stop is not None and stop.is_set()):
+                return None
+            await asyncio.sleep(POLL)
+
+    # --- what there is ---------------------------------------------------------------------------
+
+    async def _ready(self, epoch: int, version: int) -> tuple[list[_Loaded], list[Claim]]:
+        """Finished groups nobody consumed yet, and the drops of those that are too old."""
+        groups = await self.store.groups(
+            self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
+        )
+        loaded = {g.group_id: self._loaded.get(g.group_id) or await self._load(g) for g in groups}
+        self._loaded = loaded
+        oldest = version - self.config.max_staleness
+        fresh: list[_Loaded] = []
+        drops: list[Claim] = []
+        for found in loaded.values():
+            if found.is_stale(oldest):
+                drops += self._dropped(found, epoch, "stale", version=version)
+                self._settle(found)
+            else:
+                fresh.append(found)
+        return fresh, drops
+
+    async def _load(self, group: Group) -> _Loaded:
+        rows = await self.store.sessions(group_id=group.group_id)
+        ended = [row.session for row in rows if row.session.status in ENDED]
+        final: dict[int, Session] = {}
+        for session in ended:
+            held = final.get(session.slot)
+            if held is None or session.attempt >= held.attempt:
+                final[session.slot] = session
+        kept = {session.session_id for session in final.values()}
+        return _Loaded(
+            group=group,
+            entries=[await self._entry(final[slot]) for slot in sorted(final)],
+            superseded=[session for session in ended if session.session_id not in kept],
+        )
+
+    async def _entry(self, session: Session) -> _Entry:
+        rewards = await self.store.rewards(session.session_id)
+        reward = pick_reward(rewards)
+        if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
+            reward = self.config.rollout.failed_reward
+        samples = linearize(session, await self.store.calls(session.session_id))
+        return _Entry(session, samples, reward, call_rewards(rewards))
+
+    async def _given_up(self, epoch: int) -> list[Claim]:
+        """Drops of groups that the rollout closed as dropped."""
+        drops: list[Claim] = []
+        for group in await self.store.groups(
+            self.run_id, Channel.TRAIN, GroupStatus.DROPPED, unclaimed_in_epoch=epoch
+        ):
+            found = await self._load(group)
+            drops += self._dropped(found, epoch, group.reason or "group_dropped")
+            self._settle(found)
+        return drops
+
+    async def _late(self, epoch: int) -> list[Claim]:
+        """Drops of sessions that ended after their group was consumed."""
+        if self._settled is None:
+            self._settled = OrderedDict()
+            for claim in await self.store.claims(self.run_id):
+                if claim.group_id is not None and claim.epoch == epoch:
+                    self._settled.setdefault(claim.group_id, set()).add(claim.session_id)
+            self._forget()
+        drops: list[Claim] = []
+        for group_id, known in self._settled.items():
+            for row in await self.store.sessions(group_id=group_id):
+                session = row.session
+                if session.status in ENDED and session.session_id not in known:
+                    known.add(session.session_id)
+                    drops.append(self._drop_session(session, epoch, "late"))
+        return drops
+
+    def _settle(self, found: _Loaded) -> None:
+        assert self._settled is not None
+        self._settled[found.group.group_id] = found.session_ids
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep the groups that can still have stragglers: several steps' worth."""
+        assert self._settled is not None
+        watched = 4 * (self.config.max_staleness + 1) * self.config.trainer.groups_per_step
+        while len(self._settled) > watched:
+            self._settled.popitem(last=False)
+
+    # --- what becomes of it ----------------------------------------------------------------------
+
+    def _assemble(
+        self, groups: Sequence[_Loaded], drops: list[Claim], step: int, epoch: int, version: int
+    ) -> Batch:
+        samples: list[Sample] = []
+        claims: list[Claim] = []
+        zero_signal = 0
+        for found in groups:
+            advantages = _with_call_rewards(found.entries, self.estimator([e.reward for e in found.entries]))
+            if _teaches(found.entries, advantages):
+                trained, taken = self._take(found, advantages, epoch, version)
+                samples += trained
+                claims += taken
+            else:
+                zero_signal += 1
+                claims += self._dropped(found, epoch, "zero_signal", advantages, version)
+            self._settle(found)
+        claims = [replace(claim, step=step) for claim in claims]
+        corrected = [correct_sampling(sample) for sample in samples]
+        return Batch(
+            samples=normalize(corrected, self.config.trainer.advantage.normalize),
+            claims=claims,
+            drops=drops,
+            report=_report(groups, samples, claims, drops, version) | {"zero_signal": zero_signal},
+        )
+
+    def _take(
+        self, found: _Loaded, advantages: Advantages, epoch: int, version: int
+    ) -> tuple[list[Sample], list[Claim]]:
+        """The samples of a group to train on, and a claim for everything in it."""
+        oldest = version - self.config.max_staleness
+        samples: list[Sample] = []
+        claims: list[Claim] = []
+        for entry, advantage in zip(found.entries, advantages, strict=True):
+            if advantage is None or not entry.samples:
+                claims += self._drop_entry(entry, epoch, "no_reward", advantage, version)
+                continue
+            for sample in entry.samples:
+                claim = self._claim(entry, sample, epoch, advantage, version)
+                if _lowest(sample) < oldest:
+                    claims.append(replace(claim, outcome=ClaimOutcome.DROPPED, reason="stale"))
+                    continue
+                claims.append(claim)
+                samples.append(with_advantage(sample, advantage, entry.per_call))
+        claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
+        return samples, claims
+
+    def _dropped(
+        self,
+        found: _Loaded,
+        epoch: int,
+        reason: str,
+        advantages: Advantages | None = None,
+        version: int | None = None,
+    ) -> list[Claim]:
+        """Claims that drop all of a group."""
+        claims: list[Claim] = []
+        for entry, advantage in zip(found.entries, advantages or [None] * len(found.entries), strict=True):
+            claims += self._drop_entry(entry, epoch, reason, advantage, version)
+        return [*claims, *(self._drop_session(s, epoch, "superseded") for s in found.superseded)]
+
+    def _drop_entry(
+        self, entry: _Entry, epoch: int, reason: str, advantage: float | None, version: int | None
+    ) -> list[Claim]:
+        """One claim per sample, or one for the session when it has none."""
+        if reason in ("zero_signal", "no_reward") and entry.reward is None:
+            reason = "failed" if entry.session.status is SessionStatus.FAILED else "no_reward"
+        if not entry.samples:
+            key = f"{entry.session.group_id}/{entry.session.slot}/0"
+            claim = self._drop_session(entry.session, epoch, "no_tokens" if reason == "no_reward" else reason)
+            return [replace(claim, sample_key=key, reward=entry.reward, advantage=advantage)]
+        return [
+            replace(
+                self._claim(entry, sample, epoch, advantage, version),
+                outcome=ClaimOutcome.DROPPED,
+                reason=reason,
+            )
+            for sample in entry.samples
+        ]
+
+    def _claim(
+        self, entry: _Entry, sample: Sample, epoch: int, advantage: float | None, version: int | None
+    ) -> Claim:
+        return Claim(
+            run_id=self.run_id,
+            epoch=epoch,
+            sample_key=sample.sample_key,
+            session_id=sample.session_id,
+            group_id=sample.group_id,
+            outcome=ClaimOutcome.TRAINED,
+            reward=entry.reward,
+            advantage=advantage,
+            staleness=None if version is None else version - _lowest(sample),
+        )
+
+    def _drop_session(self, session: Session, epoch: int, reason: str) -> Claim:
+        """Drop a whole session, under a key of its own: its slot's keys are another session's."""
+        return Claim(
+            run_id=self.run_id,
+            epoch=epoch,
+            sample_key=f"{session.session_id}/0",
+            session_id=session.session_id,
+            group_id=session.group_id,
+            outcome=ClaimOutcome.DROPPED,
+            reason=reason,
+        )
+
+
+def _lowest(sample: Sample) -> int:
+    lowest = sample.lowest_version
+    assert lowest is not None, "linearize keeps only samples that train something"
+    return lowest
+
+
+def _with_call_rewards(entries: Sequence[_Entry], advantages: Advantages) -> Advantages:
+    """A session that only had single calls rewarded stands at 0 itself."""
+    return [
+        0.0 if advantage is None and entry.per_call else advantage
+        for entry, advantage in zip(entries, advantages, strict=True)
+    ]
+
+
+def _teaches(entries: Sequence[_Entry], advantages: Advantages) -> bool:
+    return has_signal(advantages) or any(value != 0 for entry in entries for value in entry.per_call.values())
+
+
+def _report(
+    groups: Sequence[_Loaded],
+    samples: Sequence[Sample],
+    claims: Sequence[Claim],
+    drops: Sequence[Claim],
+    version: int,
+) -> Json:
+    entries = [entry for found in groups for entry in found.entries]
+    rewards = [entry.reward for entry in entries if entry.reward is not None]
+    staleness = [version - _lowest(sample) for sample in samples]
+    reasons = [claim.reason for claim in (*claims, *drops) if claim.outcome is ClaimOutcome.DROPPED]
+    return {
+        "reward_mean": float(np.mean(rewards)) if rewards else None,
+        "groups": len(groups),
+        "sessions": len(entries),
+        "failed": sum(entry.session.status is SessionStatus.FAILED for entry in entries),
+        "samples": len(samples),
+        "tokens": sum(sample.trained_tokens for sample in samples),
+        "sequence_tokens": sum(len(sample) for sample in samples),
+        "stale_dropped": reasons.count("stale"),
+        "late_dropped": reasons.count("late"),
+        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
+        "staleness_max": max(staleness, default=0),
+    }

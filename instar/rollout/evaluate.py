@@ -1,0 +1,123 @@
+"""Held-out tasks, each tried once on the `val` channel, by every configured way of sampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from instar.config import RunConfig
+from instar.errors import ConfigError
+from instar.rewards.base import Scorer
+from instar.rollout.base import Agent
+from instar.rollout.gateway_client import GatewayClient
+from instar.rollout.slots import Slot, SlotRunner, together
+from instar.rollout.tasks import TaskSet
+from instar.store.base import Store
+from instar.types import Channel, Group, GroupStatus, Json, SessionStatus
+
+Record = Callable[[str, int, Mapping[str, Any]], None]
+"""Takes ("eval", step, figures)."""
+Progress = Callable[[int, int], None]
+"""Takes (tasks done, tasks in all)."""
+
+
+class Evaluator:
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        gateway: GatewayClient,
+        tasks: TaskSet,
+        agent: Agent,
+        scorer: Scorer,
+        record: Record | None = None,
+    ) -> None:
+        if config.eval is None or config.rollout is None:
+            raise ConfigError("eval: needs held-out tasks (eval.tasks) and an agent (rollout.agent)")
+        self.config = config
+        self.eval = config.eval
+        # A failed session counts as 0 here, whatever training makes of it.
+        self.rollout = config.rollout.model_copy(update={"group_policy": "keep", "failed_reward": None})
+        self.run_id = config.name
+        self.store = store
+        self.gateway = gateway
+        self.tasks = tasks
+        self.agent = agent
+        self.scorer = scorer
+        self.record = record
+        self.doing = "evaluating"
+
+    async def evaluate_all(self, label: str) -> list[Json]:
+        """In every mode, one after the other."""
+        return [await self.evaluate(mode, label) for mode in self.eval.modes]
+
+    async def evaluate(self, mode: str, label: str, progress: Progress | None = None) -> Json:
+        """Try every task once. What an interrupted evaluation of the same label, mode and version has
+        finished is kept."""
+        began = time.monotonic()
+        version = (await self.store.progress(self.run_id)).head_version
+        slots = SlotRunner(
+            self.rollout,
+            self.config.seed,
+            self.store,
+            self.gateway,
+            self.agent,
+            self.scorer,
+            sampling=self.eval.modes[mode],
+        )
+        done = 0
+
+        async def one(place: int, group: Group) -> float | None:
+            nonlocal done
+            if group.status is GroupStatus.OPEN:
+                await self._try(slots, group, place)
+            reward = await self._reward_of(group)
+            done += 1
+            self.doing = f"evaluating {label}, {mode}: {done} of {len(self.tasks)}"
+            if progress is not None:
+                progress(done, len(self.tasks))
+            return reward
+
+        groups = await self._groups(f"{label}-{mode}-v{version}")
+        rewards = await together(one(place, group) for place, group in enumerate(groups))
+        figures: Json = {
+            "label": label,
+            "mode": mode,
+            "accuracy": sum(reward or 0.0 for reward in rewards) / len(rewards),
+            "n": len(rewards),
+            "failed": sum(reward is None for reward in rewards),
+            "seconds": time.monotonic() - began,
+            "version": version,
+        }
+        if self.record is not None:
+            self.record("eval", (await self.store.progress(self.run_id)).committed_steps, figures)
+        return figures
+
+    async def _groups(self, name: str) -> list[Group]:
+        """A group of one per task; closed where it was evaluated before."""
+        there = {group.group_id: group for group in await self.store.groups(self.run_id, Channel.VAL)}
+        first = max((group.index for group in there.values()), default=-1) + 1
+        ids = [f"{self.run_id}/val/{name}/{index:06d}" for index in range(len(self.tasks))]
+        fresh = {
+            group_id: Group(group_id, self.run_id, Channel.VAL, first + index, 1, self.tasks[index])
+            for index, group_id in enumerate(ids)
+            if group_id not in there
+        }
+        await together(self.store.open_group(group) for group in fresh.values())
+        return [there.get(group_id) or fresh[group_id] for group_id in ids]
+
+    async def _try(self, slots: SlotRunner, group: Group, place: int) -> None:
+        earlier = [row.session for row in await self.store.sessions(group_id=group.group_id)]
+        for session in earlier:
+            if session.status is SessionStatus.OPEN:
+                await self.store.end_session(session.session_id, SessionStatus.ABANDONED, "interrupted")
+        attempt = 1 + max((session.attempt for session in earlier), default=-1)
+        await slots.run(Slot(group, 0, attempt, place=place))
+        await self.store.close_group(group.group_id, GroupStatus.READY)
+
+    async def _reward_of(self, group: Group) -> float | None:
+        """None when the session failed, or nothing scored it."""
+        rows = await self.store.sessions(group_id=group.group_id)
+        done = [row for row in rows if row.session.status is SessionStatus.COMPLETED]
+        return done[-1].reward if done else None

@@ -1,0 +1,224 @@
+"""Runs groups of sessions for the trainer, as far ahead as admission allows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from functools import lru_cache
+from typing import Protocol
+
+from instar.config import RunConfig
+from instar.errors import ConfigError
+from instar.rewards.base import Scorer
+from instar.rollout.admission import Admission, Admitted
+from instar.rollout.base import Agent
+from instar.rollout.gateway_client import GatewayClient
+from instar.rollout.slots import Outcome, Slot, SlotRunner, together
+from instar.rollout.tasks import TaskSet
+from instar.store.base import Store
+from instar.types import Channel, Group, GroupStatus, Session, SessionStatus, Task
+
+log = logging.getLogger(__name__)
+
+POLL = 0.05
+
+
+class Evaluates(Protocol):
+    """What evaluates while training goes on, if anything."""
+
+    @property
+    def doing(self) -> str: ...
+
+    async def evaluate_all(self, label: str) -> object: ...
+
+
+class RolloutRunner:
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        gateway: GatewayClient,
+        tasks: TaskSet,
+        agent: Agent,
+        scorer: Scorer,
+    ) -> None:
+        if config.rollout is None:
+            raise ConfigError("rollout: this run has none")
+        self.config = config
+        self.rollout = config.rollout
+        self.run_id = config.name
+        self.store = store
+        self.tasks = tasks
+        self.slots = SlotRunner(config.rollout, config.seed, store, gateway, agent, scorer)
+        self.counters = self.slots.counters
+        self.admission = Admission(config, store, self.run_id)
+        self.evaluator: Evaluates | None = None
+        self.groups_done = 0
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._evaluated = -1
+        self._evaluating = False
+        self._draining = False
+        self._unfinished = 0
+        """Slots that have no final session yet."""
+        self._running: set[asyncio.Task[None]] = set()
+
+    # --- what the display shows ------------------------------------------------------------------
+
+    @property
+    def doing(self) -> str:
+        if self._evaluating and self.evaluator is not None:
+            return self.evaluator.doing
+        counted = self.counters
+        failed = f", {counted.failed} failed ({counted.last_failure[:80]})" if counted.failed else ""
+        if not self._running:
+            return f"{'drained' if self._draining else 'waiting for the trainer'}{failed}"
+        return f"{counted.running} sessions of {len(self._running)} groups, {counted.completed} done{failed}"
+
+    def epoch_of(self, index: int) -> int:
+        """How often the task set was walked through before the group of this index."""
+        return index // len(self.tasks)
+
+    # --- the run ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the trainer has its steps, or `drain` was called and what ran has ended. Cancelling stops
+        at once: sessions under way are abandoned, and a later run starts them again."""
+        try:
+            await self._resume()
+            while True:
+                self._collect()
+                state = await self.admission.look()
+                if self._draining or state.finished:
+                    if not self._running:
+                        return
+                    self._draining = True
+                else:
+                    await self._evaluate_if_due(state)
+                    if state.room and self._unfinished < self.rollout.concurrency:
+                        await self._start_group(state.next_index)
+                        continue
+                await self._pause()
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    def drain(self) -> None:
+        """Start no further group; `run` returns when those under way have ended."""
+        self._draining = True
+
+    def _collect(self) -> None:
+        for task in [task for task in self._running if task.done()]:
+            self._running.discard(task)
+            task.result()
+
+    async def _pause(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(POLL)
+
+    async def _evaluate_if_due(self, state: Admitted) -> None:
+        """No group starts meanwhile, so that evaluation and rollout do not slow each other down."""
+        every = self.config.eval.every if self.config.eval else None
+        version = state.progress.head_version
+        if self.evaluator is None or every is None:
+            return
+        if self._evaluated < 0:
+            self._evaluated = version
+        if version // every > self._evaluated // every:
+            self._evaluated = version
+            self._evaluating = True
+            try:
+                await self.evaluator.evaluate_all(f"v{version}")
+            finally:
+                self._evaluating = False
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def task_for(self, index: int) -> Task:
+        """The task of a group: the set is walked through over and over, each time in another order."""
+        epoch, place = divmod(index, len(self.tasks))
+        return self.tasks[self._order(epoch)[place]]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.tasks)))
+        if self.rollout.shuffle:
+            random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
+        return order
+
+    async def _start_group(self, index: int) -> None:
+        group = Group(
+            group_id=f"{self.run_id}/train/{index:06d}",
+            run_id=self.run_id,
+            channel=Channel.TRAIN,
+            index=index,
+            size=self.rollout.group_size,
+            task=self.task_for(index),
+        )
+        await self.store.open_group(group)
+        self._launch(group, [Slot(group, number) for number in range(group.size)])
+
+    def _launch(self, group: Group, slots: list[Slot], failed: bool = False) -> None:
+        self._unfinished += len(slots)
+        self._running.add(asyncio.create_task(self._run_group(group, slots, failed), name=group.group_id))
+
+    async def _run_group(self, group: Group, slots: list[Slot], failed: bool) -> None:
+        """``failed``: a slot that was final before already failed."""
+        outcomes = await together(self._run_slot(slot) for slot in slots)
+        failed = failed or any(outcome.status is SessionStatus.FAILED for outcome in outcomes)
+        await self._abandon_open(group, "superseded")
+        if failed and self.rollout.group_policy == "drop":
+            await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
+        else:
+            await self.store.close_group(group.group_id, GroupStatus.READY)
+        self.groups_done += 1
+
+    async def _run_slot(self, slot: Slot) -> Outcome:
+        try:
+            return await self.slots.run(slot)
+        finally:
+            self._unfinished -= 1
+
+    # --- after a crash ---------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        """Take up the groups that an earlier process left open: what was running is abandoned, and slots
+        without a final session are run."""
+        for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
+            sessions = await self._abandon_open(group, "interrupted")
+            slots: list[Slot] = []
+            failed = False
+            for number in range(group.size):
+                tried = [session for session in sessions if session.slot == number]
+                slot = self._missing(group, number, tried)
+                if slot is not None:
+                    slots.append(slot)
+                elif self._final(tried).status is SessionStatus.FAILED:
+                    failed = True
+            log.info("taking up %s: %d of %d sessions to run", group.group_id, len(slots), group.size)
+            self._launch(group, slots, failed)
+
+    def _missing(self, group: Group, number: int, tried: list[Session]) -> Slot | None:
+        """What is left to run of a slot; None when it has its final session."""
+        attempt = 1 + max((session.attempt for session in tried), default=-1)
+        failures = sum(session.status is SessionStatus.FAILED for session in tried)
+        if any(session.status is SessionStatus.COMPLETED for session in tried):
+            return None
+        refilling = self.rollout.group_policy == "refill" and failures <= self.rollout.refills
+        if failures and not refilling:
+            return None
+        return Slot(group, number, attempt, failures)
+
+    def _final(self, tried: list[Session]) -> Session:
+        ended = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+        return max((s for s in tried if s.status in ended), key=lambda session: session.attempt)
+
+    async def _abandon_open(self, group: Group, reason: str) -> list[Session]:
+        """End the group's open sessions as abandoned; returns all its sessions as they were."""
+        rows = await self.store.sessions(group_id=group.group_id)
+        for row in rows:
+            if row.session.status is SessionStatus.OPEN:
+                await self.store.end_session(row.session.session_id, SessionStatus.ABANDONED, reason)
+        return [row.session for row in rows]

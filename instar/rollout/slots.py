@@ -1,0 +1,243 @@
+"""One slot of a group: an agent's session from opening to its end, and again when that is called for.
+
+A transient fault (a connection lost, 429, 503) abandons the session and tries anew; any other fault
+of the agent is its failure, recorded with the reason. A fault of the control API itself is not the
+agent's: it is raised, and stops the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import sys
+from collections.abc import Coroutine, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+
+from instar.config import RolloutConfig, SamplingConfig
+from instar.errors import AgentError, AgentTimeout, EngineUnavailable, InstarError
+from instar.rewards.base import Scorer, Transcript
+from instar.rollout.base import Agent, AgentResult, AgentSession
+from instar.rollout.gateway_client import GatewayClient, backoff
+from instar.store.base import Store
+from instar.types import Group, Reward, SessionStatus
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TRANSIENT_STATUS = (429, 502, 503)
+GRACE = 5.0
+"""Seconds an agent has to end after it was cancelled."""
+REASON_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    group: Group
+    number: int
+    attempt: int = 0
+    """Number of the next attempt."""
+    refills: int = 0
+    """Further sessions already spent on it."""
+    place: int | None = None
+    """What its seed is derived from. Default: the group's index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    session_id: str
+    status: SessionStatus
+    reason: str | None = None
+    reward: float | None = None
+
+
+@dataclass
+class Counters:
+    running: int = 0
+    completed: int = 0
+    failed: int = 0
+    abandoned: int = 0
+    last_failure: str = ""
+
+
+def derive_seed(*parts: object) -> int:
+    """A stable number in 0..2**31-1 from a path of names and numbers."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class SlotRunner:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        seed: int,
+        store: Store,
+        gateway: GatewayClient,
+        agent: Agent,
+        scorer: Scorer,
+        *,
+        sampling: SamplingConfig | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.config = config
+        self.seed = seed
+        self.store = store
+        self.gateway = gateway
+        self.agent = agent
+        self.scorer = scorer
+        self.sampling = (sampling or config.sampling).model_dump()
+        self.counters = counters or Counters()
+        self.limit = asyncio.Semaphore(config.concurrency)
+
+    async def run(self, slot: Slot) -> Outcome:
+        """Until the slot has its final session."""
+        attempt, refills, retries = slot.attempt, slot.refills, 0
+        while True:
+            async with self.limit:
+                outcome = await self._attempt(slot, attempt, refills, last=retries >= self.config.retries)
+            if outcome.status is SessionStatus.ABANDONED:
+                await asyncio.sleep(backoff(retries, first=0.5))
+                retries += 1
+            elif outcome.status is SessionStatus.FAILED and self._may_refill(refills):
+                refills += 1
+            else:
+                return outcome
+            attempt += 1
+
+    def _may_refill(self, refills: int) -> bool:
+        return self.config.group_policy == "refill" and refills < self.config.refills
+
+    async def _attempt(self, slot: Slot, attempt: int, refill: int, *, last: bool) -> Outcome:
+        group = slot.group
+        place = group.index if slot.place is None else slot.place
+        # Another attempt after a transient fault repeats the draw; a refill is another draw.
+        again = (f"refill-{refill}",) if refill else ()
+        session = await self.gateway.open_session(
+            channel=group.channel,
+            task_id=group.task.task_id,
+            group_id=group.group_id,
+            slot=slot.number,
+            attempt=attempt,
+            seed=derive_seed(self.seed, group.channel, place, slot.number, *again),
+            sampling=self.sampling,
+        )
+        self.counters.running += 1
+        try:
+            return await self._play(slot, session, last=last)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abandon(session.session_id, "interrupted"))
+            raise
+        finally:
+            self.counters.running -= 1
+
+    async def _play(self, slot: Slot, session: AgentSession, *, last: bool) -> Outcome:
+        try:
+            task = slot.group.task
+            result = await within(self.config.timeout, self.agent.run(task, session), "the agent")
+        except Exception as error:  # noqa: BLE001 — an agent is foreign code: whatever it raises is its failure
+            if is_transient(error) and not last:
+                return await self._abandon(session.session_id, f"transient: {describe(error)}")
+            return await self._fail(session.session_id, describe(error))
+        try:
+            rewards = await within(self.config.timeout, self._score(slot, session, result), "the reward")
+        except Exception as error:  # noqa: BLE001 — a rule is foreign code too
+            return await self._fail(session.session_id, f"reward: {describe(error)}")
+        return await self._complete(session.session_id, rewards, result)
+
+    async def _score(self, slot: Slot, session: AgentSession, result: AgentResult) -> list[Reward]:
+        calls = await self.store.calls(session.session_id)
+        return await self.scorer.score(slot.group.task, Transcript(session.session_id, calls, result.reward))
+
+    async def _complete(self, session_id: str, rewards: list[Reward], result: AgentResult) -> Outcome:
+        metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
+        await self.gateway.complete(session_id, rewards, metadata)
+        await self._ensure_rewards(session_id, rewards)
+        self.counters.completed += 1
+        value = next((reward.value for reward in rewards if reward.call_id is None), None)
+        return Outcome(session_id, SessionStatus.COMPLETED, reward=value)
+
+    async def _ensure_rewards(self, session_id: str, rewards: list[Reward]) -> None:
+        """A session that the agent completed itself had ended before it was scored."""
+        if not rewards:
+            return
+        there = {(r.source, r.scorer, r.call_id) for r in await self.store.rewards(session_id)}
+        missing = [r for r in rewards if (r.source, r.scorer, r.call_id) not in there]
+        if missing:
+            await self.store.add_rewards(missing)
+
+    async def _fail(self, session_id: str, reason: str) -> Outcome:
+        log.warning("session %s failed: %s", session_id, reason)
+        await self.gateway.fail(session_id, reason, self.config.failed_reward)
+        self.counters.failed += 1
+        self.counters.last_failure = reason
+        return Outcome(session_id, SessionStatus.FAILED, reason, self.config.failed_reward)
+
+    async def _abandon(self, session_id: str, reason: str) -> Outcome:
+        """Straight to the store: the gateway may be what is away."""
+        await self.store.end_session(session_id, SessionStatus.ABANDONED, reason)
+        self.counters.abandoned += 1
+        return Outcome(session_id, SessionStatus.ABANDONED, reason)
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
+    """The work's result, or AgentTimeout. Work that does not end when cancelled is left behind."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if task.cancelled():
+            raise AgentError(f"{what} cancelled itself")
+        if task.done():
+            return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE)
+            if task.done() and not task.cancelled():
+                task.exception()  # retrieved: what it raised while being cancelled is of no interest
+    raise AgentTimeout(f"{what} ran past its deadline of {seconds:g} s")
+
+
+async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order. The first error cancels the others and is raised as it is."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same again may work: a lost connection, too many requests, a server not ready. Looks
+    through what wraps the cause, for an SDK raises its own error from the transport's."""
+    httpx = sys.modules.get("httpx")
+    lost: tuple[type[BaseException], ...] = (
+        ConnectionError,
+        aiohttp.ClientConnectionError,
+        EngineUnavailable,
+        *((httpx.TransportError,) if httpx else ()),
+    )
+    for cause in _causes(error):
+        status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
+        if isinstance(cause, lost) or status in TRANSIENT_STATUS:
+            return True
+    return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__
+
+
+def describe(error: BaseException) -> str:
+    """The reason that is recorded. Our own errors say it all; others need their name."""
+    text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
+    return text.strip()[:REASON_KEPT]
