@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from instar.errors import StoreError
 from instar.store.call_rows import EncodedCall, check_base, decode_calls
 from instar.store.schema import CALLS
 from instar.types import Call
@@ -43,7 +44,14 @@ def add_calls(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> None:
             check_base(call, base)
         if call.tools is not None:
             db.execute("INSERT OR IGNORE INTO tools (hash, body) VALUES (?, ?)", call.tools)
-        db.execute(CALLS.insert, call.row)
+        try:
+            db.execute(CALLS.insert, call.row)
+        except sqlite3.IntegrityError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
+                raise
+            raise StoreError(
+                f"call {call.row['call_id']}: there is no session {call.row['session_id']}"
+            ) from error
 
 
 def fetch_call(db: sqlite3.Connection, call_id: str) -> Fetched:

@@ -41,6 +41,8 @@ def add_claims(db: sqlite3.Connection, claims: Sequence[dict[str, Any]]) -> None
         try:
             db.execute(CLAIMS.insert, claim)
         except sqlite3.IntegrityError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+                raise
             raise _claimed_already(db, claim) from error
     refresh_consumed(db, {claim["group_id"] for claim in claims})
 

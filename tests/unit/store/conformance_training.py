@@ -1,0 +1,223 @@
+"""The training side of the conformance suite: policies, groups, steps, claims and progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from instar.errors import Conflict, StoreError
+from instar.store.base import Run, Store
+from instar.types import (
+    Artifact,
+    Channel,
+    GroupStatus,
+    Policy,
+    SessionStatus,
+    StepState,
+    Task,
+)
+
+from .make import (
+    POLICY,
+    RUN,
+    dropped,
+    make_claim,
+    make_group,
+    make_session,
+)
+
+
+class Policies:
+    async def test_base_model_is_always_there(self, store: Store) -> None:
+        assert await store.head(POLICY) == Policy(POLICY, 0, Artifact("base"))
+        assert await store.published(POLICY) == []
+
+    async def test_versions_are_never_reused(self, store: Store) -> None:
+        numbers = await asyncio.gather(*(store.reserve_version(POLICY, RUN, step) for step in range(10)))
+        assert sorted(numbers) == list(range(1, 11))
+        assert await store.reserve_version("other", RUN, 0) == 1
+        await store.tombstone(POLICY, 10, "crashed")
+        assert await store.reserve_version(POLICY, RUN, 11) == 11
+
+    async def test_head_is_the_newest_published(self, store: Store) -> None:
+        for step in (5, 6, 7):
+            await store.reserve_version(POLICY, RUN, step)
+        one = Policy(POLICY, 1, Artifact("adapter", "/somewhere/1"))
+        two = Policy(POLICY, 2, Artifact("remote", "sampler", expires_at=9.5))
+        await store.publish(two)
+        await store.publish(one)
+        assert await store.head(POLICY) == two
+        assert await store.published(POLICY) == [(one, 5), (two, 6)]
+        assert await store.reserved_versions(POLICY) == [(3, 7)]
+        renewed = Policy(POLICY, 2, Artifact("remote", "sampler-again", expires_at=99.0))
+        await store.publish(renewed)
+        assert await store.head(POLICY) == renewed
+        await store.tombstone(POLICY, 2, "bad")
+        await store.tombstone(POLICY, 2, "bad")
+        assert await store.head(POLICY) == one
+        await store.tombstone(POLICY, 3, "abandoned")
+        assert await store.reserved_versions(POLICY) == []
+
+    async def test_only_reserved_versions_are_published(self, store: Store) -> None:
+        with pytest.raises(StoreError, match="never reserved"):
+            await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
+        await store.reserve_version(POLICY, RUN, 1)
+        await store.tombstone(POLICY, 1, "crashed")
+        with pytest.raises(StoreError, match="given up"):
+            await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
+        with pytest.raises(StoreError, match="never reserved"):
+            await store.tombstone(POLICY, 2, "x")
+
+
+class GroupsAndSteps:
+    async def test_groups_by_index_and_status(self, store: Store) -> None:
+        groups = [make_group(f"g{i}", i, task=Task(f"t{i}", {"x": [i]}), created_at=1.0) for i in range(3)]
+        for group in reversed(groups):
+            await store.open_group(group)
+        await store.open_group(make_group("v", 0, channel=Channel.VAL))
+        assert await store.groups(RUN, Channel.TRAIN) == groups
+        await store.close_group("g1", GroupStatus.READY)
+        await store.close_group("g2", GroupStatus.DROPPED, "no one came")
+        ready = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY)
+        assert ready == [replace(groups[1], status=GroupStatus.READY)]
+        (gone,) = await store.groups(RUN, Channel.TRAIN, GroupStatus.DROPPED)
+        assert gone.reason == "no one came"
+        with pytest.raises(Conflict):
+            await store.open_group(groups[0])
+        with pytest.raises(StoreError):
+            await store.close_group("none", GroupStatus.READY)
+
+    async def test_unclaimed_groups_by_epoch(self, store: Store) -> None:
+        for index in range(3):
+            await store.open_group(make_group(f"g{index}", index, status=GroupStatus.READY))
+        await store.claim_step(RUN, 0, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
+        await store.drop([dropped("c", group_id="g1"), dropped("d", group_id="g2", run_id="other")])
+
+        async def unclaimed(epoch: int) -> list[str]:
+            found = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
+            return [group.group_id for group in found]
+
+        assert await unclaimed(0) == ["g2"]
+        assert await unclaimed(1) == ["g0", "g1", "g2"]
+
+    async def test_a_sample_is_claimed_once_per_run_and_epoch(self, store: Store) -> None:
+        claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)
+        await store.claim_step(RUN, 1, [claim])
+        with pytest.raises(Conflict, match="a is claimed already by step 1"):
+            await store.claim_step(RUN, 2, [make_claim("b"), make_claim("a")])
+        with pytest.raises(Conflict):
+            await store.drop([dropped("a")])
+        assert [step.step for step in await store.steps(RUN)] == [1]
+        await store.claim_step(RUN, 2, [make_claim("a", epoch=1)])
+        await store.claim_step("other", 1, [make_claim("a", run_id="other")])
+        assert await store.claims(RUN, step=1) == [claim]
+        assert await store.claims(RUN) == [claim, make_claim("a", epoch=1, step=2)]
+        assert await store.claims(RUN, session_id="nobody") == []
+        with pytest.raises(Conflict, match="step 2"):
+            await store.claim_step(RUN, 2, [make_claim("z")])
+
+    async def test_one_of_many_claimers_wins(self, store: Store) -> None:
+        attempts = (
+            store.claim_step(RUN, step, [make_claim("a"), make_claim(f"x{step}")]) for step in range(8)
+        )
+        results = await asyncio.gather(*attempts, return_exceptions=True)
+        assert sum(isinstance(result, Conflict) for result in results) == 7
+        assert len(await store.claims(RUN)) == 2
+
+    async def test_drops_need_a_reason(self, store: Store) -> None:
+        with pytest.raises(StoreError, match="no drop with a reason"):
+            await store.drop([dropped("a", reason="")])
+        with pytest.raises(StoreError, match="no drop with a reason"):
+            await store.drop([make_claim("a", reason="x")])
+        with pytest.raises(StoreError, match="advantage is nan"):
+            await store.claim_step(RUN, 1, [make_claim("a", advantage=float("nan"))])
+        assert await store.claims(RUN) == []
+
+    async def test_steps_only_go_forward(self, store: Store) -> None:
+        await store.claim_step(RUN, 1, [make_claim("a")])
+        await store.advance_step(RUN, 1, StepState.SUBMITTED)
+        await store.advance_step(RUN, 1, StepState.SAVED, state_path="/state/1", metrics={"loss": 0.5})
+        await store.advance_step(RUN, 1, StepState.COMMITTED, version=3)
+        await store.advance_step(RUN, 1, StepState.COMMITTED)
+        (step,) = await store.steps(RUN)
+        assert (step.state, step.state_path, step.version) == (StepState.COMMITTED, "/state/1", 3)
+        assert step.metrics == {"loss": 0.5}
+        assert step.updated_at == pytest.approx(time.time(), abs=30)
+        for state in (StepState.SAVED, StepState.RELEASED):
+            with pytest.raises(StoreError, match="cannot become"):
+                await store.advance_step(RUN, 1, state)
+        with pytest.raises(StoreError, match="not claimed"):
+            await store.advance_step(RUN, 9, StepState.SAVED)
+
+    async def test_release_forgets_only_what_was_not_saved(self, store: Store) -> None:
+        states = [StepState.COMMITTED, StepState.SAVED, StepState.SUBMITTED, StepState.CLAIMED]
+        for number, state in enumerate(states):
+            await store.claim_step(RUN, number, [make_claim(f"k{number}")])
+            await store.advance_step(RUN, number, state)
+        await store.claim_step("other", 9, [make_claim("x", run_id="other")])
+        await store.drop([dropped("d")])
+        assert await store.release_steps(RUN, after=2) == [3]
+        assert await store.release_steps(RUN, after=-1) == [2]
+        assert await store.release_steps(RUN, after=-1) == []
+        assert [step.step for step in await store.steps(RUN)] == [0, 1]
+        assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0", "k1", "d"]
+        assert len(await store.claims("other")) == 1
+        with pytest.raises(StoreError, match="not claimed"):
+            await store.advance_step(RUN, 2, StepState.SUBMITTED)
+        await store.claim_step(RUN, 2, [make_claim("k3"), make_claim("k2")])
+        again = (await store.steps(RUN))[-1]
+        assert (again.step, again.state) == (2, StepState.CLAIMED)
+
+
+class ProgressOfRun:
+    async def test_progress_follows_every_change(self, store: Store) -> None:
+        async def counts() -> tuple[int, int, int]:
+            progress = await store.progress(RUN)
+            return progress.groups_open, progress.groups_ready, progress.groups_consumed
+
+        empty = await store.progress(RUN)
+        assert (empty.next_group_index, empty.committed_steps, empty.head_version) == (0, 0, 0)
+        await store.put_run(Run(RUN, POLICY, {}))
+        for index in range(4):
+            await store.open_group(make_group(f"g{index}", index))
+        await store.open_group(make_group("v", 40, channel=Channel.VAL))
+        assert await counts() == (4, 0, 0)
+        for index in range(3):
+            await store.close_group(f"g{index}", GroupStatus.READY)
+        await store.close_group("g3", GroupStatus.DROPPED, "x")
+        assert await counts() == (0, 3, 1)
+        await store.claim_step(RUN, 1, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
+        await store.drop([dropped("c", group_id="g0"), dropped("d", group_id="g1")])
+        assert await counts() == (0, 2, 2)
+        await store.advance_step(RUN, 1, StepState.SAVED)
+        assert await counts() == (0, 2, 2)
+        await store.advance_step(RUN, 1, StepState.COMMITTED)
+        assert await counts() == (0, 1, 3)
+        await store.claim_step(
+            RUN, 2, [make_claim("a", group_id="g0", epoch=1), make_claim("e", group_id=None)]
+        )
+        assert await counts() == (0, 2, 2)
+        await store.release_steps(RUN, after=1)
+        assert await counts() == (0, 1, 3)
+        await store.claim_step("other", 1, [make_claim("a", run_id="other", group_id="g0")])
+        assert await counts() == (0, 1, 3)
+        progress = await store.progress(RUN)
+        assert (progress.next_group_index, progress.committed_steps) == (4, 1)
+        assert (await store.progress(RUN, Channel.VAL)).next_group_index == 41
+
+    async def test_sessions_and_head(self, store: Store) -> None:
+        await store.put_run(Run(RUN, POLICY, {}))
+        for name in "abc":
+            await store.open_session(make_session(name))
+        await store.open_session(make_session("v", channel=Channel.VAL))
+        await store.end_session("a", SessionStatus.COMPLETED)
+        await store.end_session("b", SessionStatus.COMPLETED)
+        assert (await store.progress(RUN)).sessions == {"open": 1, "completed": 2}
+        assert (await store.progress(RUN, Channel.VAL)).sessions == {"open": 1}
+        await store.reserve_version(POLICY, RUN, 1)
+        assert (await store.progress(RUN)).head_version == 0
+        await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
+        assert (await store.progress(RUN)).head_version == 1

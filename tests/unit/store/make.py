@@ -1,0 +1,101 @@
+"""Rows to put into a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from instar.types import (
+    Call,
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Group,
+    Ids,
+    Link,
+    Message,
+    Session,
+    Task,
+    Tool,
+)
+
+RUN, AGENT, POLICY = "run", "agent", "policy"
+CALCULATOR: Tool = {"name": "calc", "description": "Computes.", "parameters": {"type": "object"}}
+
+
+def ids(*values: int) -> Ids:
+    return np.array(values, np.int32)
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def make_session(session_id: str = "s", **changes: Any) -> Session:
+    fields: dict[str, Any] = {"run_id": RUN, "agent_id": AGENT, "policy_id": POLICY, "channel": Channel.TRAIN}
+    return Session(session_id, **(fields | changes))
+
+
+def make_group(group_id: str = "g", index: int = 0, **changes: Any) -> Group:
+    fields: dict[str, Any] = {"run_id": RUN, "channel": Channel.TRAIN, "size": 2, "task": Task("t", {"q": 1})}
+    return Group(group_id=group_id, index=index, **(fields | changes))
+
+
+def make_call(call_id: str = "c", session_id: str = "s", **changes: Any) -> Call:
+    sampled: Ids = changes.pop("sampled_ids", ids(7, 8))
+    fields: dict[str, Any] = {
+        "request_id": f"request-of-{call_id}",
+        "prompt_ids": ids(1, 2, 3),
+        "sampled_ids": sampled,
+        "logprobs": np.linspace(-1, -0.25, len(sampled), dtype=np.float32),
+        "versions": np.full(len(sampled), 4, np.int32),
+        "messages": (user("hello"),),
+        "reply": assistant("hi"),
+        "finish_reason": "stop",
+    }
+    return Call(call_id, session_id, RUN, AGENT, POLICY, **(fields | changes))
+
+
+def follow(base: Call, call_id: str, new: Ids, message: Message, **changes: Any) -> Call:
+    """The next turn: the base's tokens and messages, then new ones."""
+    fields: dict[str, Any] = {
+        "prompt_ids": np.concatenate([base.sequence, new]),
+        "messages": (*base.messages, base.reply, message),
+        "parent_id": base.call_id,
+        "link": Link.EXTENDS,
+        "base_id": base.call_id,
+        "base_tokens": len(base.sequence),
+        "base_messages": len(base.messages) + 1,
+    }
+    return make_call(call_id, base.session_id, **(fields | changes))
+
+
+def make_claim(sample_key: str, **changes: Any) -> Claim:
+    fields: dict[str, Any] = {
+        "run_id": RUN,
+        "epoch": 0,
+        "session_id": "s",
+        "group_id": "g",
+        "outcome": ClaimOutcome.TRAINED,
+    }
+    return Claim(sample_key=sample_key, **(fields | changes))
+
+
+def dropped(sample_key: str, reason: str = "too old", **changes: Any) -> Claim:
+    return make_claim(sample_key, outcome=ClaimOutcome.DROPPED, reason=reason, **changes)
+
+
+def assert_same_call(left: Call, right: Call) -> None:
+    """Every field, arrays bit for bit (a NaN is a NaN)."""
+    for name in Call.__dataclass_fields__:
+        a, b = getattr(left, name), getattr(right, name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype, name
+            assert a.tobytes() == b.tobytes(), name
+        else:
+            assert a == b, name

@@ -1,0 +1,214 @@
+"""The SQLite store passes the conformance suite, groups commits and stores new tokens only."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.config import RunConfig
+from instar.errors import Conflict, StoreCorrupt, StoreError
+from instar.store.base import Run
+from instar.store.factory import open_store
+from instar.store.sqlite import SqliteStore
+from instar.types import Channel, GroupStatus, StepState
+
+from .conformance import OpenStore, StoreConformance
+from .make import (
+    CALCULATOR,
+    POLICY,
+    RUN,
+    assert_same_call,
+    follow,
+    ids,
+    make_call,
+    make_claim,
+    make_group,
+    make_session,
+    user,
+)
+
+
+class TestSqliteStore(StoreConformance):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda: SqliteStore(tmp_path / "store.db")
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "store.db")
+    yield store
+    await store.close()
+
+
+async def test_factory_opens_what_the_config_names(tmp_path: Path) -> None:
+    config = RunConfig(name="demo", dir=tmp_path / "deep" / "demo")
+    with pytest.raises(StoreError, match="no store at"):
+        open_store(config, read_only=True)
+    assert not config.run_dir.exists()
+    store = open_store(config)
+    await store.put_run(Run(RUN, POLICY, {}))
+    assert config.store_path.stat().st_mode & 0o077 == 0
+    reader = open_store(config, read_only=True)
+    assert len(await reader.runs()) == 1
+    with pytest.raises(StoreError, match="reading only"):
+        await reader.put_run(Run(RUN, POLICY, {}))
+    await reader.close()
+    await store.close()
+
+
+async def test_a_failed_write_is_undone_alone(store: SqliteStore) -> None:
+    """Written together in one commit: the ones that fail leave nothing, the others all."""
+    await store.open_session(make_session())
+    before = store.commits
+    writes = [
+        store.add_calls([make_call(f"new-{i}"), make_call("twice" if i % 2 else f"other-{i}")])
+        for i in range(40)
+    ]
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert sum(isinstance(result, Conflict) for result in results) == 19
+    assert sum(result is None for result in results) == 21
+    assert len(await store.calls("s")) == 42
+    assert store.commits - before <= 5
+
+
+async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
+    await store.open_session(make_session())
+    before = store.commits
+
+    async def client(number: int) -> None:
+        for turn in range(20):
+            await store.add_calls([make_call(f"{number}-{turn}")])
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client(number) for number in range(32)))
+    rate = 640 / (time.perf_counter() - started)
+    assert len(await store.calls("s")) == 640
+    assert store.commits - before <= 640 / 5
+    # Far below what it does on an idle machine (thousands), far above one commit per write.
+    assert rate > 200, f"{rate:.0f} durable writes/s"
+
+
+async def test_a_write_cancelled_before_its_turn_is_not_done(store: SqliteStore) -> None:
+    await store.open_session(make_session())
+    blocker = sqlite3.connect(store.path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    first = asyncio.ensure_future(store.add_calls([make_call("first")]))
+    await asyncio.sleep(0.05)
+    second = asyncio.ensure_future(store.add_calls([make_call("second")]))
+    await asyncio.sleep(0.05)
+    second.cancel()
+    assert not first.done()
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    await first
+    await store.add_calls([make_call("third")])
+    assert [call.call_id for call in await store.calls("s")] == ["first", "third"]
+
+
+def test_works_from_one_event_loop_after_another(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    asyncio.run(store.open_session(make_session()))
+    asyncio.run(store.add_calls([make_call()]))
+    assert len(asyncio.run(store.calls("s"))) == 1
+    asyncio.run(store.close())
+
+
+async def test_long_session_costs_its_new_tokens(store: SqliteStore) -> None:
+    """100 turns up to 120k tokens of context."""
+    turns, new, sampled = 100, 1000, 200
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> np.ndarray:
+        return rng.integers(0, 150_000, count, dtype=np.int32)
+
+    await store.open_session(make_session())
+    call = make_call("0", prompt_ids=tokens(new), sampled_ids=tokens(sampled), tools=(CALCULATOR,) * 50)
+    await store.add_calls([call])
+    whole = len(call.prompt_ids)
+    for turn in range(1, turns):
+        message = user(f"turn {turn} " + "word " * new)
+        call = follow(call, str(turn), tokens(new), message, sampled_ids=tokens(sampled), tools=call.tools)
+        whole += len(call.prompt_ids)
+        await store.add_calls([call])
+    assert len(call.sequence) == 120_000
+    database = sqlite3.connect(store.path)
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    database.close()
+    size = store.path.stat().st_size
+    # 4 bytes of id a token, 4 more of logprob for a sampled one, and the messages' text.
+    text = turns * 5 * new
+    necessary = turns * (4 * new + 8 * sampled) + text
+    assert size < 1.3 * necessary
+    assert size < 0.06 * 4 * whole
+
+    started = time.perf_counter()
+    calls = await store.calls("s")
+    seconds = time.perf_counter() - started
+    assert_same_call(calls[-1], call.__class__(**{**_fields(call), "ended_at": calls[-1].ended_at}))
+    # The prompts are views of one array, not turns × context of copies.
+    assert all(np.shares_memory(each.prompt_ids, calls[-1].prompt_ids) for each in calls)
+    assert seconds < 2
+
+
+def _fields(call: object) -> dict[str, object]:
+    return {name: getattr(call, name) for name in call.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+async def test_tools_are_stored_once(store: SqliteStore) -> None:
+    await store.open_session(make_session())
+    await store.add_calls([make_call(str(i), tools=(CALCULATOR,)) for i in range(5)])
+    database = sqlite3.connect(store.path)
+    assert database.execute("SELECT COUNT(*) FROM tools").fetchone()[0] == 1
+    database.close()
+    assert all(call.tools == (CALCULATOR,) for call in await store.calls("s"))
+
+
+async def test_a_call_that_is_not_what_was_written_is_told(store: SqliteStore) -> None:
+    """One sampled token changed behind the store's back."""
+    await store.open_session(make_session())
+    root = make_call("root")
+    await store.add_calls([root, follow(root, "next", ids(9), user("x"))])
+    database = sqlite3.connect(store.path)
+    database.execute(
+        "UPDATE calls SET sampled_ids = ? WHERE call_id = 'root'", (np.array([7, 9], "<i4").tobytes(),)
+    )
+    database.commit()
+    database.close()
+    with pytest.raises(StoreCorrupt, match="call root of session s"):
+        await store.calls("s")
+
+
+async def test_progress_stays_cheap(store: SqliteStore) -> None:
+    """What a poll costs does not grow with the groups and sessions there are."""
+    await store.put_run(Run(RUN, POLICY, {}))
+
+    async def cost() -> float:
+        best = float("inf")
+        for _ in range(30):
+            started = time.perf_counter()
+            await store.progress(RUN)
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    async def fill(indexes: range) -> None:
+        await asyncio.gather(
+            *(store.open_group(make_group(f"g{i}", i, status=GroupStatus.READY)) for i in indexes),
+            *(store.open_session(make_session(f"s{i}")) for i in indexes),
+            *(store.claim_step(RUN, i, [make_claim(f"k{i}", group_id=f"g{i}")]) for i in indexes[::50]),
+        )
+
+    await fill(range(50))
+    few = await cost()
+    await fill(range(50, 4000))
+    many = await cost()
+    assert (await store.progress(RUN)).groups_ready == 4000
+    assert many < 3 * few + 0.0005, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
+    await store.advance_step(RUN, 0, StepState.COMMITTED)
+    assert (await store.progress(RUN, Channel.TRAIN)).groups_consumed == 1
