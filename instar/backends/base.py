@@ -37,7 +37,7 @@ class ForwardBackward:
     loss: float
     """The sum over tokens."""
     logprobs: list[Floats]
-    """Per sample, the new logprob of every token; NaN at index 0."""
+    """Per sample, the new logprob of every trained token; NaN elsewhere."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 

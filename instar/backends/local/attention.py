@@ -1,0 +1,248 @@
+"""Attention over a packed trie, registered with transformers as ``instar_tree``.
+
+Every query's softmax is put together from blocks of keys, each computed by a dense kernel:
+
+- its *own* block: its node, causally. Nodes of about the same length go through one padded call;
+- one *cross* block per ancestor: all descendants' queries against all of the ancestor's keys.
+
+Short ancestors are copied in front of their descendants' own blocks instead. Blocks are joined by
+their logsumexp, and with the joint logsumexp and output the backward pass is a plain sum of the
+blocks' gradients. Nothing is copied per sample, and shared keys gather their gradient in one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from instar.backends.local import kernels
+from instar.backends.local.pack import Node, Pack
+from instar.errors import BackendError
+
+NAME = "instar_tree"
+INLINE_TOKENS = 16
+"""Ancestors up to this length are copied rather than given a call of their own."""
+INLINE_TOTAL = 64
+"""Most copied tokens in front of one node."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBlocks:
+    """Nodes of similar length as one padded batch; padding repeats a node's last token."""
+
+    rows: Tensor
+    """[N, L] places in the packed row, copied ancestors first."""
+    queries: Tensor
+    """Flat places within the batch that are a node's own tokens."""
+    targets: Tensor
+    """Their places in the packed row."""
+    real: Tensor
+    """Flat places within the batch that are no padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossBlock:
+    queries: slice
+    keys: slice
+
+
+@dataclass(slots=True)
+class TreePlan:
+    """What one packed row's attention consists of."""
+
+    own: list[OwnBlocks]
+    cross: list[CrossBlock]
+    calls: int = field(default=0)
+    """Attention layers that used the plan; lets a model whose attention goes elsewhere be noticed."""
+
+
+def make_plan(pack: Pack, device: str) -> TreePlan:
+    inline = _inline_ancestors(pack.nodes)
+    copied = {ancestor for ancestors in inline for ancestor in ancestors}
+    cross = [
+        CrossBlock(slice(node.end, node.subtree_end), slice(node.start, node.end))
+        for index, node in enumerate(pack.nodes)
+        if node.subtree_end > node.end and index not in copied
+    ]
+    prefixes = [_rows([pack.nodes[a] for a in ancestors]) for ancestors in inline]
+    lengths = [len(prefixes[i]) + len(node) for i, node in enumerate(pack.nodes)]
+    own = [
+        _own_blocks([prefixes[i] for i in members], [pack.nodes[i] for i in members], device)
+        for members in _buckets(lengths)
+    ]
+    return TreePlan(own, cross)
+
+
+def _inline_ancestors(nodes: Sequence[Node]) -> list[list[int]]:
+    """Per node, which ancestors are copied in front of it. An ancestor is copied for all its
+    descendants or for none."""
+    inline: list[list[int]] = []
+    for node in nodes:
+        if node.parent is None:
+            inline.append([])
+            continue
+        above, parent = inline[node.parent], nodes[node.parent]
+        room = INLINE_TOTAL - sum(len(nodes[a]) for a in above)
+        inline.append([*above, node.parent] if len(parent) <= min(INLINE_TOKENS, room) else above)
+    return inline
+
+
+def _buckets(lengths: Sequence[int]) -> list[list[int]]:
+    """Nodes by length, each bucket within a quarter of its longest."""
+    buckets: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if buckets and lengths[index] * 4 >= longest * 3 - 16:
+            buckets[-1].append(index)
+        else:
+            buckets.append([index])
+            longest = lengths[index]
+    return buckets
+
+
+def _rows(nodes: Sequence[Node]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.end) for n in nodes)])
+
+
+def _own_blocks(
+    prefixes: Sequence[np.ndarray[Any, np.dtype[np.int64]]], nodes: Sequence[Node], device: str
+) -> OwnBlocks:
+    longest = max(len(prefix) + len(node) for prefix, node in zip(prefixes, nodes, strict=True))
+    rows = np.empty((len(nodes), longest), np.int64)
+    queries: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    real: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    for i, (prefix, node) in enumerate(zip(prefixes, nodes, strict=True)):
+        used = len(prefix) + len(node)
+        rows[i, : len(prefix)] = prefix
+        rows[i, len(prefix) : used] = np.arange(node.start, node.end)
+        rows[i, used:] = node.end - 1
+        queries.append(np.arange(i * longest + len(prefix), i * longest + used))
+        real.append(np.arange(i * longest, i * longest + used))
+    flat_queries = np.concatenate(queries)
+    return OwnBlocks(
+        rows=torch.from_numpy(rows).to(device),
+        queries=torch.from_numpy(flat_queries).to(device),
+        targets=torch.from_numpy(rows.reshape(-1)[flat_queries]).to(device),
+        real=torch.from_numpy(np.concatenate(real)).to(device),
+    )
+
+
+class _TreeAttention(torch.autograd.Function):
+    """q [T, H, D], k and v [T, K, D] → [T, H, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> Tensor:
+        out, lse = _forward(q, k, v, plan, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*_backward(grads[0], q, k, v, out, lse, ctx.plan, ctx.scale), None, None)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for block in plan.own:
+        part, part_lse = kernels.forward(*_batch(block, q, k, v), causal=True, scale=scale)
+        out[block.targets] = part.transpose(1, 2).flatten(0, 1)[block.queries].float()
+        lse[block.targets] = part_lse.transpose(1, 2).flatten(0, 1)[block.queries]
+    for block in plan.cross:
+        part, part_lse = kernels.forward(
+            _heads(q, block.queries), _heads(k, block.keys), _heads(v, block.keys), causal=False, scale=scale
+        )
+        _join(out[block.queries], lse[block.queries], part[0].transpose(0, 1), part_lse[0].transpose(0, 1))
+    return out.to(q.dtype), lse
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a block to the softmax so far, in place."""
+    joint = torch.logaddexp(lse, part_lse)
+    weight = torch.exp(part_lse - joint)
+    out.mul_(torch.exp(lse - joint).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
+    lse.copy_(joint)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TreePlan, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # fp32 sums: the keys of a shared prefix add up the gradients of everything below them.
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    for block in plan.own:
+        rows = block.rows
+        block_grad = grad.new_zeros((rows.numel(), *grad.shape[1:]))
+        block_grad[block.queries] = grad[block.targets]
+        parts = kernels.backward(
+            block_grad.view(*rows.shape, *grad.shape[1:]).transpose(1, 2),
+            *_batch(block, q, k, v),
+            out[rows].transpose(1, 2),
+            lse[rows].transpose(1, 2),
+            causal=True,
+            scale=scale,
+        )
+        dq[block.targets] = parts[0].transpose(1, 2).flatten(0, 1)[block.queries].float()
+        places = rows.flatten()[block.real]
+        for total, part in zip((dk, dv), parts[1:], strict=True):
+            total.index_add_(0, places, part.transpose(1, 2).flatten(0, 1)[block.real].float())
+    for block in plan.cross:
+        parts = kernels.backward(
+            _heads(grad, block.queries),
+            _heads(q, block.queries),
+            _heads(k, block.keys),
+            _heads(v, block.keys),
+            _heads(out, block.queries),
+            lse[block.queries].transpose(0, 1).unsqueeze(0),
+            causal=False,
+            scale=scale,
+        )
+        dq[block.queries] += parts[0][0].transpose(0, 1)
+        dk[block.keys] += parts[1][0].transpose(0, 1)
+        dv[block.keys] += parts[2][0].transpose(0, 1)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _batch(block: OwnBlocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = block.rows
+    return q[rows].transpose(1, 2), k[rows].transpose(1, 2), v[rows].transpose(1, 2)
+
+
+def _heads(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor[rows].transpose(0, 1).unsqueeze(0)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    tree_plan: TreePlan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each attention layer; q [1, H, T, D], k and v [1, K, T, D]."""
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise BackendError(f"the local backend does not support this model's attention: it uses {name}")
+    if tree_plan is None:
+        raise BackendError(f"{type(module).__name__} does not hand its keyword arguments on to its attention")
+    tree_plan.calls += 1
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = cast(Tensor, _TreeAttention.apply(q, k, v, tree_plan, scale))
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, tree_attention)

@@ -1,0 +1,60 @@
+"""What is refused about samples before anything is computed, naming the sample and the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from instar.backends.local.losses import USES_OLD_LOGPROBS
+from instar.config import LossConfig
+from instar.errors import BackendError
+from instar.types import Sample
+
+
+def check_samples(
+    samples: Sequence[Sample], vocab_size: int, max_tokens: int | None, loss: LossConfig | None = None
+) -> None:
+    """With a loss, what is trained on is checked too."""
+    for sample in samples:
+        _check_tokens(sample, vocab_size, max_tokens)
+        if loss is not None:
+            _check_trained(sample, loss)
+
+
+def _check_tokens(sample: Sample, vocab_size: int, max_tokens: int | None) -> None:
+    ids = sample.token_ids
+    if sample.media:
+        raise BackendError(f"sample {sample.sample_key}: the local backend does not train on media")
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise BackendError(
+            f"sample {sample.sample_key} has {len(ids)} tokens; the model takes at most {max_tokens}"
+        )
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        index = int(outside[0])
+        raise BackendError(
+            f"sample {sample.sample_key}: token {int(ids[index])} at index {index} is outside the vocabulary "
+            f"of {vocab_size}"
+        )
+
+
+def _check_trained(sample: Sample, loss: LossConfig) -> None:
+    for name in ("mask", "logprobs", "advantages"):
+        if len(getattr(sample, name)) != len(sample):
+            raise BackendError(
+                f"sample {sample.sample_key}: {name} has {len(getattr(sample, name))} entries for "
+                f"{len(sample)} tokens"
+            )
+    if np.isnan(sample.mask).any():
+        raise BackendError(f"sample {sample.sample_key}: the mask has a NaN")
+    trained = sample.mask > 0
+    if len(sample) and trained[0]:
+        raise BackendError(f"sample {sample.sample_key}: index 0 is trained, but nothing stands before it")
+    needed = {"advantage": sample.advantages}
+    if loss.name in USES_OLD_LOGPROBS:
+        needed["logprob"] = sample.logprobs
+    for name, values in needed.items():
+        missing = np.flatnonzero(trained & np.isnan(values))
+        if len(missing):
+            raise BackendError(f"sample {sample.sample_key}: no {name} for the token trained at {missing[0]}")

@@ -1,0 +1,91 @@
+"""The adapter: made by PEFT, so that its files are PEFT's; computed by one fused function.
+
+PEFT's own forward casts activations to the adapter's fp32 and adds in fp32, which costs more than the
+update itself. Here the fp32 adapter is cast to the activations' type instead and added in place.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import peft
+import torch
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from instar.config import LoraConfig
+from instar.errors import BackendError
+
+ADAPTER = "default"
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:
+    """Wrap the model with a seeded adapter in fp32; the base is frozen."""
+    targets = config.targets if config.targets == "all-linear" else list(config.targets)
+    lora = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=cast(int, config.alpha),
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(folder),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
+        except ValueError as error:
+            raise BackendError(f"backend.lora.targets: {config.targets!r} does not fit: {error}") from error
+    for module in wrapped.modules():
+        if isinstance(module, Linear) and _is_plain(module):
+            module.forward = partial(_forward, module)
+    return wrapped
+
+
+def _is_plain(module: Linear) -> bool:
+    return (
+        isinstance(module.get_base_layer(), nn.Linear)
+        and not module.lora_variant
+        and not module.fan_in_fan_out
+        and isinstance(module.lora_dropout[ADAPTER], nn.Identity)
+    )
+
+
+def _forward(module: Linear, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    base = cast(nn.Linear, module.get_base_layer())
+    a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
+    b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
+    return cast(Tensor, _LoraLinear.apply(x, base.weight, base.bias, a, b, float(module.scaling[ADAPTER])))
+
+
+class _LoraLinear(torch.autograd.Function):
+    """x W' + bias + scale · x A' B', with no gradient for W and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        flat = x.reshape(-1, x.shape[-1])
+        low = flat @ a.T
+        out = nn.functional.linear(flat, weight, bias)
+        out.addmm_(low, b.T, alpha=scale)
+        ctx.save_for_backward(flat, weight, a, b, low)
+        ctx.scale, ctx.shape = scale, x.shape
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat, weight, a, b, low = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_low = (grad @ b).mul_(ctx.scale)
+        grad_x: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_low, a).view(ctx.shape)
+        grad_a = (grad_low.T @ flat).float()
+        grad_b = (low.T @ grad).T.float().mul_(ctx.scale)
+        return grad_x, None, None, grad_a, grad_b, None

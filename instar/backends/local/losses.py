@@ -1,0 +1,89 @@
+"""The losses of `instar.backends.base`, each a plain sum over trained tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from instar.backends.base import DEFAULT_CLIP
+from instar.config import LossConfig
+
+LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy"})
+USES_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The trained tokens of a batch, one entry each."""
+
+    mask: Tensor
+    advantages: Tensor
+    logprobs: Tensor
+    """When they were sampled; NaN where the loss does not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """What the metrics are made of; adds up over micro-batches."""
+
+    tokens: int
+    ratio: float
+    ratio_max: float
+    clipped: int
+    kl: float
+
+
+def token_loss(config: LossConfig, new: Tensor, tokens: Tokens) -> tuple[Tensor, LossSums]:
+    """The loss over ``new``, the logprobs under the current weights (fp32, with gradient)."""
+    weight = tokens.mask * tokens.advantages
+    if config.name == "cross_entropy":
+        return -(weight * new).sum(), LossSums(len(new), 0.0, 0.0, 0, 0.0)
+    ratio = torch.exp(new - tokens.logprobs)
+    clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    if config.name == "importance_sampling":
+        loss = -(weight * ratio).sum()
+    elif config.name == "ppo":
+        bounded = ratio.clamp(*clip_bounds(config))
+        free, limited = ratio * tokens.advantages, bounded * tokens.advantages
+        clipped = limited < free
+        loss = -(tokens.mask * torch.minimum(free, limited)).sum()
+    else:
+        bounded = ratio.detach().clamp(*clip_bounds(config))
+        clipped = bounded != ratio
+        loss = -(weight * bounded * new).sum()
+    return loss, _sums(new.detach(), ratio.detach(), clipped, tokens)
+
+
+def clip_bounds(config: LossConfig) -> tuple[float, float]:
+    low, high = DEFAULT_CLIP[config.name]
+    return (
+        low if config.clip_low is None else config.clip_low,
+        high if config.clip_high is None else config.clip_high,
+    )
+
+
+def _sums(new: Tensor, ratio: Tensor, clipped: Tensor, tokens: Tokens) -> LossSums:
+    if len(new) == 0:
+        return LossSums(0, 0.0, 0.0, 0, 0.0)
+    return LossSums(
+        tokens=len(new),
+        ratio=float(ratio.sum()),
+        ratio_max=float(ratio.max()),
+        clipped=int(clipped.sum()),
+        kl=float((tokens.logprobs - new).sum()),
+    )
+
+
+def metrics(config: LossConfig, parts: Sequence[LossSums]) -> dict[str, float]:
+    """``kl`` is the mean of old minus new logprob over sampled tokens, an estimate of KL(old ‖ new)."""
+    count = sum(part.tokens for part in parts)
+    result = {"tokens": float(count)}
+    if count and config.name in USES_OLD_LOGPROBS:
+        result["ratio_mean"] = sum(part.ratio for part in parts) / count
+        result["ratio_max"] = max(part.ratio_max for part in parts)
+        result["clipped"] = sum(part.clipped for part in parts) / count
+        result["kl"] = sum(part.kl for part in parts) / count
+    return result

@@ -1,0 +1,167 @@
+"""Loads the model that is trained, and refuses what packed training would compute wrongly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import peft
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from instar.backends.local.attention import NAME, TreePlan, make_plan
+from instar.backends.local.head import target_logprobs
+from instar.backends.local.lora import ADAPTER, add_adapter
+from instar.backends.local.pack import Pack, pack
+from instar.backends.local.state import write_tensors
+from instar.config import LocalBackendConfig, ModelConfig
+from instar.errors import BackendError
+from instar.models import device_and_dtype, resolve_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    causal: PreTrainedModel
+    adapter: peft.PeftModel | None
+    """None when all weights are trained."""
+    folder: Path
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, by name."""
+        return {name: p for name, p in self.causal.named_parameters() if p.requires_grad}
+
+    @property
+    def vocab_size(self) -> int:
+        return cast(nn.Embedding, self.causal.get_input_embeddings()).num_embeddings
+
+    @property
+    def max_tokens(self) -> int | None:
+        return getattr(self.causal.config, "max_position_embeddings", None)
+
+    def logprobs(self, packed: Pack, wanted: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+        """fp32 logprob of the packed tokens ``wanted`` given those before them; none may be a first one."""
+        plan = make_plan(packed, self.device)
+        # Full fine-tuning holds fp32 weights and computes in bf16; an adapter's base is bf16 itself.
+        mixed = self.adapter is None and self.dtype != torch.float32
+        with torch.autocast(self.device, dtype=self.dtype, enabled=mixed):
+            hidden = self._hidden(packed, plan)
+            rows = hidden[self._tensor(packed.previous[wanted])]
+            head = cast(nn.Module, self.causal.get_output_embeddings())
+            return target_logprobs(head, rows, self._tensor(packed.token_ids[wanted]))
+
+    def _hidden(self, packed: Pack, plan: TreePlan) -> Tensor:
+        output = self.causal.base_model(
+            input_ids=self._tensor(packed.token_ids).unsqueeze(0),
+            position_ids=self._tensor(packed.positions).unsqueeze(0),
+            use_cache=False,
+            tree_plan=plan,
+        )
+        return cast(Tensor, output.last_hidden_state)[0]
+
+    def _tensor(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def check_attention(self) -> None:
+        """Every layer must go through the packed attention, or tokens of one sample would see another's."""
+        packed = pack([np.arange(4, dtype=np.int32)])
+        plan = make_plan(packed, self.device)
+        with torch.no_grad(), torch.autocast(self.device, dtype=self.dtype, enabled=self.adapter is None):
+            self._hidden(packed, plan)
+        layers = self.causal.config.num_hidden_layers
+        if plan.calls != layers:
+            raise BackendError(
+                f"the local backend does not support {type(self.causal).__name__}: {plan.calls} of its "
+                f"{layers} layers use plain attention"
+            )
+
+    def write(self, folder: Path) -> None:
+        """The current weights for engines: PEFT's adapter files, or full weights with the tokenizer."""
+        if self.adapter is not None:
+            write_adapter(self.adapter, folder)
+            return
+        tied = set(cast(dict[str, str], getattr(self.causal, "all_tied_weights_keys", None) or {}))
+        weights = {name: t.to(self.dtype) for name, t in self.causal.state_dict().items() if name not in tied}
+        write_tensors(folder / "model.safetensors", weights)
+        for file in self.folder.iterdir():
+            kept = file.suffix in {".json", ".jinja", ".model", ".txt"}
+            if kept and file.is_file() and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+
+
+def write_adapter(adapter: peft.PeftModel, folder: Path) -> None:
+    weights = peft.get_peft_model_state_dict(adapter, save_embedding_layers=False)
+    write_tensors(folder / "adapter_model.safetensors", weights)
+    config = cast(dict[str, Any], adapter.peft_config[ADAPTER].to_dict())
+    config["inference_mode"] = True
+    # A set in an order of its own would make equal adapters differ on disk.
+    if isinstance(config["target_modules"], (set, list)):
+        config["target_modules"] = sorted(cast(list[str], config["target_modules"]))
+    text = json.dumps(config, indent=2, sort_keys=True, default=list)
+    (folder / "adapter_config.json").write_text(text + "\n")
+
+
+def load_model(model: ModelConfig, config: LocalBackendConfig, seed: int) -> TrainedModel:
+    folder = resolve_model(model.name)
+    device, dtype_name = device_and_dtype(model)
+    settings = cast(PreTrainedConfig, AutoConfig.from_pretrained(folder))
+    _refuse(settings)
+    dtype = DTYPES[dtype_name]
+    held = dtype if config.lora is not None else torch.float32
+    with _no_progress_bar():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=held, attn_implementation=NAME)
+    causal = cast(PreTrainedModel, loaded)
+    for module in causal.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    adapter = add_adapter(causal, config.lora, folder, seed) if config.lora is not None else None
+    cast(nn.Module, causal).to(device)
+    causal.eval()
+    if config.gradient_checkpointing:
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        causal.train()
+    trained = TrainedModel(causal, adapter, folder, device, dtype)
+    trained.check_attention()
+    return trained
+
+
+@contextmanager
+def _no_progress_bar() -> Generator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _refuse(config: PreTrainedConfig) -> None:
+    """Say at start what the packed attention and the chunked head do not compute."""
+
+    def no(what: str) -> BackendError:
+        return BackendError(f"the local backend does not support {config.model_type} models with {what}")
+
+    if config.is_encoder_decoder:
+        raise no("an encoder")
+    layers = cast(list[str], getattr(config, "layer_types", None) or [])
+    if other := sorted(set(layers) - {"full_attention"}):
+        raise no(f"layers of type {', '.join(other)}")
+    if not layers and getattr(config, "sliding_window", None) is not None:
+        raise no(f"a sliding window (sliding_window: {config.sliding_window})")
+    for name in LOGIT_SETTINGS:
+        if getattr(config, name, None) not in (None, 1.0):
+            raise no(f"{name}: {getattr(config, name)}")

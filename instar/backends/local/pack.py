@@ -1,0 +1,144 @@
+"""Samples → one packed row in which every distinct token stands once.
+
+The samples of a micro-batch form a trie of token segments. Depth first, its nodes are laid out one
+after the other, so that a node's descendants are one slice of the row::
+
+    samples   1 2 3 4    1 2 3 5 6    1 2 3 5 7        tokens     1 2 3  4  5  6  7
+                                                       positions  0 1 2  3  3  4  4
+    nodes     [1 2 3] ── [4]                           previous  -1 0 1  2  2  4  4
+                     └── [5] ── [6]
+                            └── [7]
+
+A token attends to its node's ancestors and to what stands before it in its own node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from instar.types import Ids
+
+Index = NDArray[np.int64]
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Tokens ``start`` to ``end`` of the row; those of its descendants are ``end`` to ``subtree_end``."""
+
+    parent: int | None
+    start: int
+    end: int
+    subtree_end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    token_ids: Index
+    positions: Index
+    previous: Index
+    """Where in the row the token before stands; ``NO_TOKEN`` for the first of a sample."""
+    nodes: tuple[Node, ...]
+    """Parents before their children."""
+    paths: tuple[Index, ...]
+    """Per sample, where in the row each of its tokens stands."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def split(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
+    """Micro-batches of at most ``budget`` distinct tokens, as indices in lexicographic order, so that
+    sequences with a common prefix meet. One that is longer than the budget goes alone."""
+    batches: list[list[int]] = []
+    used = 0
+    previous: int | None = None
+    for index in _lexicographic(sequences):
+        length = len(sequences[index])
+        added = length if previous is None else length - _common(sequences[previous], sequences[index])
+        if batches and used + added <= budget:
+            batches[-1].append(index)
+            used += added
+        else:
+            batches.append([index])
+            used = length
+        previous = index
+    return batches
+
+
+def pack(sequences: Sequence[Ids]) -> Pack:
+    """Lay the sequences out as one row. Any order; equal ones share every token."""
+    order = _lexicographic(sequences)
+    ordered = [sequences[index] for index in order]
+    common = [0, *(_common(a, b) for a, b in pairwise(ordered))]
+    tokens: list[Ids] = []
+    positions: list[Index] = []
+    places: list[Index] = []
+    previous: list[Index] = []
+    total = 0
+    for place, sequence in enumerate(ordered):
+        shared = common[place]
+        own = np.arange(total, total + len(sequence) - shared, dtype=np.int64)
+        path = np.concatenate([places[-1][:shared], own]) if shared else own
+        tokens.append(sequence[shared:])
+        positions.append(np.arange(shared, len(sequence), dtype=np.int64))
+        before = np.concatenate([np.array([NO_TOKEN], dtype=np.int64), path[:-1]])
+        previous.append(before[shared : len(sequence)])
+        places.append(path)
+        total += len(own)
+    paths = [places[0]] * len(sequences) if places else []
+    for place, index in enumerate(order):
+        paths[index] = places[place]
+    return Pack(
+        token_ids=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int64),
+        positions=np.concatenate([*positions, np.empty(0, np.int64)]),
+        previous=np.concatenate([*previous, np.empty(0, np.int64)]),
+        nodes=_nodes([len(sequence) for sequence in ordered], common),
+        paths=tuple(paths),
+    )
+
+
+def _nodes(lengths: list[int], common: list[int]) -> tuple[Node, ...]:
+    """The trie over sorted sequences, of which ``common[i]`` tokens are shared by i and i - 1."""
+    parents: list[int | None] = []
+    bounds: list[tuple[int, int]] = []
+    total = 0
+    stack: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)] if lengths else []
+    while stack:
+        first, last, depth, parent = stack.pop()
+        until = min([lengths[first], *common[first + 1 : last]])
+        if until > depth:
+            parents.append(parent)
+            bounds.append((total, total + until - depth))
+            total += until - depth
+            parent = len(parents) - 1
+        cuts = [first, *(i for i in range(first + 1, last) if common[i] == until), last]
+        children = [(a, b, until, parent) for a, b in pairwise(cuts) if lengths[b - 1] > until]
+        stack.extend(reversed(children))
+    ends = [end for _, end in bounds]
+    for node in range(len(parents) - 1, -1, -1):
+        if (parent := parents[node]) is not None:
+            ends[parent] = max(ends[parent], ends[node])
+    return tuple(Node(parents[i], *bounds[i], ends[i]) for i in range(len(parents)))
+
+
+def _lexicographic(sequences: Sequence[Ids]) -> list[int]:
+    # Big-endian bytes compare as the ids do, and far faster than tuples of ints.
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    return sorted(range(len(sequences)), key=lambda index: (keys[index], index))
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """Length of the common prefix."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length

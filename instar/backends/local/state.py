@@ -1,0 +1,150 @@
+"""Folders on disk: published adapters and weights, and saved training state. No pickle.
+
+A folder is filled under another name, flushed to disk and renamed, so it exists only when whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from instar.errors import BackendError
+
+FORMAT = 1
+TENSORS = "state.safetensors"
+META = "state.json"
+
+
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make ``path`` a folder filled by ``fill``; one that is there already is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        fill(whole)
+        for entry in [*whole.rglob("*"), whole]:
+            _fsync(entry)
+        if path.exists():
+            path.rename(Path(scratch) / "replaced")
+        whole.rename(path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
+
+
+def adapter_hash(path: Path) -> str:
+    """sha256 over the tensors of a folder, by name: the same weights, the same hash."""
+    digest = hashlib.sha256()
+    tensors: dict[str, Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.ndim else repr(tensor).encode())
+    return digest.hexdigest()
+
+
+def save_training(
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    counters: Mapping[str, int],
+) -> None:
+    """Weights, gradients not yet applied, moments, RNG and counters."""
+    tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    for name, parameter in parameters.items():
+        tensors[f"weight/{name}"] = parameter
+        if parameter.grad is not None:
+            tensors[f"grad/{name}"] = parameter.grad
+        for key, value in cast(dict[str, Tensor], optimizer.state.get(parameter, {})).items():
+            tensors[f"{key}/{name}"] = value
+
+    def fill(folder: Path) -> None:
+        write_tensors(folder / TENSORS, tensors)
+        meta = {"format": FORMAT, "counters": dict(counters)}
+        (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
+
+    write_folder(path, fill)
+
+
+def load_training(
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    with_optimizer: bool,
+) -> dict[str, int]:
+    """Put a saved state in place; returns its counters. Nothing is changed when it does not fit."""
+    try:
+        meta = cast(dict[str, Any], json.loads((path / META).read_text()))
+        tensors = load_file(path / TENSORS)
+    except FileNotFoundError as error:
+        raise BackendError(f"{path} holds no saved training state: {error.filename} is missing") from error
+    if meta.get("format") != FORMAT:
+        raise BackendError(f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}")
+    saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
+    _check_fit(path, saved, parameters)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+            grad = tensors.get(f"grad/{name}") if with_optimizer else None
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+    optimizer.state.clear()
+    if with_optimizer:
+        _load_moments(tensors, parameters, optimizer)
+        torch.set_rng_state(tensors["rng/cpu"])
+        if "rng/cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["rng/cuda"])
+    return cast(dict[str, int], meta["counters"])
+
+
+def _check_fit(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    if different := sorted(saved.keys() ^ parameters.keys()):
+        raise BackendError(
+            f"{path} is the state of another model or adapter: {len(different)} tensors are in one only, "
+            f"{different[0]!r} for one"
+        )
+    for name, parameter in parameters.items():
+        if saved[name].shape != parameter.shape:
+            raise BackendError(
+                f"{path} is the state of another model or adapter: {name!r} is "
+                f"{tuple(saved[name].shape)} there and {tuple(parameter.shape)} here"
+            )
+
+
+def _load_moments(
+    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    state = {
+        index: {key: tensors[f"{key}/{name}"] for key in keys}
+        for index, name in enumerate(parameters)
+        if f"step/{name}" in tensors
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
