@@ -28,5 +28,5 @@ def check_request(info: EngineInfo, prompt_ids: Sequence[int], params: SamplingP
         raise EngineError("a stop string is empty")
     if len(prompt_ids) >= info.max_context:
         raise PromptTooLong(
-            f"the prompt has {len(prompt_ids)} tokens and the context is {info.max_context} long, reply included"
+            f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {info.max_context}"
         )

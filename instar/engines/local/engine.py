@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -205,25 +207,21 @@ def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, TokenChunk |
         for inbox, item in batch:
             inbox.put_nowait(item)
 
-    try:
+    # A closed event loop refuses: whoever waited is gone with it.
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(put)
-    except RuntimeError:
-        pass  # that event loop is closed, and with it whoever waited
 
 
 def default_kv_tokens(shape: KVShape, most: int) -> int:
     """As many as a third of the free memory holds, at most twice what a full batch of whole contexts
     needs."""
-    if shape.device == "cpu":
-        free = _free_memory()
-    else:
-        free = torch.cuda.mem_get_info()[0]
+    free = _free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
     return min(2 * most, free // 3 // shape.token_bytes)
 
 
 def _free_memory() -> int:
     try:
-        with open("/proc/meminfo") as lines:
+        with Path("/proc/meminfo").open() as lines:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):

@@ -18,9 +18,18 @@ from instar.errors import EngineError
 
 PREFIX = "base_model.model."
 UNSUPPORTED = (
-    "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern",
-    "target_parameters", "trainable_token_indices", "layer_replication", "use_qalora", "alora_invocation_tokens",
-)  # fmt: skip
+    "use_dora",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "use_qalora",
+    "alora_invocation_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def over(cls, base: nn.Linear) -> LoraLinear:
-        wrapped = cls(0, 0, bias=False, device="meta")
+        wrapped = cls(1, 1, bias=False, device="meta")
         wrapped.in_features, wrapped.out_features = base.in_features, base.out_features
         wrapped.weight, wrapped.bias = base.weight, base.bias
         wrapped.pair = None
@@ -68,7 +77,9 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
     for name, tensor in tensors.items():
         module, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
         if not name.startswith(PREFIX) or half not in ("A.weight", "B.weight"):
-            raise EngineError(f"the adapter in {folder} holds {name}, which the local engine does not implement")
+            raise EngineError(
+                f"the adapter in {folder} holds {name}, which the local engine does not implement"
+            )
         halves.setdefault(module, {})[half[0]] = tensor
     modules = dict(model.named_modules())
     return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
@@ -89,10 +100,14 @@ def install(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
 
 def _scale(config: dict[str, Any], folder: Path) -> float:
     if config.get("peft_type") != "LORA":
-        raise EngineError(f"the adapter in {folder} is of type {config.get('peft_type')}; only LORA is implemented")
+        raise EngineError(
+            f"the adapter in {folder} is of type {config.get('peft_type')}; only LORA is implemented"
+        )
     for name in UNSUPPORTED:
         if config.get(name):
-            raise EngineError(f"the adapter in {folder} uses {name}, which the local engine does not implement")
+            raise EngineError(
+                f"the adapter in {folder} uses {name}, which the local engine does not implement"
+            )
     if config.get("bias", "none") != "none":
         raise EngineError(f"the adapter in {folder} trains biases, which the local engine does not implement")
     rank = float(config["r"])
@@ -100,7 +115,12 @@ def _scale(config: dict[str, Any], folder: Path) -> float:
 
 
 def _pair(
-    name: str, halves: dict[str, Tensor], module: nn.Module | None, scale: float, dtype: torch.dtype, device: str
+    name: str,
+    halves: dict[str, Tensor],
+    module: nn.Module | None,
+    scale: float,
+    dtype: torch.dtype,
+    device: str,
 ) -> LoraPair:
     if not isinstance(module, nn.Linear):
         raise EngineError(f"the adapter adapts {name}, which is no linear layer of this model")

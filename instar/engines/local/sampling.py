@@ -122,7 +122,7 @@ def _truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) ->
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)
-    ordered, order = scaled.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     weights = (ordered - ordered[:, :1]).exp()
     weights = weights * (torch.arange(width, device=scaled.device) < top_k)
     cumulative = weights.cumsum(-1)

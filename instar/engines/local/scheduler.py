@@ -269,15 +269,12 @@ def split_rows(positions: list[int]) -> list[tuple[int, int]]:
     start, longest, padding = 0, 0, 0
     for i, position in enumerate(positions):
         length = position + 1
-        if length > longest:
-            grown = padding + (i - start) * (length - longest)
-        else:
-            grown = padding + longest - length
-        if i > start and grown > BLOCK_OVERHEAD + padding:
+        added = (i - start) * (length - longest) if length > longest else longest - length
+        if i > start and padding + added > BLOCK_OVERHEAD:
             spans.append((start, i))
             start, longest, padding = i, length, 0
         else:
-            longest, padding = max(longest, length), grown
+            longest, padding = max(longest, length), padding + added
     if positions:
         spans.append((start, len(positions)))
     return spans

@@ -1,0 +1,137 @@
+"""An engine in another process, reached through `instar.engines.server`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from instar import errors
+from instar.engines.base import Engine, EngineInfo, EngineStatus
+from instar.errors import EngineError, EngineUnavailable
+from instar.types import Policy, SamplingParams, TokenChunk
+
+CONNECT_SECONDS = 10.0
+LOAD_SECONDS = 600.0
+STATUS_SECONDS = 30.0
+
+
+class RemoteEngine(Engine):
+    """Use ``await RemoteEngine.connect(url)``, or call ``refresh`` before ``info``."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client: aiohttp.ClientSession | None = None
+        self._info: EngineInfo | None = None
+
+    @classmethod
+    async def connect(cls, url: str, token: str | None = None, timeout: float = 60.0) -> Self:
+        """Wait until the engine answers, at most ``timeout`` seconds."""
+        engine = cls(url, token)
+        deadline = time.monotonic() + timeout
+        pause = 0.05
+        while True:
+            try:
+                await engine.refresh()
+                return engine
+            except EngineUnavailable:
+                if time.monotonic() + pause > deadline:
+                    await engine.close()
+                    raise
+            except BaseException:
+                await engine.close()
+                raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    async def refresh(self) -> EngineInfo:
+        """Ask the engine what it can do."""
+        body = await self._call("GET", "/info", STATUS_SECONDS)
+        self._info = msgspec.json.decode(body, type=EngineInfo)
+        return self._info
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable(f"the engine at {self._url} was not connected to")
+        return self._info
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+        body = msgspec.json.encode({"prompt_ids": list(map(int, prompt_ids)), "params": params})
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        finished = False
+        try:
+            async with self._session().post(f"{self._url}/generate", data=body, timeout=timeout) as response:
+                if response.status != 200:
+                    raise _error(await response.read(), response.status)
+                # Lines may be long and arrive many at once; aiohttp's own line limit does not fit.
+                rest = b""
+                async for data in response.content.iter_any():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        chunk = _chunk(line)
+                        finished = finished or chunk.finish_reason is not None
+                        yield chunk
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unavailable(error) from error
+        if not finished:
+            raise EngineUnavailable(f"the engine at {self._url} broke off in the middle of a reply")
+
+    async def load(self, policy: Policy) -> None:
+        await self._call("POST", "/load", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
+
+    async def status(self) -> EngineStatus:
+        return msgspec.json.decode(await self._call("GET", "/status", STATUS_SECONDS), type=EngineStatus)
+
+    async def close(self) -> None:
+        """Close the connections; the engine itself goes on."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _call(self, method: str, path: str, seconds: float, body: bytes | None = None) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._session().request(
+                method, self._url + path, data=body, timeout=timeout
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unavailable(error) from error
+        if response.status != 200:
+            raise _error(content, response.status)
+        return content
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            # As many connections as there are replies in flight: the caller bounds those.
+            self._client = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0)
+            )
+        return self._client
+
+    def _unavailable(self, error: Exception) -> EngineUnavailable:
+        return EngineUnavailable(
+            f"the engine at {self._url} cannot be reached: {error or type(error).__name__}"
+        )
+
+
+def _chunk(line: bytes) -> TokenChunk:
+    if line.startswith(b'{"error"'):
+        raise _error(line, 500)
+    return msgspec.json.decode(line, type=TokenChunk)
+
+
+def _error(body: bytes, status: int) -> EngineError:
+    """The error that the engine raised, of the same class; a stranger's answer is EngineError."""
+    try:
+        detail: dict[str, Any] = msgspec.json.decode(body)["error"]
+        kind, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        text = body[:200].decode(errors="replace")
+        return EngineError(f"the engine answered {status}: {text}")
+    return kind(message) if isinstance(kind, type) and issubclass(kind, EngineError) else EngineError(message)

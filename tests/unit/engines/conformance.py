@@ -1,0 +1,185 @@
+"""What every engine must do. A variant's test class derives from EngineConformance and gives an engine.
+
+The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not
+end by itself within its first six tokens. ``seeds_matter``: whether a seed chooses the reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from instar.engines.base import Engine
+from instar.errors import EngineError, PromptTooLong
+from instar.types import Artifact, Policy, SamplingParams, TokenChunk
+from tests.tiny import make_tiny_tokenizer
+
+TOKENIZER = make_tiny_tokenizer()
+
+
+async def collect(engine: Engine, prompt: Sequence[int], **params: object) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(prompt, SamplingParams(**params))]  # type: ignore[arg-type]
+
+
+def ids_of(chunks: list[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def logprobs_of(chunks: list[TokenChunk]) -> list[float]:
+    return [value for chunk in chunks for value in chunk.logprobs]
+
+
+def versions_of(chunks: list[TokenChunk]) -> list[int]:
+    return [version for chunk in chunks for version in chunk.versions]
+
+
+async def settled(engine: Engine) -> None:
+    """Wait until nothing runs."""
+    async with asyncio.timeout(10):
+        while (status := await engine.status()).running or status.waiting:  # noqa: ASYNC110 - may be remote
+            await asyncio.sleep(0.01)
+
+
+class EngineConformance:
+    seeds_matter = True
+
+    @pytest.fixture
+    def prompt(self) -> list[int]:
+        return TOKENIZER.encode("What is 615 plus 278?")
+
+    async def test_info_describes_the_engine(self, engine: Engine) -> None:
+        assert engine.info.vocab_size == len(TOKENIZER)
+        assert engine.info.max_context == 256
+        assert {"base", "adapter", "weights"} <= set(engine.info.artifacts)
+
+    async def test_streams_aligned_chunks_with_one_finish(self, engine: Engine, prompt: list[int]) -> None:
+        chunks = await collect(engine, prompt, max_tokens=6, temperature=0)
+        assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        for chunk in chunks:
+            assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions) >= 1
+            assert all(value <= 0 for value in chunk.logprobs)
+        assert len(ids_of(chunks)) == 6
+        if engine.info.streams:
+            assert len(chunks) == 6
+
+    async def test_tokens_arrive_while_others_are_still_to_come(
+        self, engine: Engine, prompt: list[int]
+    ) -> None:
+        stream = engine.generate(prompt, SamplingParams(max_tokens=6, temperature=0))
+        first = await anext(stream)
+        assert first.finish_reason is None
+        rest = [chunk async for chunk in stream]
+        assert rest[-1].finish_reason == "length"
+
+    async def test_behavior_logprobs_where_sampling_departs(self, engine: Engine, prompt: list[int]) -> None:
+        plain = await collect(engine, prompt, max_tokens=3, seed=1)
+        greedy = await collect(engine, prompt, max_tokens=3, temperature=0)
+        assert all(c.behavior_logprobs is None for c in plain)
+        assert all(c.behavior_logprobs and len(c.behavior_logprobs) == len(c.token_ids) for c in greedy)
+
+    async def test_greedy_repeats(self, engine: Engine, prompt: list[int]) -> None:
+        one = await collect(engine, prompt, max_tokens=6, temperature=0)
+        two = await collect(engine, prompt, max_tokens=6, temperature=0)
+        assert ids_of(one) == ids_of(two)
+        assert logprobs_of(one) == pytest.approx(logprobs_of(two), abs=1e-5)
+
+    async def test_seed_repeats(self, engine: Engine, prompt: list[int]) -> None:
+        one = await collect(engine, prompt, max_tokens=6, seed=7)
+        two = await collect(engine, prompt, max_tokens=6, seed=7)
+        assert ids_of(one) == ids_of(two)
+        if self.seeds_matter:
+            others = [ids_of(await collect(engine, prompt, max_tokens=6, seed=s)) for s in range(8, 12)]
+            assert any(other != ids_of(one) for other in others)
+
+    async def test_stop_token(self, engine: Engine, prompt: list[int]) -> None:
+        ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
+        stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop_token_ids=(ids[3],))
+        assert ids_of(stopped) == ids[: ids.index(ids[3]) + 1]
+        assert stopped[-1].finish_reason == "stop"
+        assert stopped[-1].stop is None
+
+    async def test_stop_string_across_tokens(self, engine: Engine, prompt: list[int]) -> None:
+        ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
+        texts = [TOKENIZER.decode(ids[:n]) for n in range(7)]
+        whole = [n for n in range(1, 7) if not texts[n].endswith("\ufffd") and texts[n] != texts[n - 1]]
+        end = whole[-1]
+        wanted = texts[end][-3:] if "\ufffd" not in texts[end][-3:] else texts[end][-1:]
+        stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop=("never said", wanted))
+        first = next(n for n in range(1, 7) if wanted in TOKENIZER.decode(ids[:n]))
+        assert ids_of(stopped) == ids[:first]
+        assert (stopped[-1].finish_reason, stopped[-1].stop) == ("stop", wanted)
+
+    async def test_cancellation_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+        stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
+        await anext(stream)
+        assert (await engine.status()).running == 1
+        await stream.aclose()  # type: ignore[attr-defined]
+        await settled(engine)
+        before = (await engine.status()).generated_tokens
+        await asyncio.sleep(0.1)
+        assert (await engine.status()).generated_tokens == before < 190
+
+    async def test_cancelled_consumer_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+        task = asyncio.create_task(collect(engine, prompt, max_tokens=200, temperature=0))
+        async with asyncio.timeout(10):
+            while (await engine.status()).running == 0:  # noqa: ASYNC110 - may be remote
+                await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await settled(engine)
+
+    async def test_concurrent_replies_equal_lone_ones(self, engine: Engine, prompt: list[int]) -> None:
+        prompts = [prompt + TOKENIZER.encode("ab" * n) for n in range(12)]
+        lone = [
+            ids_of(await collect(engine, p, max_tokens=3 + n, temperature=0)) for n, p in enumerate(prompts)
+        ]
+        replies = [collect(engine, p, max_tokens=3 + n, temperature=0) for n, p in enumerate(prompts)]
+        assert [ids_of(chunks) for chunks in await asyncio.gather(*replies)] == lone
+
+    async def test_load_stamps_versions(self, engine: Engine, prompt: list[int]) -> None:
+        assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
+        stream = engine.generate(prompt, SamplingParams(max_tokens=220, temperature=0))
+        chunks = [await anext(stream)]
+        await engine.load(Policy("p", 5, Artifact("base")))
+        chunks += [chunk async for chunk in stream]
+        versions = versions_of(chunks)
+        assert versions == sorted(versions)
+        assert (versions[0], versions[-1]) == (0, 5)
+        assert (await engine.status()).version == 5
+        assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {5}
+
+    async def test_refuses_an_artifact_it_cannot_load(self, engine: Engine) -> None:
+        with pytest.raises(EngineError, match="not remote"):
+            await engine.load(Policy("p", 6, Artifact("remote", "somewhere")))
+        assert (await engine.status()).version == 0
+
+    async def test_reply_ends_with_the_context(self, engine: Engine, prompt: list[int]) -> None:
+        long = (prompt * 256)[: engine.info.max_context - 3]
+        chunks = await collect(engine, long, max_tokens=50, temperature=0)
+        assert chunks[-1].finish_reason == "length"
+        assert len(ids_of(chunks)) == 3
+
+    async def test_refuses_a_prompt_without_room(self, engine: Engine, prompt: list[int]) -> None:
+        with pytest.raises(PromptTooLong):
+            await collect(engine, (prompt * 256)[: engine.info.max_context], max_tokens=1)
+
+    @pytest.mark.parametrize(
+        ("ids", "params"),
+        [
+            ([], {}),
+            ([-1], {}),
+            ([10**6], {}),
+            ([1], {"max_tokens": 0}),
+            ([1], {"temperature": -1.0}),
+            ([1], {"top_p": 0.0}),
+            ([1], {"top_k": -1}),
+            ([1], {"stop": ("",)}),
+        ],
+    )
+    async def test_refuses_bad_input(self, engine: Engine, ids: list[int], params: dict[str, object]) -> None:
+        with pytest.raises(EngineError):
+            await collect(engine, ids, **params)
+        assert len(ids_of(await collect(engine, [1, 2, 3], max_tokens=1))) == 1

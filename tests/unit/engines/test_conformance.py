@@ -1,0 +1,91 @@
+"""The conformance suite on every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from instar.config import LocalEngineConfig, ModelConfig, RunConfig, ScriptedEngineConfig
+from instar.engines.base import Engine
+from instar.engines.factory import create_engine
+from instar.engines.remote import RemoteEngine
+from instar.engines.server import create_engine_app
+from tests.unit.engines.conformance import EngineConformance
+
+LONG_REPLY = "The answer is 893, and here is a long story about it: " + "tell me more. " * 40
+
+
+def local_engine(tiny: Path) -> Engine:
+    model = ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=256)
+    return create_engine(RunConfig(model=model, engine=LocalEngineConfig(threads=1, prefill_tokens=64)))
+
+
+def scripted_engine(tiny: Path) -> Engine:
+    model = ModelConfig(name=str(tiny), max_context=256)
+    return create_engine(
+        RunConfig(model=model, engine=ScriptedEngineConfig(replies=[LONG_REPLY], delay=0.001))
+    )
+
+
+@asynccontextmanager
+async def served(engine: Engine, token: str | None) -> AsyncIterator[str]:
+    """The engine behind a real socket; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(
+            create_engine_app(engine, token), log_level="warning", lifespan="off", ws="none"
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+class TestLocal(EngineConformance):
+    @pytest.fixture
+    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+        engine = local_engine(tiny)
+        yield engine
+        await engine.close()
+
+
+class TestScripted(EngineConformance):
+    seeds_matter = False
+
+    @pytest.fixture
+    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+        engine = scripted_engine(tiny)
+        yield engine
+        await engine.close()
+
+
+class TestRemoteLocal(EngineConformance):
+    @pytest.fixture
+    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+        local = local_engine(tiny)
+        async with served(local, "secret") as url:
+            remote = await RemoteEngine.connect(url, "secret", timeout=10)
+            yield remote
+            await remote.close()
+        await local.close()
+
+
+class TestRemoteScripted(EngineConformance):
+    seeds_matter = False
+
+    @pytest.fixture
+    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+        scripted = scripted_engine(tiny)
+        async with served(scripted, None) as url:
+            remote = await RemoteEngine.connect(url, timeout=10)
+            yield remote
+            await remote.close()
+        await scripted.close()
