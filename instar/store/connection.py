@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -15,16 +16,27 @@ _UNIQUE = (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKE
 _NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP)
 
 
-def connect(path: Path, *, read_only: bool = False, timeout: float = BUSY_TIMEOUT) -> sqlite3.Connection:
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """A connection in autocommit mode that any thread may use, one at a time. The file must exist."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+    if read_only and _is_archived(path):
+        uri += "&immutable=1"
     connection = sqlite3.connect(
-        uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False
+        uri, uri=True, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False
     )
-    connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA synchronous = FULL")
+    try:
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA synchronous = FULL")
+    except BaseException:
+        connection.close()
+        raise
     return connection
+
+
+def _is_archived(path: Path) -> bool:
+    """Closed for good, in a folder where SQLite cannot put the log's index that it would ask for."""
+    return not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
 
 
 def primary_code(error: sqlite3.Error) -> int:
@@ -52,8 +64,7 @@ def translate(error: sqlite3.Error, path: Path) -> StoreError:
         )
     if is_busy(error):
         return StoreError(
-            f"{path} is locked by another process for longer than {BUSY_TIMEOUT:.0f} s ({error}): "
-            "look for a process that holds it open and is stuck"
+            f"{path} stayed locked by another process ({error}): look for one that holds it open and is stuck"
         )
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY):
         return StoreError(f"cannot open {path} ({error}): check that it is a file and its permissions")

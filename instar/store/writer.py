@@ -42,7 +42,9 @@ class _Outcome:
 class Writer:
     """Owns its connection. `commits` and `writes` tell how well writes are grouped."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, *, busy_timeout: float = BUSY_TIMEOUT
+    ) -> None:
         # Waiting is done in `_begin`: SQLite's own wait sleeps up to 100 ms a time, and a process that
         # writes without pause would then starve the others.
         connection.execute("PRAGMA busy_timeout = 0")
@@ -50,6 +52,7 @@ class Writer:
         self.writes = 0
         self._connection = connection
         self._path = path
+        self._busy_timeout = busy_timeout
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
@@ -133,7 +136,7 @@ class Writer:
         return outcomes
 
     def _begin(self) -> None:
-        deadline = time.monotonic() + BUSY_TIMEOUT
+        deadline = time.monotonic() + self._busy_timeout
         while True:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")

@@ -1,0 +1,200 @@
+"""What was acknowledged is there: after SIGKILL, beside other writers, and when the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from instar.errors import StoreError, StoreFull
+from instar.store.connection import connect
+from instar.store.sqlite import SqliteStore
+from instar.store.writer import Writer
+
+from .make import make_call, make_session
+
+ROOT = Path(__file__).parents[3]
+
+
+def command(mode: str, path: Path, name: str) -> list[str]:
+    return [sys.executable, "-m", f"{__package__}.child", mode, str(path), name]
+
+
+def start(mode: str, path: Path, name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command(mode, path, name), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+async def stored(path: Path) -> set[str]:
+    store = SqliteStore(path)
+    calls = await store.calls("s")
+    await store.close()
+    database = sqlite3.connect(path)
+    assert database.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    database.close()
+    return {call.call_id for call in calls}
+
+
+async def test_acknowledged_calls_survive_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    rng = random.Random(0)
+    acknowledged: set[str] = set()
+    for attempt in range(5):
+        child = start("write", path, str(attempt))
+        assert child.stdout is not None
+        acknowledged.add(child.stdout.readline().strip())
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
+        child.send_signal(signal.SIGKILL)
+        rest, _ = child.communicate(timeout=30)
+        # The last line may be cut short by the kill: it is whole only with its newline.
+        acknowledged |= {line.strip() for line in rest.splitlines(keepends=True) if line.endswith("\n")}
+        assert acknowledged <= await stored(path)
+    assert len(acknowledged) > 50
+
+
+async def test_processes_write_at_once(tmp_path: Path) -> None:
+    """Nothing is lost, and none of the three is starved."""
+    path = tmp_path / "store.db"
+    store = SqliteStore(path)
+    await store.open_session(make_session())
+    children = [start("count", path, name) for name in ("a", "b")]
+    slowest, own = 0.0, 0
+    while any(child.poll() is None for child in children):
+        started = time.perf_counter()
+        await store.add_calls([make_call(f"own-{own}")])
+        slowest, own = max(slowest, time.perf_counter() - started), own + 1
+    for child in children:
+        lines, _ = child.communicate(timeout=30)
+        assert child.returncode == 0
+        assert len(lines.split()) == 200
+    await store.close()
+    assert len(await stored(path)) == 400 + own
+    assert own > 10
+    assert slowest < 5
+
+
+async def test_many_open_a_fresh_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    stores = await asyncio.gather(*(asyncio.to_thread(SqliteStore, path) for _ in range(8)))
+    await asyncio.gather(*(store.open_session(make_session(str(i))) for i, store in enumerate(stores)))
+    assert len(await stores[0].sessions()) == 8
+    for store in stores:
+        await store.close()
+
+
+async def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    await SqliteStore(path).close()
+    connection = connect(path)
+    assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
+    assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    connection.close()
+
+
+def make_room(path: Path) -> sqlite3.Connection:
+    path.touch()
+    connection = connect(path)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("CREATE TABLE things (body BLOB)")
+    return connection
+
+
+def put(writer: Writer, size: int) -> Future[int]:
+    return writer.submit(lambda db: db.execute("INSERT INTO things VALUES (zeroblob(?))", (size,)).rowcount)
+
+
+def test_a_locked_file_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "room.db"
+    writer = Writer(make_room(path), path, busy_timeout=0.2)
+    blocker = sqlite3.connect(path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    error = put(writer, 1).exception(timeout=30)
+    assert isinstance(error, StoreError)
+    assert "room.db stayed locked by another process" in str(error)
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    assert put(writer, 1).result(timeout=30) == 1
+    writer.close()
+
+
+def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
+    """In one group with others, which are written, also when SQLite gives up the transaction."""
+    path = tmp_path / "room.db"
+    connection = make_room(path)
+    connection.execute("PRAGMA max_page_count = 100")
+    blocker = sqlite3.connect(path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    writer = Writer(connection, path)
+    sizes = [10, 20, 10_000_000, 30, 20_000_000, 40]
+    futures = [put(writer, size) for size in sizes]
+    blocker.execute("ROLLBACK")
+    errors = [future.exception(timeout=30) for future in futures]
+    assert [isinstance(error, StoreFull) for error in errors] == [size > 1000 for size in sizes]
+    found = blocker.execute("SELECT LENGTH(body) FROM things ORDER BY 1").fetchall()
+    assert [row[0] for row in found] == [10, 20, 30, 40]
+    blocker.close()
+    writer.close()
+
+
+def run(arguments: list[str]) -> str:
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def test_file_size_limit_loses_nothing(tmp_path: Path) -> None:
+    """And writing goes on once there is room."""
+    path = tmp_path / "store.db"
+    output = run(command("fill", path, "limit"))
+    await _nothing_lost(path, output)
+    assert "limit-afterwards" in output
+
+
+def in_namespace(script: str, *arguments: str) -> list[str]:
+    """A command that may mount file systems, for itself alone."""
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", script, "sh", *arguments]
+
+
+def can_mount(tmp_path: Path) -> bool:
+    try:
+        run(in_namespace(f"mount -t tmpfs none {tmp_path}"))
+    except (OSError, AssertionError):
+        return False
+    return True
+
+
+async def test_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """A file system of 2 MB."""
+    if not can_mount(tmp_path):
+        pytest.skip("this system lets no user mount a file system")
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    copy.mkdir()
+    script = f'mount -t tmpfs -o size=2m none {disk}; "$@"; cp {disk}/store.db* {copy}/'
+    output = run(in_namespace(script, *command("fill", disk / "store.db", "disk")))
+    await _nothing_lost(copy / "store.db", output)
+
+
+async def test_finished_run_is_read_from_a_read_only_disk(tmp_path: Path) -> None:
+    if not can_mount(tmp_path):
+        pytest.skip("this system lets no user mount a file system")
+    disk = tmp_path / "disk"
+    run(command("count", disk / "store.db", "a"))
+    script = f'mount --bind {disk} {disk}; mount -o remount,bind,ro {disk}; "$@"'
+    assert run(in_namespace(script, *command("read", disk / "store.db", ""))) == "200\n"
+
+
+async def _nothing_lost(path: Path, output: str) -> None:
+    lines = output.splitlines()
+    (full,) = [line for line in lines if line.startswith("full ")]
+    assert int(full.split()[1]) > 20
+    acknowledged = {line for line in lines if not line.startswith("full ")}
+    assert len(acknowledged) > 5
+    assert acknowledged == await stored(path)
