@@ -105,6 +105,11 @@ class Placement:
 class Graph(ABC):
     """The calls of one session, by their messages."""
 
+    @staticmethod
+    @abstractmethod
+    def keys(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+        """A key for every non-empty prefix of the messages; the last is that of the whole request."""
+
     @abstractmethod
     def place(self, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer) -> Placement: ...
 

@@ -138,6 +138,10 @@ class MessageGraph(Graph):
         for call in calls:
             self.add(call)
 
+    @staticmethod
+    def keys(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+        return Chain.of(messages, tools).canonical[1:]
+
     @property
     def requests(self) -> int:
         return len(self._finished)

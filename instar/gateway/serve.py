@@ -1,0 +1,56 @@
+"""Runs an ASGI app on uvicorn, on a socket that the caller has bound."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 picks a free one (``getsockname`` tells it)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(1024)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        # Signals belong to the role that runs the server; it sets ``stop``.
+        yield
+
+
+async def serve(
+    app: ASGIApp, listener: socket.socket, *, stop: asyncio.Event | None = None, grace: float = 10.0
+) -> None:
+    """Serve until ``stop`` is set, then give requests in flight ``grace`` seconds."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(grace)),
+    )
+    server = _Server(config)
+
+    async def watch(stop: asyncio.Event) -> None:
+        await stop.wait()
+        server.should_exit = True
+
+    watcher = asyncio.create_task(watch(stop)) if stop else None
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        if watcher:
+            watcher.cancel()
