@@ -275,7 +275,9 @@ class Batcher:
         claims: list[Claim] = []
         for entry, advantage in zip(found.entries, advantages or [None] * len(found.entries), strict=True):
             claims += self._drop_entry(entry, epoch, reason, advantage, version)
-        return [*claims, *(self._drop_session(s, epoch, "superseded") for s in found.superseded)]
+        claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
+        # A group without sessions needs a claim too, or it would come up again and again.
+        return claims or [self._drop_group(found.group, epoch, "no_sessions")]
 
     def _drop_entry(
         self, entry: _Entry, epoch: int, reason: str, advantage: float | None, version: int | None
@@ -319,6 +321,17 @@ class Batcher:
             sample_key=f"{session.session_id}/0",
             session_id=session.session_id,
             group_id=session.group_id,
+            outcome=ClaimOutcome.DROPPED,
+            reason=reason,
+        )
+
+    def _drop_group(self, group: Group, epoch: int, reason: str) -> Claim:
+        return Claim(
+            run_id=self.run_id,
+            epoch=epoch,
+            sample_key=f"{group.group_id}/0",
+            session_id="",
+            group_id=group.group_id,
             outcome=ClaimOutcome.DROPPED,
             reason=reason,
         )

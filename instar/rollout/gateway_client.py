@@ -6,14 +6,24 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from instar.errors import EngineUnavailable, InstarError
+from instar.gateway.base import (
+    CompleteSession,
+    EndedSession,
+    FailSession,
+    GivenReward,
+    OpenedSession,
+    OpenSession,
+)
 from instar.rollout.base import AgentSession
-from instar.types import Channel, Json, Reward
+from instar.types import Channel, Reward, RewardSource
+
+T = TypeVar("T")
 
 TRANSIENT = (429, 502, 503, 504)
 REQUEST_TIMEOUT = 30.0
@@ -48,59 +58,43 @@ class GatewayClient:
     ) -> AgentSession:
         """A fresh session. One that a lost reply left behind stays open: the runner abandons it when its
         group closes."""
-        body = {
-            "channel": channel,
-            "task_id": task_id,
-            "group_id": group_id,
-            "slot": slot,
-            "attempt": attempt,
-            "seed": seed,
-            "sampling": dict(sampling or {}),
-            "metadata": dict(metadata or {}),
-        }
-        opened = await self._post("/sessions", {k: v for k, v in body.items() if v is not None})
-        return AgentSession(
-            session_id=opened["session_id"],
-            base_url=opened["base_url"],
-            api_key=opened["api_key"],
+        body = OpenSession(
+            channel=channel,
+            task_id=task_id,
+            group_id=group_id,
+            slot=slot,
+            attempt=attempt,
+            seed=seed,
+            sampling=dict(sampling or {}),
             metadata=dict(metadata or {}),
         )
+        opened = await self._post("/sessions", body, OpenedSession)
+        return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=body.metadata)
 
     async def complete(
         self, session_id: str, rewards: Sequence[Reward] = (), metadata: Mapping[str, Any] | None = None
-    ) -> None:
-        """End the session well. Nothing happens to one that has ended already."""
-        given = [
-            {
-                "value": r.value,
-                "source": r.source,
-                "scorer": r.scorer,
-                "detail": r.detail,
-                "call_id": r.call_id,
-            }
-            for r in rewards
-        ]
-        body: Json = {"rewards": given, "metadata": dict(metadata or {})}
-        await self._post(f"/sessions/{session_id}/complete", body)
+    ) -> EndedSession:
+        """End the session well. One that has ended already stays as it is."""
+        body = CompleteSession(metadata=dict(metadata or {}), rewards=[_given(reward) for reward in rewards])
+        return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
-    async def fail(self, session_id: str, reason: str, reward: float | None = None) -> None:
+    async def fail(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
         """End the session as failed; ``reward`` is recorded as a fallback."""
-        body: Json = {"reason": reason}
-        if reward is not None:
-            body["reward"] = reward
-        await self._post(f"/sessions/{session_id}/fail", body)
+        rewards = [] if reward is None else [GivenReward(reward, RewardSource.FALLBACK, "failed_reward")]
+        body = FailSession(reason=reason, rewards=rewards)
+        return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)
 
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
             self._http = None
 
-    async def _post(self, path: str, body: Json) -> Json:
+    async def _post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
         deadline = time.monotonic() + self.patience
         tries = 0
         while True:
             try:
-                return await self._post_once(path, body)
+                return msgspec.json.decode(await self._post_once(path, body), type=answer)
             except EngineUnavailable:
                 pause = backoff(tries)
                 if time.monotonic() + pause > deadline:
@@ -108,12 +102,10 @@ class GatewayClient:
                 await asyncio.sleep(pause)
                 tries += 1
 
-    async def _post_once(self, path: str, body: Json) -> Json:
+    async def _post_once(self, path: str, body: msgspec.Struct) -> bytes:
         if self._http is None:
-            # A killed gateway leaves dead connections behind, so none is kept for long.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=10)
             timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
-            self._http = aiohttp.ClientSession(connector=connector, timeout=timeout)
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         data = msgspec.json.encode(body)
         try:
             async with self._http.post(self.url + path, data=data, headers=self._headers) as response:
@@ -123,9 +115,11 @@ class GatewayClient:
             raise EngineUnavailable(f"the gateway at {self.url} cannot be reached: {cause}") from error
         if response.status in TRANSIENT:
             raise EngineUnavailable(f"the gateway at {self.url} answered {response.status} to {path}")
-        if response.status == 409 and not path.endswith("/sessions"):
-            return {}  # it has ended already: a reply was lost, or the agent ended it itself
         if response.status >= 400:
             text = content.decode(errors="replace")[:500]
             raise InstarError(f"the gateway refused {path} with {response.status}: {text}")
-        return msgspec.json.decode(content)
+        return content
+
+
+def _given(reward: Reward) -> GivenReward:
+    return GivenReward(reward.value, reward.source, reward.scorer, reward.call_id, reward.detail)

@@ -153,24 +153,29 @@ class SlotRunner:
 
     async def _complete(self, session_id: str, rewards: list[Reward], result: AgentResult) -> Outcome:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
-        await self.gateway.complete(session_id, rewards, metadata)
-        await self._ensure_rewards(session_id, rewards)
+        ended = await self.gateway.complete(session_id, rewards, metadata)
+        if ended.status is not SessionStatus.COMPLETED:
+            return self._failed(session_id, "ended by the agent itself")
+        if not ended.changed:
+            await self._ensure_rewards(session_id, rewards)
         self.counters.completed += 1
         value = next((reward.value for reward in rewards if reward.call_id is None), None)
         return Outcome(session_id, SessionStatus.COMPLETED, reward=value)
 
     async def _ensure_rewards(self, session_id: str, rewards: list[Reward]) -> None:
-        """A session that the agent completed itself had ended before it was scored."""
-        if not rewards:
-            return
+        """For a session that had ended before it was scored: the agent completed it itself, or the answer
+        to our first try was lost."""
         there = {(r.source, r.scorer, r.call_id) for r in await self.store.rewards(session_id)}
         missing = [r for r in rewards if (r.source, r.scorer, r.call_id) not in there]
         if missing:
             await self.store.add_rewards(missing)
 
     async def _fail(self, session_id: str, reason: str) -> Outcome:
-        log.warning("session %s failed: %s", session_id, reason)
         await self.gateway.fail(session_id, reason, self.config.failed_reward)
+        return self._failed(session_id, reason)
+
+    def _failed(self, session_id: str, reason: str) -> Outcome:
+        log.warning("session %s failed: %s", session_id, reason)
         self.counters.failed += 1
         self.counters.last_failure = reason
         return Outcome(session_id, SessionStatus.FAILED, reason, self.config.failed_reward)

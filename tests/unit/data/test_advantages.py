@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from instar.config import AdvantageConfig
+from instar.data.advantages import (
+    WEIGHT_CAP,
+    Estimator,
+    call_rewards,
+    correct_sampling,
+    grpo,
+    grpo_no_std,
+    has_signal,
+    normalize,
+    pick_reward,
+    rloo,
+)
+from instar.data.linearize import linearize, with_advantage
+from instar.types import Reward, RewardSource, Sample
+from tests.unit.data.build import make_call, make_session
+
+REWARDS = [1.0, 0.0, 0.25, 0.5]
+
+
+def test_against_numpy() -> None:
+    r = np.array(REWARDS)
+    np.testing.assert_allclose(np.array(grpo(REWARDS), float), (r - r.mean()) / r.std(), atol=1e-4)
+    np.testing.assert_allclose(np.array(grpo_no_std(REWARDS), float), r - r.mean())
+    others = [r[i] - np.delete(r, i).mean() for i in range(len(r))]
+    np.testing.assert_allclose(np.array(rloo(REWARDS), float), others)
+
+
+@pytest.mark.parametrize("estimate", [grpo, grpo_no_std, rloo])
+def test_a_missing_reward_is_kept_out_of_the_mean(estimate: object) -> None:
+    assert callable(estimate)
+    with_none = estimate([1.0, None, 0.0])
+    assert with_none[1] is None
+    assert [with_none[0], with_none[2]] == estimate([1.0, 0.0])
+    assert estimate([None, None]) == [None, None]
+
+
+@pytest.mark.parametrize("estimate", [grpo, grpo_no_std, rloo])
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [0.7], [0.5, None]])
+def test_equal_rewards_have_no_signal(estimate: object, rewards: list[float | None]) -> None:
+    assert callable(estimate)
+    assert not has_signal(estimate(rewards))
+    assert has_signal(estimate([0.0, 1.0, 1.0]))
+
+
+def test_the_running_baseline_moves_and_survives_a_checkpoint() -> None:
+    config = AdvantageConfig(estimator="running", decay=0.5)
+    straight = Estimator(config)
+    assert straight([1.0]) == [0.0], "the first reward is its own baseline"
+    assert straight([0.0]) == [-1.0]
+    assert straight([None]) == [None]
+    resumed = Estimator(config)
+    resumed.load_json(json.loads(json.dumps(straight.to_json())))
+    assert resumed([1.0]) == straight([1.0]) == [0.5]
+    assert resumed([1.0, 0.0]) == [0.25, -0.75]
+
+
+def test_the_most_trusted_and_latest_reward_counts() -> None:
+    rewards = [
+        Reward("s", 0.1, RewardSource.AGENT),
+        Reward("s", 0.2, RewardSource.RULE),
+        Reward("s", 0.3, RewardSource.RULE),
+        Reward("s", 0.9, RewardSource.FALLBACK),
+        Reward("s", 5.0, RewardSource.RULE, call_id="c"),
+    ]
+    assert pick_reward(rewards) == 0.3
+    assert pick_reward([*rewards, Reward("s", 0.0, RewardSource.HUMAN)]) == 0.0
+    assert pick_reward([]) is None
+    assert call_rewards(rewards) == {"c": 5.0}
+
+
+def _samples() -> list[Sample]:
+    """Session x trains 3 tokens in two samples, y 1 token; all advantages 1."""
+    x = linearize(make_session("x"), [make_call("a", [1], [5, 6]), make_call("b", [2], [7])])
+    y = linearize(make_session("y"), [make_call("c", [1], [8])])
+    return [with_advantage(sample, 1.0) for sample in [*x, *y]]
+
+
+@pytest.mark.parametrize(
+    ("how", "weights"),
+    [
+        ("batch_tokens", [1 / 4, 1 / 4, 1 / 4]),
+        ("batch_sessions", [1 / 2, 1 / 2, 1 / 2]),
+        ("session_tokens", [1 / 6, 1 / 6, 1 / 2]),
+        ("none", [1.0, 1.0, 1.0]),
+    ],
+)
+def test_normalisation_is_folded_in(how: str, weights: list[float]) -> None:
+    for sample, weight in zip(normalize(_samples(), how), weights, strict=True):  # type: ignore[arg-type]
+        np.testing.assert_allclose(sample.advantages, sample.mask * weight)
+        assert sample.advantages.dtype == np.float32
+
+
+def test_tokens_of_a_truncated_distribution_are_reweighted() -> None:
+    behavior = np.array([-0.05 + np.log(0.5), -3.0], np.float32)
+    call = make_call("a", [1], [5, 6], behavior_logprobs=behavior)
+    (sample,) = linearize(make_session(), [call])
+    corrected = correct_sampling(with_advantage(sample, 1.0))
+    np.testing.assert_allclose(corrected.advantages, [0, 2.0, WEIGHT_CAP], rtol=1e-5)
+    halved = replace(sample, behavior_logprobs=np.array([np.nan, -0.05 + np.log(2), -0.06], np.float32))
+    np.testing.assert_allclose(
+        correct_sampling(with_advantage(halved, 1.0)).advantages, [0, 0.5, 1.0], rtol=1e-5
+    )

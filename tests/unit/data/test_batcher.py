@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.data.batcher import Batch, Batcher
+from instar.store.base import Store
+from instar.store.sqlite import SqliteStore
+from instar.types import ClaimOutcome, GroupStatus, Reward, RewardSource, SessionStatus, StepState
+from tests.unit.data.build import RUN, add_group, add_session, begin, make_config
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = SqliteStore(tmp_path / "store.db")
+    await begin(opened)
+    yield opened
+    await opened.close()
+
+
+async def take(store: Store, batcher: Batcher, step: int = 1, version: int = 0, wait: float = 0.0) -> Batch:
+    """The next batch, recorded as the trainer does."""
+    batch = await batcher.next_batch(step, 0, version, wait=wait)
+    assert batch is not None
+    await store.drop(batch.drops)
+    await store.claim_step(RUN, step, batch.claims)
+    return batch
+
+
+async def outcomes(store: Store) -> dict[str, str]:
+    return {claim.sample_key: claim.reason or claim.outcome for claim in await store.claims(RUN)}
+
+
+async def test_a_step_consumes_its_groups_in_index_order(store: Store) -> None:
+    for index in (2, 0, 1):
+        await add_group(store, index, [1.0, 0.0])
+    batcher = Batcher(store, RUN, make_config(groups_per_step=2))
+    batch = await take(store, batcher)
+    keys = [sample.sample_key for sample in batch.samples]
+    assert keys == [f"{RUN}/train/00000{group}/{slot}/0" for group in (0, 1) for slot in (0, 1)]
+    first = batch.samples[0]
+    np.testing.assert_allclose(first.advantages, first.mask / 4, atol=1e-4)
+    assert {claim.step for claim in batch.claims} == {1}
+    claim = batch.claims[1]
+    assert (claim.reward, round(claim.advantage or 0, 3), claim.staleness) == (0.0, -1.0, 0)
+    report = batch.report
+    assert (report["reward_mean"], report["groups"], report["sessions"]) == (0.5, 2, 4)
+    assert (report["tokens"], report["zero_signal"], report["staleness_max"]) == (8, 0, 0)
+    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None, "one group is not enough"
+
+
+async def test_the_same_rows_make_the_same_batch(store: Store) -> None:
+    for index in range(3):
+        await add_group(store, index, [1.0, 0.0, 0.5], version=index)
+    config = make_config(groups_per_step=3, max_staleness=2)
+    one, two = [await Batcher(store, RUN, config).next_batch(1, 0, 2) for _ in range(2)]
+    assert one is not None
+    assert two is not None
+    assert one.claims == two.claims
+    assert one.report == two.report
+    for a, b in zip(one.samples, two.samples, strict=True):
+        assert a.sample_key == b.sample_key
+        assert a.advantages.tobytes() == b.advantages.tobytes()
+
+
+async def test_it_waits_for_groups_and_obeys_stop(store: Store) -> None:
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1))
+    stop = asyncio.Event()
+    waiting = asyncio.create_task(batcher.next_batch(1, 0, 0, stop=stop))
+    await asyncio.sleep(0.12)
+    assert not waiting.done()
+    await add_group(store, 0, [1.0, 0.0])
+    assert await asyncio.wait_for(waiting, 5) is not None
+    stop.set()
+    began = time.monotonic()
+    await store.close_group(f"{RUN}/train/000000", GroupStatus.DROPPED, "test")
+    assert await batcher.next_batch(2, 0, 0, stop=stop) is None
+    assert time.monotonic() - began < 2
+
+
+async def test_the_rest_is_taken_when_rollout_has_finished(store: Store) -> None:
+    await add_group(store, 0, [1.0, 0.0])
+    batcher = Batcher(store, RUN, make_config(groups_per_step=4))
+    batch = await batcher.next_batch(1, 0, 0, finished=lambda: True)
+    assert batch is not None
+    await store.claim_step(RUN, 1, batch.claims)
+    assert batch.report["groups"] == 1
+    assert await batcher.next_batch(2, 0, 0, finished=lambda: True) is None
+
+
+async def test_a_group_too_old_is_dropped_and_does_not_count(store: Store) -> None:
+    old = await add_group(store, 0, [1.0, 0.0], version=1)
+    await add_group(store, 1, [1.0, 0.0], version=2)
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
+    batch = await take(store, batcher, version=3)
+    assert {sample.group_id for sample in batch.samples} == {f"{RUN}/train/000001"}
+    assert [(c.group_id, c.reason, c.step, c.staleness) for c in batch.drops] == [(old, "stale", None, 2)] * 2
+    assert batch.report["stale_dropped"] == 2
+    assert batch.report["staleness_mean"] == 1.0
+
+
+async def test_stale_groups_are_dropped_while_waiting(store: Store) -> None:
+    """Otherwise the rollout would wait for room, and the trainer for the rollout."""
+    await add_group(store, 0, [1.0, 0.0], version=0)
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=0))
+    assert await batcher.next_batch(1, 0, 5, wait=0.0) is None
+    assert set((await outcomes(store)).values()) == {"stale"}
+    assert (await store.progress(RUN)).groups_consumed == 1
+
+
+async def test_only_the_stale_part_of_a_group_is_dropped(store: Store) -> None:
+    group = await add_group(store, 0, [1.0], version=0, status=GroupStatus.OPEN)
+    await add_session(store, group, 1, 0.0, version=3)
+    await store.close_group(group, GroupStatus.READY)
+    batch = await take(store, Batcher(store, RUN, make_config(groups_per_step=1)), version=3)
+    assert [sample.sample_key for sample in batch.samples] == [f"{group}/1/0"]
+    assert batch.samples[0].advantages.min() < -0.9, "the old session still counts in the mean"
+    assert await outcomes(store) == {f"{group}/0/0": "stale", f"{group}/1/0": "trained"}
+
+
+async def test_groups_without_signal_are_consumed_with_the_step(store: Store) -> None:
+    await add_group(store, 0, [1.0, 1.0])
+    await add_group(store, 1, [1.0, 0.0])
+    batcher = Batcher(store, RUN, make_config(groups_per_step=2))
+    batch = await take(store, batcher)
+    assert batch.report["zero_signal"] == 1
+    assert batch.report["reward_mean"] == 0.75
+    assert len(batch.samples) == 2
+    dropped = [c for c in batch.claims if c.outcome is ClaimOutcome.DROPPED]
+    assert [(c.reason, c.step, c.reward) for c in dropped] == [("zero_signal", 1, 1.0)] * 2
+    assert await store.release_steps(RUN, after=0) == [1]
+    again = await Batcher(store, RUN, batcher.config).next_batch(1, 0, 0)
+    assert again is not None
+    assert again.claims == batch.claims, "a step given back after a crash is put together the same way"
+
+
+async def test_a_batch_may_have_no_signal_at_all(store: Store) -> None:
+    await add_group(store, 0, [0.0, 0.0])
+    batch = await take(store, Batcher(store, RUN, make_config(groups_per_step=1)))
+    assert batch.samples == []
+    assert batch.report["tokens"] == 0
+
+
+@pytest.mark.parametrize(("failed_reward", "trained"), [(None, 2), (-1.0, 3)])
+async def test_failed_sessions_by_failed_reward(
+    store: Store, failed_reward: float | None, trained: int
+) -> None:
+    group = await add_group(store, 0, [1.0, 0.0], status=GroupStatus.OPEN)
+    await add_session(store, group, 2, None, status=SessionStatus.FAILED)
+    await add_session(store, group, 3, None, status=SessionStatus.FAILED, calls=0)
+    await store.close_group(group, GroupStatus.READY)
+    config = make_config(groups_per_step=1, failed_reward=failed_reward)
+    batch = await take(store, Batcher(store, RUN, config))
+    assert len(batch.samples) == trained
+    assert batch.report["failed"] == 2
+    ended = await outcomes(store)
+    assert ended[f"{group}/2/0"] == ("failed" if failed_reward is None else "trained")
+    assert ended[f"{group}/3/0"] == ("failed" if failed_reward is None else "no_tokens")
+    if failed_reward is None:
+        assert batch.report["reward_mean"] == 0.5, "kept out of the mean"
+
+
+async def test_only_the_final_session_of_a_slot_counts(store: Store) -> None:
+    group = await add_group(store, 0, [0.0], status=GroupStatus.OPEN)
+    await add_session(store, group, 1, None, status=SessionStatus.FAILED)
+    await add_session(store, group, 1, 1.0, attempt=1)
+    await add_session(store, group, 1, 1.0, attempt=2, status=SessionStatus.ABANDONED)
+    await store.close_group(group, GroupStatus.READY)
+    batch = await take(store, Batcher(store, RUN, make_config(groups_per_step=1)))
+    assert [sample.session_id for sample in batch.samples] == [f"{group}:0.0", f"{group}:1.1"]
+    ended = await outcomes(store)
+    assert ended == {f"{group}/0/0": "trained", f"{group}/1/0": "trained", f"{group}:1.0/0": "superseded"}
+
+
+async def test_a_session_after_its_group_was_claimed_is_late(store: Store) -> None:
+    group = await add_group(store, 0, [1.0, 0.0])
+    config = make_config(groups_per_step=1)
+    batcher = Batcher(store, RUN, config)
+    await take(store, batcher)
+    await add_session(store, group, 1, 1.0, attempt=7)
+    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
+    assert (await outcomes(store))[f"{group}:1.7/0"] == "late"
+    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None, "and is dropped only once"
+    await add_session(store, group, 0, 1.0, attempt=8)
+    restarted = Batcher(store, RUN, config)
+    assert await restarted.next_batch(2, 0, 0, wait=0.0) is None
+    assert (await outcomes(store))[f"{group}:0.8/0"] == "late", "seen by a trainer that was restarted"
+
+
+async def test_groups_given_up_by_the_rollout_are_recorded(store: Store) -> None:
+    group = await add_group(store, 0, [1.0, None], status=GroupStatus.DROPPED, reason="session_failed")
+    assert await Batcher(store, RUN, make_config()).next_batch(1, 0, 0, wait=0.0) is None
+    assert await outcomes(store) == {f"{group}/0/0": "session_failed", f"{group}/1/0": "session_failed"}
+
+
+async def test_a_reward_on_one_call_adds_to_its_tokens(store: Store) -> None:
+    group = await add_group(store, 0, [1.0, 1.0], status=GroupStatus.OPEN)
+    session = await add_session(store, group, 2, 1.0, calls=2)
+    await store.add_rewards([Reward(session, 0.5, RewardSource.HUMAN, call_id=f"{session}#1")])
+    await store.close_group(group, GroupStatus.READY)
+    config = make_config(groups_per_step=1, advantage={"normalize": "none"})
+    batch = await take(store, Batcher(store, RUN, config))
+    assert batch.report["zero_signal"] == 0
+    assert batch.samples[2].advantages.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5]
+
+
+async def test_the_running_baseline_is_restored(store: Store) -> None:
+    await add_group(store, 0, [1.0])
+    await add_group(store, 1, [0.0])
+    config = make_config(groups_per_step=1, advantage={"estimator": "running", "normalize": "none"})
+    first = Batcher(store, RUN, config)
+    assert (await take(store, first)).report["zero_signal"] == 1
+    restarted = Batcher(store, RUN, config)
+    restarted.load_baseline(first.baseline_state())
+    batch = await take(store, restarted, step=2)
+    assert batch.samples[0].advantages.min() == -1.0
+
+
+async def test_committed_groups_never_come_again(store: Store) -> None:
+    await add_group(store, 0, [1.0, 0.0])
+    config = make_config(groups_per_step=1)
+    await take(store, Batcher(store, RUN, config))
+    await store.advance_step(RUN, 1, StepState.COMMITTED)
+    assert await Batcher(store, RUN, config).next_batch(2, 0, 0, wait=0.0) is None
+
+
+async def test_a_group_without_sessions_is_dropped_once(store: Store) -> None:
+    await add_group(store, 0, [])
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1))
+    batch = await take(store, batcher)
+    assert [claim.reason for claim in batch.claims] == ["no_sessions"]
+    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
