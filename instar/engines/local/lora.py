@@ -29,6 +29,9 @@ UNSUPPORTED = (
     "layer_replication",
     "use_qalora",
     "alora_invocation_tokens",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
 )
 
 
@@ -110,6 +113,12 @@ def _scale(config: dict[str, Any], folder: Path) -> float:
             )
     if config.get("bias", "none") != "none":
         raise EngineError(f"the adapter in {folder} trains biases, which the local engine does not implement")
+    # These begin by changing the base weights, which the adapter's folder does not hold.
+    start = str(config.get("init_lora_weights", True)).lower()
+    if start.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
+        raise EngineError(
+            f"the adapter in {folder} was begun by {start}, which the local engine does not implement"
+        )
     rank = float(config["r"])
     return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

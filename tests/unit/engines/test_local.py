@@ -1,0 +1,274 @@
+"""The local engine against plain transformers: the same numbers, whatever is batched or reused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from instar.config import LocalEngineConfig, ModelConfig
+from instar.engines.local.engine import LocalEngine
+from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.types import Artifact, Policy, SamplingParams
+from tests.tiny import make_tiny_model
+from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of, settled, versions_of
+
+PROMPT = TOKENIZER.encode(
+    "<|im_start|>user\nWhat is 615 plus 278? And 12 * 34?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def make_engine(folder: Path, **settings: Any) -> LocalEngine:
+    model = ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=512)
+    return LocalEngine(model, LocalEngineConfig(threads=1, **settings), stop_at_eos=False)
+
+
+@pytest.fixture
+async def engine(tiny: Path) -> AsyncIterator[LocalEngine]:
+    engine = make_engine(tiny, prefill_tokens=16)
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="session")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(tiny, folder, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    return folder
+
+
+def save_adapter(tiny: Path, folder: Path, config: LoraConfig) -> None:
+    """A PEFT adapter whose update is not zero."""
+    torch.manual_seed(3)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+
+
+def reference(folder: Path, adapter: Path | None = None) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return PeftModel.from_pretrained(model, str(adapter)) if adapter else model
+
+
+def expected_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
+    ids = torch.tensor([prompt + sampled])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    return [float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
+
+
+def adapter_policy(folder: Path, version: int = 1) -> Policy:
+    return Policy("p", version, Artifact("adapter", str(folder)))
+
+
+async def test_logprobs_of_mixed_batches_equal_a_plain_forward(engine: LocalEngine, tiny: Path) -> None:
+    """Prompts of many lengths, longer and shorter than a prefill piece, arriving in two waves."""
+    prompts = [PROMPT[:n] + TOKENIZER.encode("x" * n) for n in (2, 5, 17, 30, 33, 40)]
+    first = [
+        asyncio.create_task(collect(engine, p, max_tokens=30 - n, seed=n)) for n, p in enumerate(prompts)
+    ]
+    await asyncio.sleep(0.02)
+    second = [
+        asyncio.create_task(collect(engine, p, max_tokens=3 + n, seed=n)) for n, p in enumerate(prompts)
+    ]
+    model = reference(tiny)
+    for prompt, chunks in zip(prompts * 2, await asyncio.gather(*first, *second), strict=True):
+        assert logprobs_of(chunks) == pytest.approx(
+            expected_logprobs(model, prompt, ids_of(chunks)), abs=1e-4
+        )
+
+
+async def test_greedy_reply_equals_transformers_generate(engine: LocalEngine, tiny: Path) -> None:
+    chunks = await collect(engine, PROMPT, max_tokens=24, temperature=0)
+    ids = torch.tensor([PROMPT])
+    made = reference(tiny).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
+    )
+    eos = TOKENIZER.eos_token_id
+    if eos not in ids_of(chunks):  # min_new_tokens forbids it, the engine does not
+        assert ids_of(chunks) == made[0, len(PROMPT) :].tolist()
+
+
+async def test_logprobs_under_an_adapter_equal_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
+    await engine.load(adapter_policy(adapter))
+    model = reference(tiny, adapter)
+    chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
+    expected = expected_logprobs(model, PROMPT, ids_of(chunks))
+    assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
+    bare = expected_logprobs(reference(tiny), PROMPT, ids_of(chunks))
+    assert max(abs(a - b) for a, b in zip(expected, bare, strict=True)) > 0.05
+
+    await engine.load(Policy("p", 2, Artifact("base")))
+    chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
+    assert logprobs_of(chunks) == pytest.approx(
+        expected_logprobs(reference(tiny), PROMPT, ids_of(chunks)), abs=1e-4
+    )
+
+
+async def test_next_turn_computes_only_its_new_tokens(engine: LocalEngine, tiny: Path) -> None:
+    first = ids_of(await collect(engine, PROMPT, max_tokens=20, seed=1))
+    turn = PROMPT + first + TOKENIZER.encode("<|im_end|>\n<|im_start|>tool\n893<|im_end|>\n")
+    before = await engine.status()
+    chunks = await collect(engine, turn, max_tokens=20, seed=2)
+    after = await engine.status()
+    # The last sampled token was never fed to the model.
+    assert after.cached_tokens - before.cached_tokens == len(PROMPT) + len(first) - 1
+    assert logprobs_of(chunks) == pytest.approx(
+        expected_logprobs(reference(tiny), turn, ids_of(chunks)), abs=1e-4
+    )
+
+
+async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
+    """A whole group at once, the prefix longer than a prefill piece."""
+    prompts = [PROMPT + [50 + n // 4] * 3 for n in range(16)]
+    await asyncio.gather(*[collect(engine, p, max_tokens=4, seed=n) for n, p in enumerate(prompts)])
+    status = await engine.status()
+    computed = status.prompt_tokens - status.cached_tokens
+    # Everyone computes the last prompt token for its logits, and a tail too short to wait for.
+    assert computed <= len(PROMPT) + 16 * 4
+
+
+async def test_small_cache_still_gives_the_right_numbers(tiny: Path) -> None:
+    """Eviction and waiting for room, not failure, when the budget is one context."""
+    engine = make_engine(tiny, kv_tokens=512, max_batch=8)
+    prompts = [[n + 5] * 100 for n in range(8)]
+    replies = await asyncio.gather(*[collect(engine, p, max_tokens=50, seed=1) for p in prompts])
+    model = reference(tiny)
+    for prompt, chunks in zip(prompts, replies, strict=True):
+        assert logprobs_of(chunks) == pytest.approx(
+            expected_logprobs(model, prompt, ids_of(chunks)), abs=1e-4
+        )
+    await engine.close()
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        make_engine(tiny, kv_tokens=511)
+
+
+async def test_no_later_request_reads_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
+    """Swap in mid-session; the next turn and a bystander equal a fresh engine on the new weights."""
+    engine, fresh = make_engine(tiny), make_engine(tiny)
+    await fresh.load(adapter_policy(adapter))
+    await collect(engine, PROMPT, max_tokens=10, seed=0)
+
+    stream = engine.generate([*PROMPT, 7], SamplingParams(max_tokens=200, seed=1))
+    chunks = [await anext(stream) for _ in range(5)]
+    await engine.load(adapter_policy(adapter))
+    chunks += [chunk async for chunk in stream]
+    assert set(versions_of(chunks)) == {0, 1}
+
+    turn = [*PROMPT, 7, *ids_of(chunks), *TOKENIZER.encode("next turn")]
+    for prompt in (turn, [*PROMPT, 7], PROMPT):
+        ours = await collect(engine, prompt, max_tokens=10, seed=2)
+        theirs = await collect(fresh, prompt, max_tokens=10, seed=2)
+        assert ids_of(ours) == ids_of(theirs)
+        assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-5)
+    await engine.close()
+    await fresh.close()
+
+
+async def test_loads_full_weights_and_goes_back(engine: LocalEngine, tiny: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    await engine.load(Policy("p", 1, Artifact("weights", str(other))))
+    chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
+    assert logprobs_of(chunks) == pytest.approx(
+        expected_logprobs(reference(other), PROMPT, ids_of(chunks)), abs=1e-4
+    )
+    await engine.load(Policy("p", 2, Artifact("base")))
+    chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
+    assert logprobs_of(chunks) == pytest.approx(
+        expected_logprobs(reference(tiny), PROMPT, ids_of(chunks)), abs=1e-4
+    )
+    wider = make_tiny_model(tmp_path / "wider", hidden=128)
+    with pytest.raises(EngineError, match="another architecture"):
+        await engine.load(Policy("p", 3, Artifact("weights", str(wider))))
+    with pytest.raises(EngineError, match="cannot read"):
+        await engine.load(Policy("p", 3, Artifact("weights", str(tmp_path / "nowhere"))))
+    assert (await engine.status()).version == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+    ],
+)
+async def test_refuses_adapters_it_would_compute_wrongly(
+    engine: LocalEngine, tiny: Path, tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    save_adapter(tiny, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
+    with pytest.raises(EngineError, match=named):
+        await engine.load(adapter_policy(tmp_path))
+    with pytest.raises(EngineError, match="cannot read"):
+        await engine.load(adapter_policy(tmp_path / "missing"))
+    assert (await engine.status()).version == 0
+
+
+async def test_a_failure_reaches_every_caller(tiny: Path) -> None:
+    """The model breaks under way: requests in flight, later ones and status all say so; none hangs."""
+    engine = make_engine(tiny)
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, temperature=0))
+    await anext(stream)
+    engine._model._model.model.layers[0].mlp = None
+    with pytest.raises(EngineError, match="stopped"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineError, match="stopped"):
+        await engine.status()
+    with pytest.raises(EngineError, match="stopped"):
+        await collect(engine, PROMPT)
+    with pytest.raises(EngineError, match="stopped"):
+        await engine.load(Policy("p", 1, Artifact("base")))
+    await engine.close()
+
+
+async def test_close_ends_what_is_in_flight(tiny: Path) -> None:
+    engine = make_engine(tiny)
+    task = asyncio.create_task(collect(engine, PROMPT, max_tokens=400))
+    await asyncio.sleep(0.05)
+    await engine.close()
+    with pytest.raises(EngineUnavailable):
+        await task
+
+
+async def test_random_arrivals_and_cancellations_keep_every_number_right(tiny: Path) -> None:
+    """Rows are moved, swapped and freed in every order; each finished reply still checks out."""
+    engine = make_engine(tiny, prefill_tokens=24, max_batch=6)
+    model = reference(tiny)
+
+    async def client(n: int) -> None:
+        await asyncio.sleep(0.003 * (n % 7))
+        prompt = [(n * 7 + i * i) % 200 + 5 for i in range(1 + (n * 13) % 60)]
+        stream = engine.generate(prompt, SamplingParams(max_tokens=1 + (n * 5) % 23, seed=n))
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            if n % 5 == 0 and len(chunks) == 4:
+                await stream.aclose()
+                return
+        expected = expected_logprobs(model, prompt, ids_of(chunks))
+        assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
+
+    await asyncio.gather(*[client(n) for n in range(60)])
+    await settled(engine)
+    await engine.close()
+
+
+async def test_ends_at_the_models_eos(tiny: Path) -> None:
+    model = ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=512)
+    engine = LocalEngine(model, LocalEngineConfig(threads=1))
+    eos = TOKENIZER.eos_token_id
+    replies = await asyncio.gather(*[collect(engine, PROMPT, max_tokens=200, seed=s) for s in range(40)])
+    ended = [chunks for chunks in replies if chunks[-1].finish_reason == "stop"]
+    assert ended
+    for chunks in replies:
+        assert (eos in ids_of(chunks)) == (ids_of(chunks)[-1] == eos) == (chunks[-1].finish_reason == "stop")
+    await engine.close()

@@ -1,0 +1,106 @@
+"""What is drawn follows the distribution that is reported."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from instar.engines.local.sampling import Drawn, Sampler
+from instar.types import SamplingParams
+
+ROWS = 4000
+
+
+def draw(logits_V: Tensor, params: SamplingParams, rows: int = ROWS) -> Drawn:
+    rng = Random(0)
+    return Sampler("cpu").draw(logits_V.expand(rows, -1), [params] * rows, [rng] * rows)
+
+
+def assert_frequencies(ids: list[int], probabilities: Tensor) -> None:
+    """Chi-square over tokens expected at least five times: within six deviations of its mean."""
+    counts = torch.bincount(torch.tensor(ids), minlength=len(probabilities)).double()
+    expected = probabilities.double() * len(ids)
+    common = expected >= 5
+    chi = ((counts - expected)[common] ** 2 / expected[common]).sum().item()
+    freedom = int(common.sum())
+    assert chi < freedom + 6 * math.sqrt(2 * freedom)
+    assert counts[probabilities == 0].sum() == 0
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 300])
+def test_plain_rows_follow_the_softmax(vocab: int) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
+    drawn = draw(logits, SamplingParams())
+    assert_frequencies(drawn.ids, logits.softmax(-1))
+    expected = logits.log_softmax(-1)[drawn.ids]
+    assert drawn.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    assert drawn.behavior == [None] * ROWS
+
+
+def test_tokens_of_no_probability_are_never_drawn() -> None:
+    logits = torch.full((260,), -torch.inf)
+    logits[[0, 130, 259]] = torch.tensor([1.0, 1.0, 1.0])
+    assert set(draw(logits, SamplingParams()).ids) == {0, 130, 259}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=1.7),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    ],
+)
+def test_behavior_logprobs_are_of_the_distribution_drawn_from(params: SamplingParams) -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(2)) * 2
+    drawn = draw(logits, params)
+    expected = truncated_by_the_book(logits, params)
+    assert_frequencies(drawn.ids, expected)
+    assert drawn.behavior == pytest.approx(expected[drawn.ids].log().tolist(), abs=1e-4)
+    assert drawn.logprobs == pytest.approx(logits.log_softmax(-1)[drawn.ids].tolist(), abs=1e-5)
+
+
+def truncated_by_the_book(logits: Tensor, params: SamplingParams) -> Tensor:
+    probabilities = (logits / params.temperature).softmax(-1)
+    order = probabilities.argsort(descending=True).tolist()
+    if params.top_k:
+        order = order[: params.top_k]
+    total = sum(float(probabilities[i]) for i in order)
+    kept: list[int] = []
+    mass = 0.0
+    for i in order:
+        kept.append(i)
+        mass += float(probabilities[i]) / total
+        if mass >= params.top_p:
+            break
+    result = torch.zeros_like(probabilities)
+    result[kept] = probabilities[kept] / probabilities[kept].sum()
+    return result
+
+
+def test_rows_of_every_kind_in_one_step_do_not_disturb_each_other() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 300, generator=generator) * 2
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.6),
+        SamplingParams(top_p=0.5),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=3),
+    ]
+    sampler = Sampler("cpu")
+    together = sampler.draw(logits, kinds, [Random(n) for n in range(6)])
+    for n, params in enumerate(kinds):
+        alone = sampler.draw(logits[n : n + 1], [params], [Random(n)])
+        assert alone.ids == [together.ids[n]]
+        assert alone.logprobs == pytest.approx([together.logprobs[n]], abs=1e-6)
+        assert (together.behavior[n] is None) == (params == SamplingParams())
+    assert together.ids[1] == int(logits[1].argmax())
+    assert together.behavior[1] == 0.0
