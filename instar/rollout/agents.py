@@ -8,8 +8,9 @@ import inspect
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -19,8 +20,8 @@ from instar.errors import AgentError, ConfigError
 from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.types import Json, Task
 
-OUTPUT_KEPT = 64 * 1024
-"""Bytes kept of the end of a program's output."""
+OUTPUT_READ = 64 * 1024
+"""Bytes read of the end of a program's output, where its reward may be."""
 STDERR_SHOWN = 800
 
 
@@ -92,32 +93,35 @@ class CommandAgent(Agent):
             "INSTAR_TASK": msgspec.json.encode(task.data).decode(),
             "INSTAR_SESSION_ID": session.session_id,
         }
+        # Files, not pipes: a pipe is only at its end when every process that inherited it is gone.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            code = await self._execute(command, env, out, err)
+            if code != 0:
+                ended = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+                said = _tail(err, STDERR_SHOWN).strip() or "no stderr"
+                raise AgentError(f"{command[0]!r} {ended}: {said}")
+            return AgentResult(reward=_reward_of(_tail(out, OUTPUT_READ)))
+
+    async def _execute(self, command: list[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> int:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=env,
                 cwd=self.config.cwd,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
             )
         except OSError as error:
             raise AgentError(f"cannot start {command[0]!r}: {error.strerror or error}") from error
-        assert process.stdout is not None
-        assert process.stderr is not None
-        out = asyncio.create_task(_tail(process.stdout))
-        err = asyncio.create_task(_tail(process.stderr))
         try:
-            code = await process.wait()
+            return await process.wait()
         finally:
-            # Whatever it left behind holds its pipes open, and would run on unseen.
-            _kill_group(process.pid)
-            await asyncio.gather(process.wait(), out, err)
-        if code != 0:
-            ended = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-            raise AgentError(f"{command[0]!r} {ended}: {err.result().strip()[-STDERR_SHOWN:] or 'no stderr'}")
-        return AgentResult(reward=_reward_of(out.result()))
+            # Also after a good end: whatever it left behind would run on unseen.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
 
 def fill(part: str, data: Json) -> str:
@@ -132,17 +136,10 @@ def fill(part: str, data: Json) -> str:
     return re.sub(r"\{(\w+)\}", value, part)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read to the end, so that the program never blocks on a full pipe; keep what came last."""
-    kept = b""
-    while chunk := await stream.read(65536):
-        kept = (kept + chunk)[-OUTPUT_KEPT:]
-    return kept.decode(errors="replace")
+def _tail(file: IO[bytes], size: int) -> str:
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - size))
+    return file.read().decode(errors="replace")
 
 
 def _reward_of(output: str) -> float | None:

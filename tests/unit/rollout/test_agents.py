@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.config import CommandAgentConfig, FunctionAgentConfig
+from instar.errors import AgentError, AgentTimeout, ConfigError
+from instar.rollout.agents import CommandAgent, FunctionAgent, create_agent
+from instar.rollout.base import AgentResult, AgentSession
+from instar.rollout.slots import within
+from instar.types import Task
+
+HERE = "tests.unit.rollout.test_agents"
+SESSION = AgentSession("sess-1", "http://127.0.0.1:9/s/sess-1/v1", "sk-secret")
+TASK = Task("t", {"question": "2 {x} 3?", "n": 5})
+
+
+async def returns(task: dict[str, Any], session: AgentSession, value: Any = None) -> Any:
+    assert task == TASK.data
+    assert session is SESSION
+    return tuple(value) if isinstance(value, list) else value
+
+
+async def exits(task: dict[str, Any], session: AgentSession) -> None:
+    sys.exit("enough")
+
+
+def not_async(task: dict[str, Any], session: AgentSession) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "result"),
+    [
+        (None, AgentResult()),
+        (0.5, AgentResult(reward=0.5)),
+        (True, AgentResult(reward=1.0)),
+        ([3, 1], AgentResult(reward=1.0, turns=3)),
+        ([3, None], AgentResult(turns=3)),
+    ],
+)
+async def test_what_a_function_may_return(value: Any, result: AgentResult) -> None:
+    config = FunctionAgentConfig(type="function", function=f"{HERE}:returns", args={"value": value})
+    assert await create_agent(config).run(TASK, SESSION) == result
+
+
+async def test_what_it_may_not() -> None:
+    bad = FunctionAgent(
+        FunctionAgentConfig(type="function", function=f"{HERE}:returns", args={"value": "ok"})
+    )
+    with pytest.raises(AgentError, match="returned 'ok'"):
+        await bad.run(TASK, SESSION)
+    with pytest.raises(AgentError, match="enough"):
+        await FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:exits")).run(TASK, SESSION)
+    with pytest.raises(ConfigError, match="no async function"):
+        FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:not_async"))
+
+
+def script(tmp_path: Path, text: str, *arguments: str, **fields: Any) -> CommandAgent:
+    path = tmp_path / "agent.py"
+    path.write_text(text)
+    return CommandAgent(
+        CommandAgentConfig(type="command", command=[sys.executable, str(path), *arguments], **fields)
+    )
+
+
+async def test_a_program_is_told_all_it_needs(tmp_path: Path) -> None:
+    text = """
+import json, os, sys
+assert os.environ["OPENAI_BASE_URL"].endswith("/s/sess-1/v1"), os.environ["OPENAI_BASE_URL"]
+assert os.environ["OPENAI_API_KEY"] == "sk-secret"
+assert os.environ["INSTAR_SESSION_ID"] == "sess-1"
+assert json.loads(os.environ["INSTAR_TASK"]) == {"question": "2 {x} 3?", "n": 5}
+assert os.environ["EXTRA"] == "1"
+assert sys.argv[1:] == ["2 {x} 3?", "n=5 {other}"], sys.argv
+print("x" * 200_000)
+print(json.dumps({"reward": 0.25}))
+"""
+    agent = script(tmp_path, text, "{question}", "n={n} {other}", env={"EXTRA": "1"}, cwd=tmp_path)
+    assert (await agent.run(TASK, SESSION)).reward == 0.25
+
+
+@pytest.mark.parametrize(
+    ("last_line", "reward"), [("done", None), ("{not json", None), ('{"score": 1}', None)]
+)
+async def test_a_program_need_not_give_a_reward(tmp_path: Path, last_line: str, reward: None) -> None:
+    assert (await script(tmp_path, f"print({last_line!r})").run(TASK, SESSION)).reward is reward
+
+
+async def test_a_failing_program_is_an_agent_error_with_its_stderr(tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match=r"exited with 3: .*the disk is on fire"):
+        await script(tmp_path, "import sys; print('the disk is on fire', file=sys.stderr); sys.exit(3)").run(
+            TASK, SESSION
+        )
+    with pytest.raises(AgentError, match="signal 9"):
+        await script(tmp_path, "import os; os.kill(os.getpid(), 9)").run(TASK, SESSION)
+    with pytest.raises(AgentError, match="cannot start"):
+        await CommandAgent(CommandAgentConfig(type="command", command=["/no/such"])).run(TASK, SESSION)
+
+
+def runs(pid: int) -> bool:
+    """A killed orphan stays a zombie where nobody reaps it: it runs no more."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+async def until_gone(pid: int) -> None:
+    for _ in range(100):
+        if not runs(pid):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+GRANDCHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(child.pid))
+"""
+
+
+async def test_the_deadline_kills_grandchildren_too(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    agent = script(tmp_path, GRANDCHILD + "time.sleep(600)\n", str(pids))
+    began = time.monotonic()
+    with pytest.raises(AgentTimeout, match=r"deadline of 1\.5 s"):
+        await within(1.5, agent.run(TASK, SESSION), "the agent")
+    assert time.monotonic() - began < 6
+    await until_gone(int(pids.read_text()))
+
+
+async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    await asyncio.wait_for(script(tmp_path, GRANDCHILD, str(pids)).run(TASK, SESSION), 20)
+    await until_gone(int(pids.read_text()))

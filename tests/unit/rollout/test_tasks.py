@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from instar.config import TasksConfig
+from instar.errors import ConfigError
+from instar.rollout.tasks import TaskSet, load_tasks
+
+HERE = "tests.unit.rollout.test_tasks"
+
+
+def load(**fields: Any) -> TaskSet:
+    return load_tasks(TypeAdapter[TasksConfig](TasksConfig).validate_python(fields))
+
+
+def some_tasks(count: int) -> list[dict[str, int]]:
+    return [{"n": number} for number in range(count)]
+
+
+def named_twice() -> list[dict[str, str]]:
+    return [{"task_id": "a"}, {"task_id": "a"}]
+
+
+def not_dicts() -> list[str]:
+    return ["question"]
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": 7, "q": "a"}\n\n{"id": 8, "q": "b"}\n')
+    assert [task.task_id for task in load(type="jsonl", path=path).tasks] == ["line-1", "line-3"]
+    assert [task.task_id for task in load(type="jsonl", path=path, id_field="id").tasks] == ["7", "8"]
+    assert load(type="jsonl", path=path)[1].data == {"id": 8, "q": "b"}
+    assert len(load(type="jsonl", path=path, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"id": 1}\n{oops}\n', r"tasks\.jsonl, line 2: not JSON"),
+        ('{"id": 1}\n[1]\n', r"tasks\.jsonl, line 2: a task is a JSON object"),
+        ('{"id": 1}\n{"x": 1}\n', r"tasks\.jsonl, line 2: no field 'id'"),
+        ('{"id": 1}\n{"id": 1}\n', r"two tasks have the id '1'"),
+        ("", r"there are none"),
+    ],
+)
+def test_jsonl_faults_name_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=fault):
+        load(type="jsonl", path=path, id_field="id")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.jsonl: No such file"):
+        load(type="jsonl", path=tmp_path / "nothing.jsonl")
+
+
+def test_python_tasks() -> None:
+    tasks = load(type="python", function=f"{HERE}:some_tasks", args={"count": 3})
+    assert [(task.task_id, task.data) for task in tasks.tasks][2] == ("2", {"n": 2})
+    with pytest.raises(ConfigError, match="two tasks have the id 'a'"):
+        load(type="python", function=f"{HERE}:named_twice")
+    with pytest.raises(ConfigError, match=r"item 0 .* is str, not a dict"):
+        load(type="python", function=f"{HERE}:not_dicts")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_reasoning_gym_scores_its_own_answers() -> None:
+    tasks = load(type="reasoning_gym", dataset="basic_arithmetic", size=5, seed=1)
+    assert len(tasks) == 5
+    assert tasks.scorer is not None
+    for task in tasks.tasks:
+        assert tasks.scorer(task, task.data["answer"]) == 1.0
+        assert tasks.scorer(task, f"I think so. Answer: {task.data['answer']}") == 1.0
+        assert tasks.scorer(task, "no idea") < 1.0
+    with pytest.raises(ConfigError, match=r"tasks\.dataset: .*nothing_like_it"):
+        load(type="reasoning_gym", dataset="nothing_like_it")
