@@ -48,14 +48,14 @@ def prepare(
     _check_tables(connection, path)
 
 
-def check(connection: sqlite3.Connection, path: Path) -> None:
+def check(connection: sqlite3.Connection, path: Path, *, version: int = VERSION) -> None:
     """That a file opened for reading only is a store of this version."""
-    found = _found_version(connection, path, VERSION)
+    found = _found_version(connection, path, version)
     if found == 0:
         raise StoreError(f"{path} is empty: no run has written to it")
-    if found < VERSION:
+    if found < version:
         raise StoreError(
-            f"{path} has schema version {found}, this Instar reads {VERSION}: it is brought up to date when "
+            f"{path} has schema version {found}, this Instar reads {version}: it is brought up to date when "
             "opened for writing, by `instar serve` or `instar train --resume`"
         )
     _check_tables(connection, path)

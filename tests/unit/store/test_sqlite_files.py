@@ -40,6 +40,10 @@ def damage(path: Path, start: int, stop: int | None, content: bytes) -> None:
     path.write_bytes(data)
 
 
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
 def restore(path: Path, dump: Path) -> None:
     database = sqlite3.connect(path)
     database.executescript(dump.read_text())
@@ -126,6 +130,26 @@ def test_reader_makes_nothing(path: Path) -> None:
     with pytest.raises(StoreError, match="is empty"):
         SqliteStore(path, read_only=True)
     assert path.stat().st_size == 0
+
+
+async def test_reader_of_a_closed_store_leaves_it_as_it_is(path: Path) -> None:
+    await fill(path, calls=3)
+    before = content(path)
+    store = SqliteStore(path, read_only=True)
+    assert len(await store.calls("s")) == 3
+    with pytest.raises(StoreError, match="reading only"):
+        await store.add_calls([make_call("late")])
+    await store.close()
+    assert content(path) == before
+
+
+async def test_reader_does_not_migrate(path: Path) -> None:
+    await fill(path)
+    connection = connect(path, read_only=True)
+    with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
+        migrations.check(connection, path, version=VERSION + 1)
+    connection.close()
+    assert version_of(path) == VERSION
 
 
 # --- migrations ---------------------------------------------------------------------------------
