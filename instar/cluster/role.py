@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import FATAL
@@ -26,11 +27,15 @@ from instar.errors import EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
 from instar.types import Endpoint
 
+if TYPE_CHECKING:
+    from instar.trainer.loop import Trainer
+
 ADMIN_KEY = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
 ENGINE_URL = "INSTAR_ENGINE_URL"
 GATEWAY_URL = "INSTAR_GATEWAY_URL"
 HEARTBEAT = 0.5
+FINISHED = "finished"
 
 
 class Context:
@@ -160,8 +165,7 @@ async def engine(context: Context) -> None:
             await asyncio.sleep(HEARTBEAT)
 
     app = create_engine_app(served, os.environ[ENGINE_TOKEN])
-    await _until_stopped(
-        context,
+    await _first(
         serve(app, listener, stop=context.stop),
         refresh(),
         context.heartbeat(store, doing, os.environ[ENGINE_URL]),
@@ -175,11 +179,11 @@ async def gateway(context: Context) -> None:
     from instar.gateway.app import create_app
     from instar.gateway.serve import serve
     from instar.models import resolve_model
-    from instar.record.render import Renderer
+    from instar.record.render import load_renderer
 
     store = context.open_store()
     await context.announce(store, "loading the tokenizer")
-    renderer = Renderer.load(resolve_model(context.config.model.name), context.config.model)
+    renderer = load_renderer(resolve_model(context.config.model.name), context.config.model)
     remote = await RemoteEngine.connect(os.environ[ENGINE_URL], os.environ[ENGINE_TOKEN], timeout=300)
     rollout = context.config.rollout
     app = create_app(
@@ -193,8 +197,7 @@ async def gateway(context: Context) -> None:
         train_sampling=rollout.sampling if rollout else None,
         admin_key=os.environ[ADMIN_KEY],
     )
-    await _until_stopped(
-        context,
+    await _first(
         serve(app, context.socket(), stop=context.stop),
         context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
     )
@@ -235,17 +238,27 @@ async def trainer(context: Context) -> None:
         log=context.log,
     )
     stopper = asyncio.create_task(_when(context.stop, loop.stop))
+    watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
     beating = asyncio.create_task(context.heartbeat(store, lambda: loop.doing))
     try:
         await loop.run()
     finally:
         stopper.cancel()
+        watching.cancel()
         beating.cancel()
         monitor.close()
         await backend.close()
         await remote.close()
     await context.announce(store, loop.doing)
     await store.close()
+
+
+async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
+    """Rollout that ended by itself brings no more data: the trainer drains what there is."""
+    while not loop.rollout_finished:
+        endpoints = await store.endpoints(run_id)
+        loop.rollout_finished = any(e.role == "rollout" and e.doing == FINISHED for e in endpoints)
+        await asyncio.sleep(HEARTBEAT)
 
 
 async def rollout(context: Context) -> None:
@@ -286,8 +299,8 @@ async def rollout(context: Context) -> None:
         await agent.close()
         await client.close()
         monitor.close()
-    if not context.stop.is_set():
-        await context.announce(store, "finished")
+    if not context.stop.is_set() and not context.arguments.evaluate:
+        await context.announce(store, FINISHED)
     await store.close()
 
 
@@ -297,11 +310,6 @@ ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {
     "trainer": trainer,
     "rollout": rollout,
 }
-
-
-async def _until_stopped(context: Context, *parts: Awaitable[None]) -> None:
-    """Run the parts until asked to stop, or until one of them ends or fails."""
-    await _first(*parts)
 
 
 async def _first(*parts: Awaitable[object]) -> None:

@@ -70,6 +70,8 @@ class Trainer:
         self.saved_step = 0
         self.clock = Clock()
         self.stopping = asyncio.Event()
+        self.rollout_finished = False
+        """Whether no more groups are coming."""
 
     # --- the run ---------------------------------------------------------------------------------
 
@@ -82,7 +84,11 @@ class Trainer:
             head = await self.store.head(self.policy_id)
             waited = time.monotonic()
             batch = await self.batcher.next_batch(
-                step=self.step + 1, epoch=0, version=head.version, stop=self.stopping
+                step=self.step + 1,
+                epoch=0,
+                version=head.version,
+                stop=self.stopping,
+                finished=lambda: self.rollout_finished,
             )
             if batch is None:
                 break
