@@ -21,6 +21,8 @@ PROBE_TOOL = Tool(
     parameters={"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
 )
 _REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
+_SHAPES = 6
+"""Stand-in histories to try: with and without a system message, up to two turns before."""
 
 
 class RenderIds(Protocol):
@@ -65,22 +67,25 @@ class TemplateBridge:
             return None
         if any(message["role"] in ("assistant", "system") for message in new_messages):
             return None
-        behind = self._behind(self._history(0, new_messages), new_messages, tools)
-        if behind is None:
+        behind = self._behind(0, new_messages, tools)
+        if not behind:
             return None
         closed = len(sampled_ids) > 0 and sampled_ids[-1] in self._stop_ids
         return [*prompt_ids, *sampled_ids, *(behind[1:] if closed else behind)]
 
-    def _behind(
-        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
-    ) -> list[int] | None:
-        """The tokens from the end-of-turn token of ``history`` (which ends in a reply) on."""
-        asked = len(self._render(history[:-1], tools, generation=False))
-        answered = self._render(history, tools, generation=False)
-        whole = self._render([*history, *new], tools, generation=True)
+    def _behind(self, shape: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """The tokens from the end-of-turn token of a stand-in history on; empty when they are not to be
+        found, None when the template refuses such a conversation."""
+        history = self._history(shape, new)
+        try:
+            asked = len(self._render(history[:-1], tools, generation=False))
+            answered = self._render(history, tools, generation=False)
+            whole = self._render([*history, *new], tools, generation=True)
+        except RenderError:
+            return None
         end = next((i for i in reversed(range(asked, len(answered))) if answered[i] in self._stop_ids), None)
         if end is None or whole[: end + 1] != answered[: end + 1]:
-            return None
+            return []
         return whole[end:]
 
     def _history(self, shape: int, new: Sequence[Message]) -> list[Message]:
@@ -108,27 +113,28 @@ class TemplateBridge:
         return [*before, question, reply]
 
     def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
-        try:
-            return all(self._same_behind_all(new, tools) for new in _new_messages(role)) and (
-                role == "tool" or self._matches_whole_render(tools)
-            )
-        except RenderError:
-            # The template refuses the role: there is nothing to bridge.
+        probes = _new_messages(role)
+        outcomes = [self._same_behind_all(new, tools) for new in probes]
+        # A template may refuse the longer ones (two user messages in a row, say), not the plain one.
+        if outcomes[0] is None or False in outcomes:
             return False
+        return role == "tool" or self._matches_whole_render(probes[0], tools)
 
-    def _same_behind_all(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        found = [self._behind(self._history(shape, new), new, tools) for shape in range(6)]
-        return found[0] is not None and all(other == found[0] for other in found)
+    def _same_behind_all(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
+        """None when the template refuses these messages behind every history."""
+        tried = [self._behind(shape, new, tools) for shape in range(_SHAPES)]
+        found = [behind for behind in tried if behind is not None]
+        return all(behind and behind == found[0] for behind in found) if found else None
 
-    def _matches_whole_render(self, tools: Sequence[Tool]) -> bool:
+    def _matches_whole_render(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """That prompt + reply + difference is what the template writes for the whole conversation."""
-        new = [Message(role="user", content="And then?")]
-        for shape in range(6):
+        for shape in range(_SHAPES):
+            if (behind := self._behind(shape, new, tools)) is None:
+                continue
             history = self._history(shape, new)
-            behind = self._behind(history, new, tools)
             prompt = self._render(history[:-1], tools, generation=True)
             whole = self._render([*history, *new], tools, generation=True)
-            if behind is None or [*prompt, *self._encode(history[-1]["content"]), *behind] != whole:
+            if [*prompt, *self._encode(history[-1]["content"]), *behind] != whole:
                 return False
         return True
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from instar.config import ModelConfig
+from instar.models import DEFAULT_MODEL, is_cached, resolve_model
+from instar.record.render import TemplateRenderer, load_renderer
+from tests.tiny import CHATML, make_tiny_tokenizer
+
+Load = Callable[..., TemplateRenderer]
+
+
+@pytest.fixture(scope="session")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """A renderer over the tiny tokenizer with a given template."""
+
+    def load(template: str = CHATML, tool_format: str = "auto") -> TemplateRenderer:
+        folder = tmp_path_factory.mktemp("model")
+        make_tiny_tokenizer(template=template).save_pretrained(folder)
+        LlamaConfig().save_pretrained(folder)
+        model = ModelConfig.model_validate({"name": str(folder), "tool_format": tool_format})
+        renderer = load_renderer(folder, model)
+        assert isinstance(renderer, TemplateRenderer)
+        return renderer
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tiny(load: Load) -> TemplateRenderer:
+    return load()
+
+
+@pytest.fixture(scope="session", params=["tiny", DEFAULT_MODEL])
+def renderer(request: pytest.FixtureRequest, tiny: TemplateRenderer) -> TemplateRenderer:
+    """The tiny model's, and the default model's where that is in the cache."""
+    if request.param == "tiny":
+        return tiny
+    if not is_cached(DEFAULT_MODEL):
+        pytest.skip(f"{DEFAULT_MODEL} is not in the cache")
+    folder: Path = resolve_model(DEFAULT_MODEL)
+    loaded = load_renderer(folder, ModelConfig())
+    assert isinstance(loaded, TemplateRenderer)
+    return loaded

@@ -1,0 +1,67 @@
+"""Random conversations for tests: words, tool calls, junk, and replies of arbitrary tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from instar.record.tools import format_call
+from instar.types import Message, Tool, ToolCall
+
+CALC = Tool(
+    name="calc",
+    description="Evaluate arithmetic.",
+    parameters={
+        "type": "object",
+        "properties": {"expression": {"type": "string"}, "digits": {"type": "integer"}},
+        "required": ["expression"],
+    },
+)
+PIECES = [
+    "hello", " world", "\n", "\n\n", "  ", "42", "é", "日本", "😀", "👩‍👩‍👧", "<", "<tool", "<tool_call>",
+    "</tool_call>", "{", '"', "stop", "<|im_end|", "a", ".", "\t", "ö",
+]  # fmt: skip
+
+
+def words(rng: random.Random, most: int = 8) -> str:
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, most)))
+
+
+def call_text(rng: random.Random) -> str:
+    arguments = json.dumps({"expression": words(rng, 3).replace("</tool_call>", "")}, ensure_ascii=False)
+    return format_call(ToolCall(id="", name="calc", arguments=arguments))
+
+
+def reply_text(rng: random.Random) -> str:
+    parts = [words(rng)]
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        parts += [call_text(rng), rng.choice(["", "\n", " ", words(rng, 3)])]
+    return "".join(parts)
+
+
+def follow_up(rng: random.Random, reply: Message) -> list[Message]:
+    """What an agent sends behind a reply: results for its calls, or another question."""
+    results = [
+        Message(role="tool", content=words(rng), tool_call_id=call["id"])
+        for call in reply.get("tool_calls", ())
+    ]
+    if results and rng.random() < 0.8:
+        return results
+    return [*results, Message(role="user", content=words(rng))]
+
+
+def echo(rng: random.Random, reply: Message) -> Message:
+    """A reply as agents send it back: its white space stripped, its arguments written anew."""
+    message = Message(role="assistant", content=reply["content"])
+    if rng.random() < 0.5:
+        message["content"] = message["content"].strip()
+    if calls := reply.get("tool_calls"):
+        message["tool_calls"] = [
+            ToolCall(
+                id=call["id"] if rng.random() < 0.5 else "other",
+                name=call["name"],
+                arguments=json.dumps(json.loads(call["arguments"]), separators=(",", ":")),
+            )
+            for call in calls
+        ]
+    return message

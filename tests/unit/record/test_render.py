@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from instar.errors import ConfigError, RenderError
+from instar.record.render import TemplateRenderer
+from instar.types import Message
+from tests.tiny import CHATML
+from tests.unit.record.conftest import Load
+from tests.unit.record.talk import CALC, follow_up, reply_text, words
+
+QUESTION = Message(role="user", content="What is 24 * 310?")
+
+HERMES = (
+    "{% if tools %}{{ '<|im_start|>system\nTools: ' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>' }}{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Writes the last reply in another way than earlier ones, as templates that drop old reasoning do.
+FORGETFUL = CHATML.replace("+ message['content'] +", "+ ('' if loop.last else '~') + message['content'] +")
+COUNTING = CHATML.replace("'<|im_start|>' +", "'<|im_start|>' + (loop.index | string) +")
+ALTERNATING = (
+    "{% for message in messages %}{% if message.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}" + CHATML
+)
+
+
+def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> None:
+    rng = random.Random(1)
+    for _ in range(40):
+        messages = [Message(role="system", content=words(rng))] if rng.random() < 0.5 else []
+        messages.append(Message(role="user", content=words(rng)))
+        tools = [CALC] if rng.random() < 0.8 else []
+        prompt = renderer.render(messages, tools)
+        canonical = True
+        for _ in range(rng.randint(1, 4)):
+            text = reply_text(rng)
+            sampled = renderer._encode(text)
+            ended = rng.random() < 0.7
+            if ended:
+                sampled.append(renderer.stop_token_ids[0])
+            reply = renderer.parse(sampled, tools)
+            new = follow_up(rng, reply)
+            extended = renderer.extend(prompt, sampled, new, tools)
+            assert extended is not None
+            assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+            messages += [Message(role="assistant", content=text), *new]
+            whole = renderer.render(messages, tools)
+            assert renderer._decode(extended) == renderer._decode(whole)
+            # White space that was sampled first stands alone; the whole text merges it with what is before.
+            canonical = canonical and not text[:1].isspace()
+            if canonical:
+                assert extended == whole
+            prompt = extended
+
+
+def test_cut_reply_is_closed_by_unsampled_tokens(renderer: TemplateRenderer) -> None:
+    prompt = renderer.render([QUESTION])
+    sampled = renderer._encode("It is")
+    new = [Message(role="user", content="Go on")]
+    cut = renderer.extend(prompt, sampled, new)
+    ended = renderer.extend(prompt, [*sampled, renderer.stop_token_ids[0]], new)
+    assert cut is not None
+    assert cut == ended
+
+
+def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
+    text = renderer._decode(renderer.render([QUESTION], [CALC]))
+    assert (
+        "<|im_start|>system\nTools:\n"
+        "calc(expression: string, digits?: integer): Evaluate arithmetic.\n"
+        'To call a tool, write <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n' in text
+    )
+    assert renderer.generic_tools
+
+
+def test_template_that_knows_tools_is_used(load: Load) -> None:
+    renderer = load(HERMES)
+    assert not renderer.generic_tools
+    assert renderer.bridged_roles == {"user", "tool"}
+    sampled = renderer._encode('<tool_call>{"name":"calc","arguments":{"expression":"1"}}</tool_call>')
+    sampled.append(renderer.stop_token_ids[0])
+    prompt = renderer.render([QUESTION], [CALC])
+    reply = renderer.parse(sampled, [CALC])
+    new = follow_up(random.Random(0), reply)
+    extended = renderer.extend(prompt, sampled, new, [CALC])
+    assert extended is not None
+    rendered = renderer.render([QUESTION, reply, *new], [CALC])
+    assert extended[len(prompt) + len(sampled) :] == rendered[-(len(extended) - len(prompt) - len(sampled)) :]
+
+
+def test_tool_format_generic_overrides_the_template(load: Load) -> None:
+    assert load(HERMES, "generic").generic_tools
+
+
+def test_tool_format_template_is_refused_where_the_template_knows_no_tools(load: Load) -> None:
+    with pytest.raises(ConfigError, match=re.escape("model.tool_format")):
+        load(CHATML, "template")
+
+
+@pytest.mark.parametrize("template", [FORGETFUL, COUNTING])
+def test_unstable_template_is_not_bridged(load: Load, template: str) -> None:
+    renderer = load(template)
+    assert renderer.bridged_roles == frozenset()
+    prompt = renderer.render([QUESTION])
+    assert renderer.extend(prompt, [5, 6], [Message(role="user", content="x")]) is None
+
+
+def test_template_without_the_tool_role_gets_results_as_user(load: Load) -> None:
+    renderer = load(ALTERNATING)
+    prompt = renderer.render([QUESTION])
+    extended = renderer.extend(prompt, [5, 6], [Message(role="tool", content="7440")], [CALC])
+    assert extended is not None
+    assert "<|im_start|>user\n<tool_response>7440</tool_response>" in renderer._decode(extended)
+    with pytest.raises(RenderError, match="only user and assistant"):
+        renderer.render([Message(role="system", content="x"), QUESTION])
+
+
+def test_new_assistant_messages_are_not_bridged(tiny: TemplateRenderer) -> None:
+    prompt = tiny.render([QUESTION])
+    new = [QUESTION, Message(role="assistant", content="I never said that"), QUESTION]
+    assert tiny.extend(prompt, [5, 6], new) is None
+    assert tiny.extend(prompt, [5, 6], []) is None
