@@ -41,7 +41,7 @@ class FileSync(Sync):
                     except TRANSIENT as error:
                         last = error
                     if attempt + 1 < self._attempts:
-                        await asyncio.sleep(self._wait(attempt))
+                        await asyncio.sleep(self.wait(attempt))
         except TimeoutError:
             reason = f"; last error: {last}" if last else ""
             return SyncError(f"{where} was not loaded within {self._deadline:g} s{reason}")
@@ -49,7 +49,7 @@ class FileSync(Sync):
             return _caused(SyncError(f"{where} could not be loaded: {error}"), error)
         return _caused(SyncError(f"{where} could not be loaded in {self._attempts} attempts: {last}"), last)
 
-    def _wait(self, attempt: int) -> float:
+    def wait(self, attempt: int) -> float:
         """Exponential, with jitter so that engines do not come back all at once."""
         return self._first_wait * 2**attempt * self._random.uniform(0.5, 1.5)
 

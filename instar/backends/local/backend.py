@@ -130,6 +130,9 @@ class LocalBackend(Backend):
             self._restore(before)
             raise
         self._accumulate(before)
+        for sample, result in zip(samples, results, strict=True):
+            # A token that another sample trains is computed for this one too, but not asked for.
+            result[sample.mask <= 0] = np.nan
         metrics = losses.metrics(loss, parts)
         metrics["distinct_tokens"] = float(distinct)
         metrics["micro_batches"] = float(len(parts))

@@ -15,11 +15,8 @@ MATH_SCORES = 8 * 1024 * 1024
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
-        )
-        return out, lse
-    return _math_forward(q, k, v, causal, scale)
+        return cpu_flash_forward(q, k, v, causal, scale)
+    return math_forward(q, k, v, causal, scale)
 
 
 def backward(
@@ -27,11 +24,20 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if q.device.type == "cpu" and scores > MATH_SCORES:
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-        return dq, dk, dv
-    return _math_backward(grad, q, k, v, out, lse, causal, scale)
+        return cpu_flash_backward(grad, q, k, v, out, lse, causal, scale)
+    return math_backward(grad, q, k, v, out, lse, causal, scale)
+
+
+def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def cpu_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
@@ -49,14 +55,14 @@ def _fold(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(n, kv_heads, heads // kv_heads * length, *x.shape[3:])
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(_fold(q, k.shape[1]), k, causal, scale)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     out = scores.sub_(lse).exp_().to(v.dtype) @ v
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
-def _math_backward(
+def math_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = k.shape[1]

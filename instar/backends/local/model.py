@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -55,9 +55,7 @@ class TrainedModel:
     def logprobs(self, packed: Pack, wanted: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         """fp32 logprob of the packed tokens ``wanted`` given those before them; none may be a first one."""
         plan = make_plan(packed, self.device)
-        # Full fine-tuning holds fp32 weights and computes in bf16; an adapter's base is bf16 itself.
-        mixed = self.adapter is None and self.dtype != torch.float32
-        with torch.autocast(self.device, dtype=self.dtype, enabled=mixed):
+        with self._precision():
             hidden = self._hidden(packed, plan)
             rows = hidden[self._tensor(packed.previous[wanted])]
             head = cast(nn.Module, self.causal.get_output_embeddings())
@@ -72,6 +70,12 @@ class TrainedModel:
         )
         return cast(Tensor, output.last_hidden_state)[0]
 
+    def _precision(self) -> AbstractContextManager[object]:
+        """Full fine-tuning holds fp32 weights and computes in bf16; an adapter's base is bf16 itself."""
+        if self.adapter is None and self.dtype != torch.float32:
+            return torch.autocast(self.device, dtype=self.dtype)
+        return nullcontext()
+
     def _tensor(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
@@ -79,7 +83,7 @@ class TrainedModel:
         """Every layer must go through the packed attention, or tokens of one sample would see another's."""
         packed = pack([np.arange(4, dtype=np.int32)])
         plan = make_plan(packed, self.device)
-        with torch.no_grad(), torch.autocast(self.device, dtype=self.dtype, enabled=self.adapter is None):
+        with torch.no_grad(), self._precision():
             self._hidden(packed, plan)
         layers = self.causal.config.num_hidden_layers
         if plan.calls != layers:
@@ -100,6 +104,10 @@ class TrainedModel:
             kept = file.suffix in {".json", ".jinja", ".model", ".txt"}
             if kept and file.is_file() and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
+        config = cast(dict[str, Any], json.loads((folder / "config.json").read_text()))
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_adapter(adapter: peft.PeftModel, folder: Path) -> None:

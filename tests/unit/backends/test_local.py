@@ -1,0 +1,216 @@
+"""The local backend: the conformance suite, and what is its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from instar.backends.base import Backend
+from instar.backends.local.backend import LocalBackend
+from instar.backends.local.state import adapter_hash, write_folder
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from instar.errors import BackendError
+from tests.unit.backends.conformance import ADAM, BackendConformance, make_sample, read_all, tree_samples
+
+
+def make_local(folder: Path, config: LocalBackendConfig | None = None, *, dtype: str = "fp32", seed: int = 0):
+    model = ModelConfig.model_validate({"name": str(folder), "dtype": dtype, "device": "cpu"})
+    return LocalBackend(model, config or LocalBackendConfig(lora=LoraConfig(rank=4)), seed=seed)
+
+
+class TestConformance(BackendConformance):
+    @pytest.fixture
+    def make_backend(self, model_folder: Path) -> Callable[[], Backend]:
+        return lambda: make_local(model_folder)
+
+
+class TestCheckpointedConformance(BackendConformance):
+    """In passes as small as they get, with activations computed again."""
+
+    @pytest.fixture
+    def make_backend(self, model_folder: Path) -> Callable[[], Backend]:
+        config = LocalBackendConfig(
+            lora=LoraConfig(rank=4), micro_batch_tokens=60, gradient_checkpointing=True
+        )
+        return lambda: make_local(model_folder, config)
+
+
+async def test_micro_batches_count_a_shared_prefix_once(model_folder: Path) -> None:
+    prefix = list(range(3, 103))
+    samples = [make_sample(str(i), [*prefix, 200 + i, 210 + i], 100) for i in range(10)]
+    config = LocalBackendConfig(lora=LoraConfig(rank=4), micro_batch_tokens=120)
+    backend = make_local(model_folder, config)
+    done = await backend.forward_backward(samples, LossConfig())
+    assert done.metrics["distinct_tokens"] == 120
+    assert done.metrics["micro_batches"] == 1
+    await backend.close()
+
+
+async def test_seed_makes_the_adapter(model_folder: Path, tmp_path: Path) -> None:
+    hashes = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.manual_seed(hash(name) % 1000)
+        backend = make_local(model_folder, seed=seed)
+        await backend.publish(tmp_path / name)
+        await backend.close()
+        hashes.append(adapter_hash(tmp_path / name))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+async def test_published_folder_is_what_peft_writes(model_folder: Path, tmp_path: Path) -> None:
+    backend = make_local(model_folder)
+    artifact = await backend.publish(tmp_path / "v1")
+    config = json.loads((tmp_path / "v1" / "adapter_config.json").read_text())
+    assert artifact.path == str(tmp_path / "v1")
+    assert config["base_model_name_or_path"] == str(model_folder)
+    assert (config["peft_type"], config["r"], config["task_type"]) == ("LORA", 4, "CAUSAL_LM")
+    assert "model.layers.0.self_attn.q_proj" in config["target_modules"]
+    assert "lm_head" not in config["target_modules"]
+    tensors = load_file(tmp_path / "v1" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    assert [p.name for p in tmp_path.iterdir()] == ["v1"]
+    await backend.close()
+
+
+async def test_small_updates_of_an_adapter_on_bf16_do_not_round_away(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    backend = make_local(model_folder, dtype="bf16")
+    adam = AdamConfig(lr=1e-5)
+    weights = []
+    for step in range(3):
+        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.optim_step(adam)
+        await backend.publish(tmp_path / str(step))
+        weights.append(load_file(tmp_path / str(step) / "adapter_model.safetensors"))
+    for name in weights[0]:
+        if "lora_A" in name:
+            moved = (weights[2][name] - weights[1][name]).abs()
+            assert (moved > 1e-6).float().mean() > 0.9, name
+    await backend.close()
+
+
+async def test_bf16_agrees_with_fp32_roughly(model_folder: Path) -> None:
+    results = []
+    for dtype in ("fp32", "bf16"):
+        backend = make_local(model_folder, dtype=dtype)
+        results.append((await backend.forward_backward(tree_samples(), LossConfig())).logprobs)
+        await backend.close()
+    differences = [np.abs(a - b)[s.mask > 0] for a, b, s in zip(*results, tree_samples(), strict=True)]
+    assert np.concatenate(differences).mean() < 0.03
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+async def test_full_finetuning(model_folder: Path, tmp_path: Path, dtype: str) -> None:
+    backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype=dtype)
+    samples = tree_samples()
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    done = await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
+    total = torch.zeros(())
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+        new = plain(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        total = total - (torch.from_numpy(sample.mask * sample.advantages)[1:] * new).sum()
+    total.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    tolerance = 1e-5 if dtype == "fp32" else 0.05
+    assert done.loss == pytest.approx(float(total.detach()), rel=tolerance, abs=tolerance)
+    assert (await backend.optim_step(ADAM)).grad_norm == pytest.approx(float(norm), rel=tolerance)
+    artifact = await backend.publish(tmp_path / "weights")
+    assert artifact.kind == "weights"
+    loaded = AutoModelForCausalLM.from_pretrained(artifact.path)
+    assert loaded.dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
+    assert (Path(artifact.path) / "tokenizer.json").is_file()
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    if dtype == "fp32":
+        ids = torch.from_numpy(samples[0].token_ids.astype(np.int64))
+        with torch.no_grad():
+            new = loaded(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        np.testing.assert_allclose((await backend.forward(samples[:1]))[0][1:], new.numpy(), atol=2e-5)
+    await backend.save_state(tmp_path / "state")
+    await backend.load_state(tmp_path / "state")
+    await backend.close()
+
+
+async def test_qk_norm_models_train(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
+    backend = make_local(tmp_path / "qwen")
+    samples = tree_samples()
+    together = await backend.forward(samples)
+    for sample, found in zip(samples, together, strict=True):
+        (alone,) = await backend.forward([sample])
+        np.testing.assert_allclose(found, alone, atol=2e-5)
+    await backend.close()
+
+
+def test_sliding_window_is_refused(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=16,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path / "mistral")
+    with pytest.raises(BackendError, match="sliding"):
+        make_local(tmp_path / "mistral")
+
+
+def test_unknown_lora_targets_are_refused(model_folder: Path) -> None:
+    config = LocalBackendConfig(lora=LoraConfig(targets=["nothing_like_it"]))
+    with pytest.raises(BackendError, match="nothing_like_it"):
+        make_local(model_folder, config)
+
+
+async def test_state_of_another_adapter_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    four = make_local(model_folder)
+    eight = make_local(model_folder, LocalBackendConfig(lora=LoraConfig(rank=8)))
+    await four.save_state(tmp_path / "state")
+    with pytest.raises(BackendError, match="another"):
+        await eight.load_state(tmp_path / "state")
+    with pytest.raises(BackendError, match="no saved"):
+        await eight.load_state(tmp_path / "nowhere")
+    await four.close()
+    await eight.close()
+
+
+async def test_a_gradient_not_yet_applied_is_part_of_the_state(model_folder: Path, tmp_path: Path) -> None:
+    one, other = make_local(model_folder), make_local(model_folder)
+    await one.forward_backward(tree_samples(), LossConfig())
+    await one.save_state(tmp_path / "state")
+    await other.load_state(tmp_path / "state")
+    assert await one.optim_step(ADAM) == await other.optim_step(ADAM)
+    for name, backend in (("a", one), ("b", other)):
+        await backend.publish(tmp_path / name)
+        await backend.close()
+    assert read_all(tmp_path / "a") == read_all(tmp_path / "b")
+
+
+def test_a_folder_appears_only_when_whole(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        assert not (tmp_path / "target").exists()
+        raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        write_folder(tmp_path / "target", fail)
+    assert list(tmp_path.iterdir()) == []
+    for text in ("one", "two"):
+        write_folder(tmp_path / "target", lambda folder, text=text: (folder / "f").write_text(text) and None)
+        assert (tmp_path / "target" / "f").read_text() == text
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from instar.engines.base import Engine, EngineInfo, EngineStatus
+from instar.errors import ConfigError, EngineError, EngineUnavailable, SyncError
+from instar.sync.factory import create_sync
+from instar.sync.files import FileSync
+from instar.types import Artifact, Policy, SamplingParams, TokenChunk
+
+POLICY = Policy("p", 3, Artifact("adapter", "somewhere"))
+
+
+class LoadingEngine(Engine):
+    """Raises the given errors on its first loads, then loads, after a wait."""
+
+    def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
+        self.errors = list(errors)
+        self.seconds = seconds
+        self.attempts = 0
+        self.version = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo("loading", "none", 1, 1, ("adapter",))
+
+    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+        raise EngineError("loads only")
+
+    async def load(self, policy: Policy) -> None:
+        self.attempts += 1
+        await asyncio.sleep(self.seconds)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.version = policy.version
+
+    async def status(self) -> EngineStatus:
+        return EngineStatus(self.version)
+
+    async def close(self) -> None: ...
+
+
+async def test_loads_on_all_at_the_same_time() -> None:
+    engines = [LoadingEngine(seconds=0.2) for _ in range(5)]
+    begun = time.perf_counter()
+    assert await FileSync().push(POLICY, engines) == [None] * 5
+    assert time.perf_counter() - begun < 0.9
+    assert [engine.version for engine in engines] == [3] * 5
+
+
+async def test_a_failure_does_not_keep_it_from_the_others() -> None:
+    good, bad = LoadingEngine(), LoadingEngine(EngineError("wrong rank"))
+    failed, fine = await FileSync().push(POLICY, [bad, good])
+    assert isinstance(failed, SyncError)
+    assert "version 3 of p" in str(failed)
+    assert "wrong rank" in str(failed)
+    assert bad.attempts == 1
+    assert fine is None
+    assert good.version == 3
+
+
+async def test_transient_failures_are_tried_again() -> None:
+    engine = LoadingEngine(EngineUnavailable("starting"), ConnectionResetError("gone"))
+    assert await FileSync(first_wait=0.001).push(POLICY, [engine]) == [None]
+    assert engine.attempts == 3
+    assert engine.version == 3
+
+
+async def test_attempts_are_bounded() -> None:
+    engine = LoadingEngine(*[EngineUnavailable("down") for _ in range(9)])
+    (outcome,) = await FileSync(attempts=4, first_wait=0.001).push(POLICY, [engine])
+    assert isinstance(outcome, SyncError)
+    assert "down" in str(outcome)
+    assert engine.attempts == 4
+
+
+@pytest.mark.parametrize("engine", [LoadingEngine(seconds=60), LoadingEngine(EngineUnavailable("starting"))])
+async def test_a_deadline_ends_the_wait(engine: LoadingEngine) -> None:
+    begun = time.perf_counter()
+    (outcome,) = await FileSync(deadline=0.1, first_wait=60).push(POLICY, [engine])
+    assert isinstance(outcome, SyncError)
+    assert "0.1 s" in str(outcome)
+    assert time.perf_counter() - begun < 5
+
+
+async def test_waits_grow() -> None:
+    sync = FileSync(first_wait=1.0, seed=0)
+    waits = [sync.wait(attempt) for attempt in range(5)]
+    for attempt, wait in enumerate(waits):
+        assert 0.5 * 2**attempt <= wait <= 1.5 * 2**attempt
+
+
+def test_routes() -> None:
+    assert isinstance(create_sync({"adapter"}, ["base", "adapter"]), FileSync)
+    with pytest.raises(ConfigError, match="weights"):
+        create_sync({"adapter"}, ["weights"])
+    with pytest.raises(ConfigError, match="live"):
+        create_sync({"live"}, ["live"])
