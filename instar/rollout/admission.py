@@ -7,11 +7,17 @@ alternate strictly.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from instar.config import RunConfig
 from instar.store.base import Progress, Store
-from instar.types import StepState
+from instar.types import Channel, GroupStatus, StepState
+
+EPOCH = 0
+"""Training claims every group once."""
+MAX_AGE = 0.25
+"""Seconds after which the store is asked again even if its counts are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +37,35 @@ class Admission:
         self.run_id = run_id
         self.steps = config.trainer.steps
         self.groups_per_step = config.trainer.groups_per_step
-        self.ahead = (config.max_staleness + 1) * self.groups_per_step
+        self.steps_ahead = config.max_staleness + 1
         self._last: Admitted | None = None
+        self._looked = 0.0
 
     async def look(self) -> Admitted:
-        """Where the run stands. Cheap when nothing changed."""
+        """Where the run stands. Cheap while nothing changes."""
         progress = await self.store.progress(self.run_id)
-        if self._last is None or self._last.progress != progress:
+        aged = time.monotonic() - self._looked > MAX_AGE
+        if self._last is None or self._last.progress != progress or aged:
             self._last = await self._admit(progress)
+            self._looked = time.monotonic()
         return self._last
 
     async def _admit(self, progress: Progress) -> Admitted:
-        done = [
-            step
-            for step in await self.store.steps(self.run_id)
-            if step.state is StepState.COMMITTED or step.version is not None
-        ]
-        # What was consumed beyond the steps' share was dropped outside of them, and is made up for.
-        by_steps = len(done) * self.groups_per_step
-        made_up = max(0, progress.groups_consumed - by_steps)
+        """The three reads are of different moments. Whatever happens between them makes the room smaller
+        than it is, never larger, until the next look."""
+        waiting = await self.store.groups(
+            self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=EPOCH
+        )
+        steps = await self.store.steps(self.run_id)
+        done = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
         started = progress.next_group_index
-        wanted = self.steps * self.groups_per_step + made_up
+        # Neither running, nor waiting, nor in a step: dropped outside of the steps, and made up for.
+        in_steps = len(steps) * self.groups_per_step
+        made_up = max(0, started - progress.groups_open - len(waiting) - in_steps)
+        wanted = min(done + self.steps_ahead, self.steps) * self.groups_per_step + made_up
         return Admitted(
             next_index=started,
-            room=max(0, min(progress.groups_consumed + self.ahead, wanted) - started),
-            finished=len(done) >= self.steps,
+            room=max(0, wanted - started),
+            finished=done >= self.steps,
             progress=progress,
         )

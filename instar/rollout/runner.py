@@ -90,9 +90,9 @@ class RolloutRunner:
                 self._collect()
                 state = await self.admission.look()
                 if self._draining or state.finished:
+                    self._draining = True
                     if not self._running:
                         return
-                    self._draining = True
                 else:
                     await self._evaluate_if_due(state)
                     if state.room and self._unfinished < self.rollout.concurrency:

@@ -1,0 +1,244 @@
+"""A real gateway on a socket over the scripted engine and a real store, and agents that talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from transformers import LlamaConfig
+
+from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
+from instar.data.batcher import Batch, Batcher
+from instar.engines.scripted import ScriptedEngine
+from instar.gateway.app import create_app
+from instar.gateway.serve import bind, serve
+from instar.record.render import load_renderer
+from instar.rewards.base import Transcript
+from instar.rewards.factory import create_scorer
+from instar.rollout.agents import create_agent
+from instar.rollout.base import AgentSession
+from instar.rollout.evaluate import Evaluator
+from instar.rollout.gateway_client import GatewayClient
+from instar.rollout.runner import RolloutRunner
+from instar.rollout.tasks import load_tasks
+from instar.store.base import Run
+from instar.store.sqlite import SqliteStore
+from instar.types import Artifact, Policy, StepState
+from tests.tiny import make_tiny_tokenizer
+
+RUN = "run"
+KEY = "sk-admin"
+HERE = "tests.unit.rollout.house"
+
+
+# --- what the engine replies --------------------------------------------------------------------
+
+
+def reply(prompt: str, seed: int | None) -> str:
+    """Even seeds answer `right`."""
+    return "right" if (seed or 0) % 2 == 0 else "wrong"
+
+
+def calculator(prompt: str, seed: int | None) -> str:
+    """Solves the demo's problems, with the tool."""
+    role, text = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)[-1]
+    if role == "tool" or "<tool_response>" in text:
+        return re.findall(r"-?\d+|error", text)[-1]
+    numbers = re.findall(r"\d+", text)
+    operator = next(
+        sign
+        for words, sign in (
+            ("shared", "/"),
+            ("packs", "two"),
+            ("plus|gets", "+"),
+            ("minus|gives|more .* than", "-"),
+            ("times|box", "*"),
+        )
+        if re.search(words, text)
+    )
+    # Without spaces: the tiny tokenizer needs a token for almost every character.
+    expression = "{}*{}-{}".format(*numbers) if operator == "two" else operator.join(numbers)
+    return f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+
+
+# --- tasks, agents, rules -----------------------------------------------------------------------
+
+
+def tasks(count: int = 5) -> list[dict[str, Any]]:
+    return [{"question": f"number {number}"} for number in range(count)]
+
+
+def is_right(task: dict[str, Any], transcript: Transcript) -> float:
+    return float(transcript.final_text == "right")
+
+
+tries: Counter[str] = Counter()
+"""Calls of the agents below, by task; cleared by the fixture."""
+seen: list[str] = []
+gate = asyncio.Event()
+
+
+async def ask(task: dict[str, Any], session: AgentSession) -> None:
+    """An agent without an SDK: one question."""
+    tries[task["question"]] += 1
+    seen.append(task["question"])
+    body = {"model": "m", "messages": [{"role": "user", "content": task["question"]}], "max_tokens": 8}
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{session.base_url}/chat/completions", json=body, headers=headers) as response:
+            response.raise_for_status()
+            await response.read()
+
+
+async def loses_connection_once(task: dict[str, Any], session: AgentSession) -> None:
+    await ask(task, session)
+    if tries[task["question"]] == 1:
+        raise RuntimeError("sdk error") from ConnectionResetError("gone")
+
+
+async def never_connected(task: dict[str, Any], session: AgentSession) -> None:
+    tries[task["question"]] += 1
+    raise ConnectionRefusedError("nobody there")
+
+
+async def fails_on(
+    task: dict[str, Any], session: AgentSession, number: int = 0, times: int = 1_000_000
+) -> None:
+    await ask(task, session)
+    if task["question"] == f"number {number}" and tries[task["question"]] <= times:
+        raise ValueError("no idea")
+
+
+async def hangs(task: dict[str, Any], session: AgentSession) -> None:
+    await ask(task, session)
+    await asyncio.sleep(600)
+
+
+async def waits_at_the_gate(task: dict[str, Any], session: AgentSession) -> None:
+    await ask(task, session)
+    await gate.wait()
+
+
+async def completes_itself(task: dict[str, Any], session: AgentSession) -> None:
+    await ask(task, session)
+    root = session.base_url.split("/s/")[0]
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with aiohttp.ClientSession() as http:
+        url = f"{root}/sessions/{session.session_id}/complete"
+        async with http.post(url, json={"reward": 0.75}, headers=headers) as response:
+            response.raise_for_status()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 — what is waited for sets no event
+            await asyncio.sleep(0.02)
+
+
+# --- the house ----------------------------------------------------------------------------------
+
+
+def make_config(
+    folder: Path, *, agent: str = "ask", trainer: Any = None, reward: Any = None, **rollout: Any
+) -> RunConfig:
+    args = rollout.pop("args", {})
+    held_out = rollout.pop("held_out", {"type": "python", "function": f"{HERE}:tasks", "args": {"count": 4}})
+    section = {
+        "tasks": {"type": "python", "function": f"{HERE}:tasks"},
+        "agent": {"type": "function", "function": agent if ":" in agent else f"{HERE}:{agent}", "args": args},
+        "group_size": 2,
+        "timeout": 20,
+    }
+    return RunConfig.model_validate(
+        {
+            "name": RUN,
+            "dir": folder,
+            "model": {"name": str(folder / "model")},
+            "trainer": {"groups_per_step": 2, "steps": 2, "mode": "sync", **(trainer or {})},
+            "rollout": section | rollout,
+            "reward": reward or {"type": "rule", "function": f"{HERE}:is_right"},
+            "eval": {"tasks": held_out},
+        }
+    )
+
+
+@dataclass
+class House:
+    folder: Path
+    store: SqliteStore
+    engine: ScriptedEngine
+    gateway: GatewayClient
+
+    def runner(self, config: RunConfig) -> RolloutRunner:
+        assert config.rollout is not None
+        taskset = load_tasks(config.rollout.tasks)
+        agent = create_agent(config.rollout.agent)
+        scorer = create_scorer(config, taskset)
+        return RolloutRunner(config, self.store, self.gateway, taskset, agent, scorer)
+
+    def evaluator(self, config: RunConfig, record: Any = None) -> Evaluator:
+        assert config.eval is not None
+        assert config.rollout is not None
+        taskset = load_tasks(config.eval.tasks)
+        agent = create_agent(config.rollout.agent)
+        return Evaluator(
+            config, self.store, self.gateway, taskset, agent, create_scorer(config, taskset), record
+        )
+
+    async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> Batch:
+        """What the trainer does with a batch, less the training."""
+        async with asyncio.timeout(20):
+            batch = await batcher.next_batch(step, 0, version)
+        assert batch is not None
+        await self.store.drop(batch.drops)
+        await self.store.claim_step(RUN, step, batch.claims)
+        published = await self.store.reserve_version(RUN, RUN, step)
+        policy = Policy(RUN, published, Artifact("adapter", "nowhere"))
+        await self.store.publish(policy)
+        await self.engine.load(policy)
+        await self.store.advance_step(RUN, step, StepState.COMMITTED, version=published)
+        return batch
+
+
+@asynccontextmanager
+async def open_house(folder: Path, script: str = "reply") -> AsyncIterator[House]:
+    model = folder / "model"
+    LlamaConfig(vocab_size=320).save_pretrained(model)
+    make_tiny_tokenizer().save_pretrained(model)
+    settings = ModelConfig(name=str(model), max_context=4096)
+    store = SqliteStore(folder / "store.db")
+    await store.put_run(Run(RUN, RUN, {}))
+    engine = ScriptedEngine(settings, ScriptedEngineConfig(function=f"{HERE}:{script}"))
+    config = make_config(folder)
+    assert config.rollout is not None
+    app = create_app(
+        store=store,
+        engine=engine,
+        renderer=load_renderer(model, settings),
+        run_id=RUN,
+        agent_id="default",
+        policy_id=RUN,
+        config=config.gateway,
+        train_sampling=config.rollout.sampling,
+        admin_key=KEY,
+    )
+    listener = bind("127.0.0.1", 0)
+    stop = asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
+    client = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY, patience=3)
+    tries.clear()
+    seen.clear()
+    try:
+        yield House(folder, store, engine, client)
+    finally:
+        await client.close()
+        stop.set()
+        await server
+        await store.close()

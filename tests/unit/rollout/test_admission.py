@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.data.batcher import Batcher
+from instar.rollout.admission import MAX_AGE, Admission
+from instar.store.base import Store
+from instar.store.sqlite import SqliteStore
+from instar.types import GroupStatus, StepState
+from tests.unit.data.build import RUN, add_group, begin, make_config
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = SqliteStore(tmp_path / "store.db")
+    await begin(opened)
+    yield opened
+    await opened.close()
+
+
+class Sides:
+    """Both sides of a run by hand: groups are made as far as admission lets, steps are trained."""
+
+    def __init__(self, store: Store, **trainer: Any) -> None:
+        self.store = store
+        self.config = make_config(**trainer)
+        self.admission = Admission(self.config, store, RUN)
+        self.batcher = Batcher(store, RUN, self.config)
+
+    async def fill(self, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> int:
+        """Make groups until there is no room; returns how many."""
+        made = 0
+        while (state := await self.admission.look()).room:
+            await add_group(self.store, state.next_index, list(rewards), version=version)
+            made += 1
+        return made
+
+    async def claim(self, step: int, version: int = 0) -> None:
+        batch = await self.batcher.next_batch(step, 0, version, wait=0.0)
+        assert batch is not None
+        await self.store.drop(batch.drops)
+        await self.store.claim_step(RUN, step, batch.claims)
+
+    async def commit(self, step: int) -> None:
+        await self.store.advance_step(RUN, step, StepState.COMMITTED)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ahead"), [({"mode": "sync"}, 3), ({"max_staleness": 0}, 3), ({"max_staleness": 2}, 9)]
+)
+async def test_groups_ahead_are_bounded(store: Store, mode: dict[str, Any], ahead: int) -> None:
+    sides = Sides(store, groups_per_step=3, steps=10, **mode)
+    assert await sides.fill() == ahead
+    await sides.claim(1)
+    assert await sides.fill() == 0, "a claim is not enough: the version is not there yet"
+    await sides.commit(1)
+    assert await sides.fill() == 3
+
+
+async def test_no_more_groups_than_the_steps_need(store: Store) -> None:
+    sides = Sides(store, groups_per_step=2, steps=2, max_staleness=9)
+    assert await sides.fill() == 4
+    for step in (1, 2):
+        assert not (await sides.admission.look()).finished
+        await sides.claim(step)
+        await sides.commit(step)
+        assert await sides.fill() == 0
+    assert (await sides.admission.look()).finished
+
+
+async def test_groups_dropped_outside_of_steps_are_made_up_for(store: Store) -> None:
+    sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
+    assert await sides.fill() == 2
+    await store.close_group(f"{RUN}/train/000001", GroupStatus.DROPPED, "session_failed")
+    assert await sides.fill() == 1
+    assert await sides.fill() == 0
+    assert await sides.batcher.next_batch(1, 0, 7, wait=0.0) is None, "both are too old for version 7"
+    assert await sides.fill(version=7) == 2
+    await sides.claim(1, version=7)
+    await sides.commit(1)
+    assert await sides.fill(version=8) == 2
+    await sides.claim(2, version=8)
+    await sides.commit(2)
+    assert await sides.fill() == 0
+
+
+async def test_groups_without_signal_wait_for_their_steps_end(store: Store) -> None:
+    """They are consumed by the step: starting others before its version is there would make those stale."""
+    sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
+    assert await sides.fill(rewards=(1.0, 1.0)) == 2
+    await sides.claim(1)
+    assert await sides.fill() == 0
+    await sides.commit(1)
+    assert await sides.fill() == 2
+    assert await sides.fill() == 0
+
+
+async def test_a_published_step_makes_room_before_it_is_committed(store: Store) -> None:
+    sides = Sides(store, groups_per_step=2, steps=4, mode="sync")
+    await sides.fill()
+    await sides.claim(1)
+    await store.advance_step(RUN, 1, StepState.SUBMITTED, version=1)
+    await asyncio.sleep(MAX_AGE)
+    assert await sides.fill(version=1) == 2
+    await sides.claim(2, version=1)
+    await store.advance_step(RUN, 2, StepState.SUBMITTED, version=2)
+    for step in (1, 2):
+        await sides.commit(step)
+    assert await sides.fill(version=2) == 2

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.store.base import SessionRow
+from instar.types import Channel, SessionStatus
+from tests.unit.rollout import house as place
+from tests.unit.rollout.house import RUN, House, make_config, open_house, tries, until
+
+
+async def evaluated(house: House) -> list[SessionRow]:
+    """By evaluation and task."""
+    rows = await house.store.sessions(RUN, channel=Channel.VAL)
+    return sorted(rows, key=lambda row: row.session.group_id or "")
+
+
+async def test_every_task_once_in_every_mode(house: House) -> None:
+    recorded: list[tuple[str, int, Any]] = []
+    evaluator = house.evaluator(make_config(house.folder), lambda *record: recorded.append(record))
+    figures = await evaluator.evaluate_all("before")
+    assert [(f["mode"], f["n"], f["failed"], f["version"]) for f in figures] == [
+        ("greedy", 4, 0, 0),
+        ("sampled", 4, 0, 0),
+    ]
+    assert [(kind, step, values["label"]) for kind, step, values in recorded] == [("eval", 0, "before")] * 2
+    rows = await evaluated(house)
+    assert len(rows) == 8
+    assert {row.session.sampling["temperature"] for row in rows[:4]} == {0.0}
+    assert figures[0]["accuracy"] == sum(row.reward or 0 for row in rows[:4]) / 4
+    assert rows[0].session.group_id == f"{RUN}/val/before-greedy-v0/000000"
+    for row in rows[:4]:
+        (call,) = await house.store.calls(row.session.session_id)
+        assert call.params.temperature == 0.0
+    assert (await house.store.progress(RUN)).next_group_index == 0, "training's groups are apart"
+
+
+async def test_the_same_tasks_get_the_same_seeds_each_time(house: House) -> None:
+    evaluator = house.evaluator(make_config(house.folder))
+    await evaluator.evaluate("sampled", "before")
+    await evaluator.evaluate("sampled", "after")
+    seeds = [row.session.seed for row in await evaluated(house)]
+    assert seeds[:4] == seeds[4:]
+    assert len(set(seeds)) == 4
+
+
+async def test_failed_sessions_count_as_zero(house: House) -> None:
+    config = make_config(house.folder, agent="fails_on", failed_reward=5.0, group_policy="refill")
+    figures = await house.evaluator(config).evaluate("greedy", "x")
+    assert figures["failed"] == 1
+    assert figures["accuracy"] <= 0.75
+    assert tries["number 0"] == 1
+
+
+async def test_an_interrupted_evaluation_goes_on_where_it_was(house: House) -> None:
+    place.gate = asyncio.Event()
+    config = make_config(house.folder, agent="waits_at_the_gate", concurrency=2)
+    running = asyncio.create_task(house.evaluator(config).evaluate("greedy", "x"))
+    await until(lambda: sum(tries.values()) >= 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    place.gate.set()
+    done: list[tuple[int, int]] = []
+    again = await house.evaluator(config).evaluate("greedy", "x", lambda *p: done.append(p))
+    assert done[-1] == (4, 4)
+    assert again["failed"] == 0
+    before = sum(tries.values())
+    assert before == 6
+    repeated = await house.evaluator(config).evaluate("greedy", "x")
+    assert repeated["accuracy"] == again["accuracy"]
+    assert sum(tries.values()) == before, "what is evaluated is kept"
+    statuses = [row.session.status for row in await house.store.sessions(RUN, channel=Channel.VAL)]
+    assert statuses.count(SessionStatus.COMPLETED) == 4
+
+
+@pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])
+async def test_the_demos_agent_solves_its_tasks_with_the_tool(
+    tmp_path: Path, tool: str, accuracy: float
+) -> None:
+    """The openai SDK, tool calls and all; and with a lying tool nothing is right."""
+    async with open_house(tmp_path, script="calculator") as house:
+        held_out = {"type": "python", "function": "instar.demo.tasks:heldout_tasks", "args": {"size": 12}}
+        config = make_config(
+            tmp_path,
+            held_out=held_out,
+            agent="instar.demo.agent:solve",
+            args={"tool": tool},
+            reward={"type": "rule", "function": "instar.demo.tasks:score"},
+        )
+        evaluator = house.evaluator(config)
+        figures = await evaluator.evaluate("greedy", "x")
+        await evaluator.agent.close()
+        assert figures["accuracy"] == accuracy
+        rows = await house.store.sessions(RUN, channel=Channel.VAL)
+        assert {row.calls for row in rows} == {2}
+        for row in rows[:3]:
+            first, second = await house.store.calls(row.session.session_id)
+            assert second.prompt_ids[: len(first.sequence)].tolist() == first.sequence.tolist()

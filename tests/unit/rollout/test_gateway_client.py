@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from instar.errors import EngineUnavailable, InstarError
+from instar.gateway.serve import bind, serve
+from instar.rollout.gateway_client import GatewayClient, backoff
+from instar.rollout.slots import is_transient
+from instar.types import Channel, SessionStatus
+from tests.unit.rollout.house import House
+
+
+async def test_it_opens_and_ends_sessions(house: House) -> None:
+    session = await house.gateway.open_session(
+        channel=Channel.TRAIN,
+        task_id="t",
+        slot=3,
+        attempt=1,
+        seed=7,
+        sampling={"temperature": 0.5},
+        metadata={"a": 1},
+    )
+    stored = await house.store.session(session.session_id)
+    assert stored is not None
+    assert (stored.slot, stored.attempt, stored.seed, stored.metadata["a"]) == (3, 1, 7, 1)
+    assert (await house.gateway.fail(session.session_id, "why", -1.0)).changed
+    again = await house.gateway.complete(session.session_id)
+    assert (again.changed, again.status) == (False, SessionStatus.FAILED)
+
+
+async def test_a_refusal_is_an_error_at_once(house: House) -> None:
+    stranger = GatewayClient(house.gateway.url, "sk-wrong", patience=30)
+    began = time.monotonic()
+    with pytest.raises(InstarError, match="refused /sessions with 401"):
+        await stranger.open_session(channel=Channel.TRAIN)
+    assert time.monotonic() - began < 5
+    await stranger.close()
+
+
+async def test_a_gateway_that_is_away_is_waited_for() -> None:
+    """A port that refuses at first, then a server that is busy at first."""
+    answers = [Response(status_code=503), Response(status_code=429)]
+
+    async def open_session(request: Request) -> Response:
+        return (
+            answers.pop(0) if answers else JSONResponse({"session_id": "s", "base_url": "u", "api_key": "k"})
+        )
+
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    client = GatewayClient(f"http://127.0.0.1:{port}", "k", patience=20)
+    opening = asyncio.create_task(client.open_session(channel=Channel.TRAIN))
+    await asyncio.sleep(0.3)
+    assert not opening.done()
+    stop = asyncio.Event()
+    app = Starlette(routes=[Route("/sessions", open_session, methods=["POST"])])
+    server = asyncio.create_task(serve(app, bind("127.0.0.1", port), stop=stop, grace=1))
+    assert (await asyncio.wait_for(opening, 20)).session_id == "s"
+    assert answers == []
+    await client.close()
+    stop.set()
+    await server
+
+
+async def test_patience_ends() -> None:
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    client = GatewayClient(url, "k", patience=0.5)
+    with pytest.raises(EngineUnavailable, match="cannot be reached"):
+        await client.open_session(channel=Channel.TRAIN)
+    await client.close()
+
+
+def test_backoff_doubles_with_jitter_up_to_a_bound() -> None:
+    for attempt in range(12):
+        bound = min(8.0, 0.25 * 2**attempt)
+        waits = {backoff(attempt) for _ in range(20)}
+        assert len(waits) > 1
+        assert all(bound / 2 <= wait <= bound for wait in waits)
+
+
+def test_what_is_transient() -> None:
+    class SdkError(Exception):
+        def __init__(self, status_code: int) -> None:
+            self.status_code = status_code
+
+    for error in (ConnectionResetError(), SdkError(429), SdkError(503), EngineUnavailable("x")):
+        assert is_transient(error)
+    for error in (ValueError(), SdkError(400), SdkError(500), TimeoutError(), OSError("disk")):
+        assert not is_transient(error)
+    wrapped = RuntimeError("sdk")
+    wrapped.__cause__ = ConnectionRefusedError()
+    assert is_transient(wrapped)

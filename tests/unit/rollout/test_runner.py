@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from instar.data.batcher import Batcher
+from instar.rollout.runner import RolloutRunner
+from instar.rollout.slots import derive_seed
+from instar.types import Channel, Group, GroupStatus, RewardSource, Session, SessionStatus, Task
+from tests.unit.rollout import house as place
+from tests.unit.rollout.house import RUN, House, make_config, seen, tries, until
+
+
+async def run_once(house: House, runner: RolloutRunner, groups: int = 2) -> list[Group]:
+    """Let it run until so many groups are closed, then stop it."""
+    running = asyncio.create_task(runner.run())
+    await until(lambda: runner.groups_done >= groups or running.done())
+    runner.drain()
+    await running
+    return await house.store.groups(RUN, Channel.TRAIN)
+
+
+async def sessions(house: House, group: Group) -> list[Session]:
+    return [row.session for row in await house.store.sessions(group_id=group.group_id)]
+
+
+async def test_two_steps_of_sync_training(house: House) -> None:
+    """The strict alternation: every group of a step is sampled by the version before it."""
+    config = make_config(house.folder)
+    runner = house.runner(config)
+    running = asyncio.create_task(runner.run())
+    batcher = Batcher(house.store, RUN, config)
+    for step in (1, 2):
+        batch = await house.train_step(config, batcher, step, step - 1)
+        assert batch.report["groups"] == 2
+        assert batch.report["sessions"] == 4
+        assert batch.report["staleness_max"] == 0
+        for sample in batch.samples:
+            assert sample.lowest_version == step - 1
+    await asyncio.wait_for(running, 10)
+    groups = await house.store.groups(RUN, Channel.TRAIN)
+    assert [group.group_id for group in groups] == [f"{RUN}/train/00000{index}" for index in range(4)]
+    assert all(group.status is GroupStatus.READY for group in groups)
+    for group in groups:
+        for row in await house.store.sessions(group_id=group.group_id):
+            session = row.session
+            assert session.status is SessionStatus.COMPLETED
+            assert session.seed == derive_seed(0, "train", group.index, session.slot)
+            (call,) = await house.store.calls(session.session_id)
+            assert row.reward == float(call.reply["content"] == "right")
+            assert call.messages[-1]["content"] == group.task.data["question"]
+            (reward,) = await house.store.rewards(session.session_id)
+            assert reward.source is RewardSource.RULE
+    assert runner.counters.completed == 8
+    assert runner.doing == "drained"
+
+
+async def test_tasks_are_walked_in_a_seeded_order_again_and_again(house: House) -> None:
+    runner = house.runner(make_config(house.folder))
+    first, second = ([runner.task_for(5 * epoch + i).task_id for i in range(5)] for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == ["0", "1", "2", "3", "4"]
+    assert first != second
+    again = house.runner(make_config(house.folder))
+    assert [again.task_for(i).task_id for i in range(5)] == first
+    plain = house.runner(make_config(house.folder, shuffle=False))
+    assert [plain.task_for(i).task_id for i in range(6)] == ["0", "1", "2", "3", "4", "0"]
+    assert (runner.epoch_of(4), runner.epoch_of(5)) == (0, 1)
+
+
+async def test_a_transient_error_is_another_attempt_at_the_slot(house: House) -> None:
+    config = make_config(house.folder, agent="loses_connection_once", group_size=1)
+    for group in await run_once(house, house.runner(config)):
+        first, second = await sessions(house, group)
+        assert (first.status, first.attempt) == (SessionStatus.ABANDONED, 0)
+        assert first.reason == "transient: RuntimeError: sdk error"
+        assert (second.status, second.attempt, second.slot) == (SessionStatus.COMPLETED, 1, 0)
+        assert first.seed == second.seed, "the same draw again"
+
+
+async def test_transient_errors_are_retried_so_often_and_then_fail(house: House) -> None:
+    config = make_config(
+        house.folder, agent="never_connected", group_size=1, retries=1, trainer={"groups_per_step": 1}
+    )
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    statuses = [(session.status, session.reason) for session in await sessions(house, group)]
+    assert statuses == [
+        (SessionStatus.ABANDONED, "transient: ConnectionRefusedError: nobody there"),
+        (SessionStatus.FAILED, "ConnectionRefusedError: nobody there"),
+    ]
+    assert group.status is GroupStatus.READY
+
+
+async def test_failures_under_keep_have_their_reason_and_reward(house: House) -> None:
+    config = make_config(house.folder, agent="fails_on", shuffle=False, failed_reward=-0.5)
+    failed, good = await run_once(house, house.runner(config))
+    assert failed.status is good.status is GroupStatus.READY
+    for session in await sessions(house, failed):
+        assert (session.status, session.reason) == (SessionStatus.FAILED, "ValueError: no idea")
+        (reward,) = await house.store.rewards(session.session_id)
+        assert (reward.value, reward.source) == (-0.5, RewardSource.FALLBACK)
+    assert {session.status for session in await sessions(house, good)} == {SessionStatus.COMPLETED}
+
+
+async def test_failures_under_drop_give_the_group_up_and_replace_it(house: House) -> None:
+    config = make_config(house.folder, agent="fails_on", shuffle=False, group_policy="drop")
+    groups = await run_once(house, house.runner(config), groups=3)
+    assert [(group.status, group.reason) for group in groups] == [
+        (GroupStatus.DROPPED, "session_failed"),
+        (GroupStatus.READY, None),
+        (GroupStatus.READY, None),
+    ], "a third group makes up for the dropped one, no fourth starts"
+
+
+async def test_failures_under_refill_are_run_again_with_another_draw(house: House) -> None:
+    config = make_config(
+        house.folder,
+        agent="fails_on",
+        args={"times": 1},
+        shuffle=False,
+        group_policy="refill",
+        group_size=1,
+        trainer={"groups_per_step": 1},
+    )
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    first, second = await sessions(house, group)
+    assert (first.status, second.status) == (SessionStatus.FAILED, SessionStatus.COMPLETED)
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert first.seed != second.seed
+
+
+async def test_refills_are_bounded(house: House) -> None:
+    config = make_config(
+        house.folder,
+        agent="fails_on",
+        shuffle=False,
+        group_policy="refill",
+        refills=1,
+        group_size=1,
+        trainer={"groups_per_step": 1},
+    )
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    assert [session.status for session in await sessions(house, group)] == [SessionStatus.FAILED] * 2
+
+
+async def test_a_session_past_its_deadline_fails(house: House) -> None:
+    config = make_config(
+        house.folder, agent="hangs", timeout=0.3, group_size=1, trainer={"groups_per_step": 1}
+    )
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    (session,) = await sessions(house, group)
+    assert session.status is SessionStatus.FAILED
+    assert session.reason == "the agent ran past its deadline of 0.3 s"
+
+
+async def test_an_agent_may_complete_its_session_itself(house: House) -> None:
+    config = make_config(house.folder, agent="completes_itself", group_size=1, trainer={"groups_per_step": 1})
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    (session,) = await sessions(house, group)
+    rewards = {reward.source: reward.value for reward in await house.store.rewards(session.session_id)}
+    assert session.status is SessionStatus.COMPLETED
+    assert rewards[RewardSource.AGENT] == 0.75
+    assert RewardSource.RULE in rewards, "scored by the rule all the same"
+
+
+async def test_a_broken_rule_fails_the_session_with_its_reason(house: House) -> None:
+    reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
+    config = make_config(house.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
+    runner = house.runner(config)
+    (group,) = await run_once(house, runner, groups=1)
+    (session,) = await sessions(house, group)
+    assert session.reason is not None
+    assert session.reason.startswith("reward: reward rule ")
+    assert "1 failed" in runner.doing
+
+
+async def test_concurrency_is_bounded(house: House) -> None:
+    place.gate = asyncio.Event()
+    config = make_config(
+        house.folder,
+        agent="waits_at_the_gate",
+        concurrency=3,
+        group_size=4,
+        trainer={"groups_per_step": 4, "steps": 1},
+    )
+    runner = house.runner(config)
+    running = asyncio.create_task(runner.run())
+    await until(lambda: len(seen) >= 3)
+    await asyncio.sleep(0.2)
+    assert len(seen) == runner.counters.running == 3
+    assert (await house.store.progress(RUN)).groups_open == 1, "no group starts that could not run"
+    place.gate.set()
+    await until(lambda: runner.groups_done >= 4)
+    runner.drain()
+    await running
+    assert runner.counters.completed == 16
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+async def test_what_a_stopped_run_left_open_is_taken_up(house: House, graceful: bool) -> None:
+    """Stopped at once, or killed: the sessions that were done stay, the others are run again."""
+    place.gate = asyncio.Event()
+    config = make_config(house.folder, agent="waits_at_the_gate", trainer={"groups_per_step": 1})
+    running = asyncio.create_task(house.runner(config).run())
+    await until(lambda: len(seen) >= 2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    (group,) = await house.store.groups(RUN, Channel.TRAIN)
+    assert group.status is GroupStatus.OPEN
+    assert {s.status for s in await sessions(house, group)} == {SessionStatus.ABANDONED}
+    if not graceful:
+        # As a killed process leaves it: slot 0 done on a second attempt, slot 1 under way.
+        done = await house.gateway.open_session(
+            channel=Channel.TRAIN, group_id=group.group_id, slot=0, attempt=1
+        )
+        await house.gateway.complete(done.session_id)
+        await house.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=1, attempt=1)
+    place.gate.set()
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    assert group.status is GroupStatus.READY
+    ended = Counter((s.slot, s.attempt, s.status, s.reason) for s in await sessions(house, group))
+    last = 1 if graceful else 2
+    assert ended[(1, last, SessionStatus.COMPLETED, None)] == 1
+    assert ended[(0, 1, SessionStatus.COMPLETED, None)] == 1
+    interrupted = [key for key in ended if key[2] is SessionStatus.ABANDONED]
+    assert {key[3] for key in interrupted} == {"interrupted"}
+    assert len(interrupted) == (2 if graceful else 3)
+
+
+async def test_a_dropped_group_left_open_is_still_dropped(house: House) -> None:
+    group = Group(f"{RUN}/train/000000", RUN, Channel.TRAIN, 0, 2, Task("0", {"question": "number 9"}))
+    await house.store.open_group(group)
+    failed = await house.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=0)
+    await house.gateway.fail(failed.session_id, "earlier")
+    config = make_config(house.folder, group_policy="drop", trainer={"groups_per_step": 1})
+    groups = await run_once(house, house.runner(config), groups=2)
+    assert [g.status for g in groups] == [GroupStatus.DROPPED, GroupStatus.READY]
+    assert tries["number 9"] == 1, "only the missing slot was run"
