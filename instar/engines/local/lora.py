@@ -1,19 +1,18 @@
-"""LoRA beside the base weights: never merged, so swapping an adapter moves only its own few numbers."""
+"""PEFT adapter folders → the updates of linear layers."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from instar.engines.local.linear import LoraPair
 from instar.errors import EngineError
 
 PREFIX = "base_model.model."
@@ -35,38 +34,6 @@ UNSUPPORTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """The update of one module: x → (x @ down.T) @ up, scale included."""
-
-    down: Tensor
-    """[rank, in]"""
-    up: Tensor
-    """[rank, out]"""
-
-
-class LoraLinear(nn.Linear):
-    """Takes the place of a Linear and shares its weight; parameter names stay as they were."""
-
-    pair: LoraPair | None
-
-    @classmethod
-    def over(cls, base: nn.Linear) -> LoraLinear:
-        wrapped = cls(1, 1, bias=False, device="meta")
-        wrapped.in_features, wrapped.out_features = base.in_features, base.out_features
-        wrapped.weight, wrapped.bias = base.weight, base.bias
-        wrapped.pair = None
-        return wrapped
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = F.linear(input, self.weight, self.bias)
-        if self.pair is None:
-            return output
-        low = F.linear(input.reshape(-1, self.in_features), self.pair.down)
-        output.view(-1, self.out_features).addmm_(low, self.pair.up)
-        return output
-
-
 def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, LoraPair]:
     """A PEFT adapter folder → the update of each module, by the module's name. Refuses what this
     engine does not compute."""
@@ -86,19 +53,6 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
         halves.setdefault(module, {})[half[0]] = tensor
     modules = dict(model.named_modules())
     return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
-
-
-def install(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
-    """Put the adapter in place of the one before; an empty one leaves the base model."""
-    for name in adapter:
-        parent = model.get_submodule(name.rpartition(".")[0])
-        attribute = name.rpartition(".")[2]
-        module = getattr(parent, attribute)
-        if not isinstance(module, LoraLinear):
-            setattr(parent, attribute, LoraLinear.over(module))
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            module.pair = adapter.get(name)
 
 
 def _scale(config: dict[str, Any], folder: Path) -> float:

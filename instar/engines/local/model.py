@@ -13,7 +13,8 @@ from transformers.utils import logging as transformers_logging
 
 from instar.config import ModelConfig
 from instar.engines.local import attention
-from instar.engines.local.lora import LoraPair, install, read_adapter
+from instar.engines.local.linear import LoraPair, install, pack, replace_linears
+from instar.engines.local.lora import read_adapter
 from instar.engines.local.rows import KVShape
 from instar.errors import EngineError
 from instar.models import device_and_dtype, resolve_model
@@ -42,6 +43,8 @@ class EngineModel:
         self.folder = resolve_model(config.name)
         self._source = self.folder
         self._model = _read(self.folder, self.dtype).to(self.device)
+        replace_linears(self._model)
+        pack(self._model)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         text_config = self._model.config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
@@ -81,6 +84,7 @@ class EngineModel:
         if change.state is not None:
             self._model.load_state_dict(change.state)
             self._source = change.source
+            pack(self._model)
         install(self._model, change.adapter)
 
     def _read_state(self, folder: Path) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.local.engine import LocalEngine
+from instar.engines.local.linear import LoraPair, install, pack, replace_linears
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.tiny import make_tiny_model
@@ -241,12 +242,12 @@ async def test_close_ends_what_is_in_flight(tiny: Path) -> None:
 
 async def test_random_arrivals_and_cancellations_keep_every_number_right(tiny: Path) -> None:
     """Rows are moved, swapped and freed in every order; each finished reply still checks out."""
-    engine = make_engine(tiny, prefill_tokens=24, max_batch=6)
+    engine = make_engine(tiny, prefill_tokens=8, max_batch=10)
     model = reference(tiny)
 
     async def client(n: int) -> None:
         await asyncio.sleep(0.003 * (n % 7))
-        prompt = [(n * 7 + i * i) % 200 + 5 for i in range(1 + (n * 13) % 60)]
+        prompt = [(n * 7 + i * i) % 200 + 5 for i in range(1 + (n * 13) % 90)]
         stream = engine.generate(prompt, SamplingParams(max_tokens=1 + (n * 5) % 23, seed=n))
         chunks = []
         async for chunk in stream:
@@ -272,3 +273,20 @@ async def test_ends_at_the_models_eos(tiny: Path) -> None:
     for chunks in replies:
         assert (eos in ids_of(chunks)) == (ids_of(chunks)[-1] == eos) == (chunks[-1].finish_reason == "stop")
     await engine.close()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_packed_bf16_layers_compute_what_plain_ones_do(rows: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 32, bias=False)).bfloat16()
+    x = torch.randn(1, rows, 48, dtype=torch.bfloat16)
+    pair = LoraPair(torch.randn(4, 48).bfloat16(), torch.randn(4, 64).bfloat16())
+    with torch.inference_mode():
+        bare, adapted = model(x), model[1](model[0](x) + (x @ pair.down.T) @ pair.up)
+        replace_linears(model)
+        pack(model)
+        assert torch.equal(model(x), bare)
+        install(model, {"0": pair})
+        torch.testing.assert_close(model(x), adapted, rtol=0.05, atol=0.2)
+        install(model, {})
+        assert torch.equal(model(x), bare)

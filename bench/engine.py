@@ -1,0 +1,250 @@
+"""The local engine against what transformers offers, in one run, with a LoRA adapter loaded.
+
+    python bench/engine.py [--quick] [--json]
+
+Throughput: requests of mixed length from concurrent clients. Static batches go through
+``model.generate`` and each runs to its longest reply; only requested tokens count. No side stops
+at an end-of-sequence token. Time to first token: a second turn that extends a session, against the
+same prompt with nothing cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+
+from instar.config import LocalEngineConfig, ModelConfig
+from instar.engines.local.engine import LocalEngine
+from instar.engines.local.model import DTYPES
+from instar.models import device_and_dtype, resolve_model
+from instar.types import Artifact, Policy, SamplingParams
+
+WORDS = ["the", "sum", "of", "two", "numbers", "is", "what", "you", "get", "when", "one", "adds", "them"]
+
+
+@dataclass(frozen=True)
+class Load:
+    prompts: list[list[int]]
+    lengths: list[int]
+    clients: int
+    session: int
+    repeats: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def make_load(tokenizer: Any, quick: bool) -> Load:
+    rng = random.Random(0)
+    requests, longest = (8, 12) if quick else (64, 256)
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(24, 120))) for _ in range(requests)]
+    return Load(
+        prompts=[tokenizer.encode(text) for text in texts],
+        lengths=[rng.randint(4 if quick else 16, longest) for _ in range(requests)],
+        clients=4 if quick else 16,
+        session=100 if quick else 1000,
+        repeats=1 if quick else 5,
+    )
+
+
+def make_adapter(folder: Path, target: Path) -> None:
+    """Rank 16 on every linear layer, small random numbers."""
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    model.save_pretrained(str(target))
+
+
+async def run_ours(engine: LocalEngine, load: Load) -> float:
+    """Seconds for all requests, a fixed number of clients each taking the next one."""
+    waiting = list(reversed(list(zip(load.prompts, load.lengths, strict=True))))
+
+    async def client() -> None:
+        while waiting:
+            prompt, length = waiting.pop()
+            count = 0
+            async for chunk in engine.generate(prompt, SamplingParams(max_tokens=length)):
+                count += len(chunk.token_ids)
+            assert count == length
+
+    start = time.perf_counter()
+    await asyncio.gather(*[client() for _ in range(load.clients)])
+    return time.perf_counter() - start
+
+
+async def first_token(engine: LocalEngine, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    stream = engine.generate(prompt, SamplingParams(max_tokens=4))
+    await anext(stream)
+    seconds = time.perf_counter() - start
+    async for _ in stream:
+        pass
+    return seconds
+
+
+async def run_turns(engine: LocalEngine, load: Load, policy: Policy) -> tuple[float, float]:
+    """Median seconds to the first token of a second turn: warm, and with the cache dropped."""
+    warm: list[float] = []
+    cold: list[float] = []
+    for n in range(load.repeats):
+        history = [(17 * i + n) % 20000 + 100 for i in range(load.session - 32)]
+        reply = [c.token_ids[0] async for c in engine.generate(history, SamplingParams(max_tokens=32))]
+        turn = history + reply + [(31 * i + n) % 20000 + 100 for i in range(24)]
+        warm.append(await first_token(engine, turn))
+        await engine.load(policy)
+        cold.append(await first_token(engine, turn))
+    return statistics.median(warm), statistics.median(cold)
+
+
+def sampling_config() -> GenerationConfig:
+    """Temperature 1, whole vocabulary, no end-of-sequence token."""
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
+    )
+
+
+def run_static(model: Any, load: Load) -> float:
+    """Seconds for all requests in batches of as many as there are clients, left-padded."""
+    config = sampling_config()
+    seconds = 0.0
+    for first in range(0, len(load.prompts), load.clients):
+        prompts = load.prompts[first : first + load.clients]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        config.max_new_tokens = max(load.lengths[first : first + load.clients])
+        start = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        seconds += time.perf_counter() - start
+    return seconds
+
+
+def run_transformers_continuous(model: Any, load: Load) -> float:
+    """Seconds for all requests through transformers' own continuous batching."""
+    config = sampling_config()
+    config.max_new_tokens, config.eos_token_id = max(load.lengths), -1
+    batching = ContinuousBatchingConfig(
+        page_size=32,
+        num_blocks=2048,
+        max_batch_tokens=512,
+        max_requests_per_batch=load.clients,
+        use_cuda_graph=False,
+        return_logprobs=True,
+    )
+    with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
+        start = time.perf_counter()
+        for prompt, length in zip(load.prompts, load.lengths, strict=True):
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+        tokens = 0
+        for _ in load.prompts:
+            result = manager.get_result(timeout=300)
+            assert result is not None, "transformers' continuous batching stopped"
+            assert result.error is None, result.error
+            tokens += len(result.generated_tokens)
+        seconds = time.perf_counter() - start
+    assert tokens == load.tokens
+    return seconds
+
+
+def measure(quick: bool) -> dict[str, float]:
+    config = ModelConfig(max_context=2048)
+    folder = resolve_model(config.name)
+    device, dtype = device_and_dtype(config)
+    load = make_load(AutoTokenizer.from_pretrained(folder), quick)
+    figures: dict[str, float] = {
+        "requests": len(load.prompts),
+        "tokens": load.tokens,
+        "clients": load.clients,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        make_adapter(folder, Path(scratch))
+        figures |= asyncio.run(measure_ours(config, load, Path(scratch)))
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
+        # The adapter in the precision of the base: peft's default, fp32, is slower.
+        model: Any = PeftModel.from_pretrained(base, scratch, autocast_adapter_dtype=False)
+    figures["static_tokens_per_second"] = load.tokens / run_static(model, load)
+    try:
+        seconds = run_transformers_continuous(model.get_base_model(), load)
+        figures["transformers_cb_tokens_per_second"] = load.tokens / seconds
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+        # The API moves between transformers releases; the comparison that counts does not need it.
+        warnings.warn(f"transformers' continuous batching did not run: {error}", stacklevel=1)
+    figures["ratio_static"] = figures["tokens_per_second"] / figures["static_tokens_per_second"]
+    figures["ratio_warm_turn"] = figures["cold_turn_seconds"] / figures["warm_turn_seconds"]
+    return figures
+
+
+async def measure_ours(config: ModelConfig, load: Load, adapter: Path) -> dict[str, float]:
+    engine = LocalEngine(config, LocalEngineConfig(), stop_at_eos=False)
+    policy = Policy("bench", 1, Artifact("adapter", str(adapter)))
+    await engine.load(policy)
+    await first_token(engine, load.prompts[0])
+    await engine.load(policy)
+    seconds = await run_ours(engine, load)
+    warm, cold = await run_turns(engine, load, policy)
+    await engine.close()
+    return {
+        "tokens_per_second": load.tokens / seconds,
+        "warm_turn_seconds": warm,
+        "cold_turn_seconds": cold,
+    }
+
+
+def show(figures: dict[str, float]) -> None:
+    title = "{requests:.0f} requests, {tokens:.0f} tokens, {clients:.0f} clients".format(**figures)
+    table = Table("engine", "tokens/s", "against static", title=title)
+    static = figures["static_tokens_per_second"]
+    rows = {
+        "instar local": "tokens_per_second",
+        "model.generate, static batches": "static_tokens_per_second",
+        "transformers continuous batching": "transformers_cb_tokens_per_second",
+    }
+    for name, key in rows.items():
+        value = figures.get(key)
+        table.add_row(
+            name, *(("did not run", "") if value is None else (f"{value:.0f}", f"{value / static:.2f}×"))
+        )
+    console = Console()
+    console.print(table)
+    turns = Table("second turn of a long session", "seconds to first token")
+    turns.add_row("cold", f"{figures['cold_turn_seconds']:.3f}")
+    turns.add_row("warm", f"{figures['warm_turn_seconds']:.3f}")
+    turns.add_row("ratio", f"{figures['ratio_warm_turn']:.1f}×")
+    console.print(turns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the local engine.")
+    parser.add_argument("--quick", action="store_true", help="a few short requests, to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
+    arguments = parser.parse_args()
+    figures = measure(arguments.quick)
+    show(figures)
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from instar.config import ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.errors import ConfigError
+from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
+
+
+def shout(prompt: str, seed: int | None) -> str:
+    return f"{prompt.upper()}{seed}"
+
+
+def make(tiny: Path, **settings: object) -> ScriptedEngine:
+    config = ScriptedEngineConfig.model_validate(settings)
+    return ScriptedEngine(ModelConfig(name=str(tiny), max_context=256), config)
+
+
+def text_of(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids)
+
+
+async def test_plays_the_replies_turn_by_turn_and_over_again(tiny: Path) -> None:
+    engine = make(tiny, replies=["first", "second"])
+    prompt = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n")
+    said: list[str] = []
+    for _ in range(3):
+        chunks = await collect(engine, prompt)
+        assert chunks[-1].finish_reason == "stop"
+        said.append(text_of(ids_of(chunks)))
+        prompt = prompt + ids_of(chunks) + TOKENIZER.encode("\n<|im_start|>user\nmore<|im_end|>\n")
+    assert said == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
+
+
+async def test_calls_the_function_with_text_and_seed(tiny: Path) -> None:
+    engine = make(tiny, function=f"{__name__}:shout")
+    chunks = await collect(engine, TOKENIZER.encode("say it"), seed=7)
+    assert text_of(ids_of(chunks)) == "SAY IT7<|im_end|>"
+
+
+async def test_logprobs_depend_on_prompt_position_and_seed_only(tiny: Path) -> None:
+    engine, again = make(tiny, replies=["aaaa"]), make(tiny, replies=["aaaa"])
+    one = logprobs_of(await collect(engine, [5, 6], seed=1))
+    assert one == logprobs_of(await collect(again, [5, 6], seed=1))
+    assert len(set(one)) == len(one)
+    assert all(-3 < value < 0 for value in one)
+    assert one != logprobs_of(await collect(engine, [5, 7], seed=1))
+    assert one != logprobs_of(await collect(engine, [5, 6], seed=2))
+
+
+async def test_waits_before_each_token(tiny: Path) -> None:
+    engine = make(tiny, replies=["abc"], delay=0.02)
+    start = time.monotonic()
+    count = len(ids_of(await collect(engine, [5])))
+    assert time.monotonic() - start >= 0.02 * count
+
+
+def test_needs_something_to_play(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="replies"):
+        make(tiny, replies=[])
