@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import LlamaConfig
+
+from instar.config import GatewayConfig, ModelConfig, SamplingConfig, ScriptedEngineConfig
+from instar.engines.base import Engine
+from instar.engines.scripted import ScriptedEngine
+from instar.gateway.app import create_app
+from instar.gateway.base import OpenedSession
+from instar.gateway.serve import bind, serve
+from instar.record.base import Renderer
+from instar.record.render import load_renderer
+from instar.store.sqlite import SqliteStore
+from instar.types import Call
+from tests.tiny import make_tiny_tokenizer
+
+ADMIN = "sk-instar-test-admin"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """A tokenizer and a config: all that rendering and the scripted engine need."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_tokenizer().save_pretrained(folder)
+    LlamaConfig().save_pretrained(folder)
+    return ModelConfig(name=str(folder), max_context=1024)
+
+
+@pytest.fixture(scope="session")
+def renderer(model: ModelConfig) -> Renderer:
+    return load_renderer(Path(model.name), model)
+
+
+@dataclass
+class Served:
+    """A gateway on a real socket."""
+
+    url: str
+    path: Path
+    store: SqliteStore
+    engine: Engine
+    http: httpx.AsyncClient
+
+    async def open(self, **asked: Any) -> OpenedSession:
+        answer = await self.control("/sessions", asked)
+        assert answer.status_code == 201, answer.text
+        return OpenedSession(**answer.json())
+
+    async def control(self, path: str, body: Any, key: str = ADMIN) -> httpx.Response:
+        return await self.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+    def client(self, session: OpenedSession, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.api_key, **{"max_retries": 0, **options}
+        )
+
+    async def calls(self, session: OpenedSession) -> list[Call]:
+        return await self.store.calls(session.session_id)
+
+
+Serve = Callable[..., Awaitable[Served]]
+
+
+@asynccontextmanager
+async def run_gateway(
+    path: Path, engine: Engine, renderer: Renderer, config: GatewayConfig, **options: Any
+) -> AsyncGenerator[Served]:
+    store = SqliteStore(path)
+    app = create_app(
+        store=store,
+        engine=engine,
+        renderer=renderer,
+        run_id="run",
+        agent_id="agent",
+        policy_id="policy",
+        config=config,
+        admin_key=ADMIN,
+        **options,
+    )
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    stop = asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            yield Served(url, path, store, engine, http)
+    finally:
+        stop.set()
+        await server
+        await store.close()
+
+
+@pytest.fixture
+async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> AsyncGenerator[Serve]:
+    """Start a gateway; engine and gateway settings may be given."""
+    running: list[Any] = []
+
+    async def start(
+        engine: Engine | None = None,
+        config: GatewayConfig | None = None,
+        delay: float = 0.0,
+        sampling: SamplingConfig | None = None,
+    ) -> Served:
+        script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
+        context = run_gateway(
+            tmp_path / "store.db",
+            engine or ScriptedEngine(model, script),
+            renderer,
+            config or GatewayConfig(),
+            train_sampling=sampling,
+        )
+        running.append(context)
+        return await context.__aenter__()
+
+    yield start
+    for context in reversed(running):
+        await context.__aexit__(None, None, None)
+
+
+@pytest.fixture
+async def gateway(serving: Serve) -> Served:
+    return await serving()

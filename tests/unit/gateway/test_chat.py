@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instar.config import ModelConfig, SamplingConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.gateway.base import OpenedSession
+from instar.record.base import Renderer
+from instar.types import CallStatus, Link
+from tests.unit.gateway.conftest import Serve, Served
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Evaluate arithmetic.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def ask(gateway: Served, session: OpenedSession, messages: list[Any], **options: Any) -> Any:
+    async with gateway.client(session) as client:
+        return await client.chat.completions.create(model="instar", messages=messages, **options)
+
+
+async def ask_streamed(
+    gateway: Served, session: OpenedSession, messages: list[Any], **options: Any
+) -> list[Any]:
+    async with gateway.client(session) as client:
+        stream = await client.chat.completions.create(
+            model="instar", messages=messages, stream=True, **options
+        )
+        return [chunk async for chunk in stream]
+
+
+async def test_plain(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    answer = await ask(gateway, session, [user("hello")])
+    assert answer.choices[0].message.content == "You said: hello"
+    assert answer.choices[0].finish_reason == "stop"
+    (call,) = await gateway.calls(session)
+    assert call.prompt_ids.tolist() == renderer.render([{"role": "user", "content": "hello"}])
+    assert renderer.parse(call.sampled_ids.tolist())["content"] == "You said: hello"
+    assert call.sampled_ids[-1] in renderer.stop_token_ids
+    assert answer.usage.prompt_tokens == len(call.prompt_ids)
+    assert answer.usage.completion_tokens == len(call.sampled_ids)
+    assert call.trainable
+    assert np.isfinite(call.logprobs).all()
+    assert call.request_id == answer.id
+
+
+async def test_streamed_token_by_token(gateway: Served) -> None:
+    session = await gateway.open()
+    chunks = await ask_streamed(gateway, session, [user("héllo 😀")], stream_options={"include_usage": True})
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(text or "" for text in texts) == "You said: héllo 😀"
+    assert len(texts) > 8
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    (call,) = await gateway.calls(session)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(call.sampled_ids)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tool_turns_are_exact(gateway: Served, streamed: bool) -> None:
+    session = await gateway.open(channel="train")
+    messages = [user("What is 24 * 310?")]
+    async with gateway.client(session) as client:
+        if streamed:
+            async with client.chat.completions.stream(model="m", messages=messages, tools=[TOOL]) as stream:
+                answer = await stream.get_final_completion()
+        else:
+            answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Let me see."
+    (made,) = message.tool_calls or []
+    assert made.type == "function"
+    assert (made.function.name, made.function.arguments) == ("calc", '{"expression": "24 * 310"}')
+    echoed = message.model_dump(exclude={"parsed"})
+    for call in echoed["tool_calls"]:
+        call["function"].pop("parsed_arguments", None)
+    messages += [echoed, {"role": "tool", "tool_call_id": made.id, "content": "7440"}]
+    final = await ask(gateway, session, messages, tools=[TOOL])
+    assert final.choices[0].message.content == "The answer is 7440."
+    one, two = await gateway.calls(session)
+    assert (two.link, two.parent_id) == (Link.EXTENDS, one.call_id)
+    assert np.array_equal(two.prompt_ids[: len(one.sequence)], one.sequence)
+    assert two.base_tokens == len(one.sequence)
+
+
+async def test_choices_are_calls_of_one_request(gateway: Served) -> None:
+    session = await gateway.open(seed=1)
+    answer = await ask(gateway, session, [user("seed")], n=3)
+    calls = await gateway.calls(session)
+    assert [choice.message.content for choice in answer.choices] == [c.reply["content"] for c in calls]
+    assert len({call.params.seed for call in calls}) == 3
+    assert {call.request_id for call in calls} == {answer.id}
+    assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING, Link.SIBLING]
+
+
+async def test_streamed_choices(gateway: Served) -> None:
+    session = await gateway.open()
+    chunks = await ask_streamed(gateway, session, [user("hello")], n=2)
+    for index in (0, 1):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == "You said: hello"
+        assert own[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_stop_string_is_sampled_and_not_said(gateway: Served, streamed: bool) -> None:
+    session = await gateway.open()
+    if streamed:
+        chunks = await ask_streamed(gateway, session, [user("one END two")], stop=["END"])
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        text = (await ask(gateway, session, [user("one END two")], stop="END")).choices[0].message.content
+    assert text == "You said: one "
+    (call,) = await gateway.calls(session)
+    assert call.finish_reason == "stop"
+    follow = [user("one END two"), {"role": "assistant", "content": "You said: one"}, user("x")]
+    await ask(gateway, session, follow)
+    _, two = await gateway.calls(session)
+    assert np.array_equal(two.prompt_ids[: len(call.sequence)], call.sequence)
+
+
+async def test_max_tokens(gateway: Served) -> None:
+    session = await gateway.open()
+    answer = await ask(gateway, session, [user("long")], max_completion_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+    (call,) = await gateway.calls(session)
+    assert len(call.sampled_ids) == 5
+
+
+async def test_logprobs(gateway: Served) -> None:
+    session = await gateway.open()
+    answer = await ask(gateway, session, [user("hi")], logprobs=True)
+    shown = answer.choices[0].logprobs.content
+    chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True)
+    streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert "".join(token.token for token in shown) == "You said: hi"
+    assert [token.token for token in streamed] == [token.token for token in shown]
+    one, two = await gateway.calls(session)
+    assert np.allclose([token.logprob for token in shown], one.logprobs[:-1])
+    assert np.allclose([token.logprob for token in streamed], two.logprobs[:-1])
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
+
+
+async def test_rewritten_history_branches_and_the_same_again_is_a_sibling(gateway: Served) -> None:
+    session = await gateway.open()
+    await ask(gateway, session, [user("one")])
+    await ask(gateway, session, [user("one")])
+    await ask(gateway, session, [user("zero"), {"role": "assistant", "content": "?"}, user("one")])
+    links = [call.link for call in await gateway.calls(session)]
+    assert links == [Link.ROOT, Link.SIBLING, Link.BRANCH]
+
+
+async def test_counted_retry_is_answered_from_the_record(gateway: Served) -> None:
+    session = await gateway.open()
+    first = await ask(gateway, session, [user("one")])
+    again = await ask(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
+    assert again.id == first.id
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert len(await gateway.calls(session)) == 1
+
+
+async def test_train_channel_samples_as_configured(serving: Serve) -> None:
+    gateway = await serving(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
+    train, live = await gateway.open(channel="train"), await gateway.open()
+    forced = await gateway.open(channel="val", sampling={"temperature": 0})
+    for session in (train, live, forced):
+        await ask(gateway, session, [user("hi")], temperature=0.3, top_p=0.5)
+    (one,), (two,), (three,) = [await gateway.calls(s) for s in (train, live, forced)]
+    assert (one.params.temperature, one.params.top_p) == (1.0, 0.9)
+    assert (two.params.temperature, two.params.top_p) == (0.3, 0.5)
+    assert three.params.temperature == 0
+    assert one.behavior_logprobs is not None
+    assert one.trainable
+
+
+async def test_seeds_follow_from_the_session(gateway: Served) -> None:
+    seeds: list[list[int | None]] = []
+    for _ in range(2):
+        session = await gateway.open(seed=7)
+        await ask(gateway, session, [user("hi")])
+        await ask(gateway, session, [user("ho")])
+        await ask(gateway, session, [user("ha")], seed=5)
+        seeds.append([call.params.seed for call in await gateway.calls(session)])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 3
+    assert seeds[0][-1] == 5
+    # A stable hash: the same number in every process and version.
+    assert seeds[0][0] == 4895008828178295159
+
+
+async def test_recorded_before_the_finish_leaves(gateway: Served) -> None:
+    session = await gateway.open()
+    seen = 0
+    async with gateway.client(session) as client:
+        stream = await client.chat.completions.create(model="m", messages=[user("hello")], stream=True)
+        async for chunk in stream:
+            count = _count(gateway.path, session.session_id)
+            if chunk.choices[0].finish_reason is None:
+                assert count == 0
+            else:
+                seen += 1
+                assert count == 1
+    assert seen == 1
+
+
+def _count(path: Path, session_id: str) -> int:
+    with sqlite3.connect(path) as db:
+        ((count,),) = db.execute("SELECT count(*) FROM calls WHERE session_id = ?", (session_id,))
+    db.close()
+    return int(count)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_client_gone_is_recorded_as_aborted(serving: Serve, streamed: bool) -> None:
+    gateway = await serving(delay=0.01)
+    session = await gateway.open()
+    if streamed:
+        async with gateway.client(session) as client:
+            stream = await client.chat.completions.create(model="m", messages=[user("long")], stream=True)
+            said = ""
+            async for chunk in stream:
+                said += chunk.choices[0].delta.content or ""
+                if said.startswith("word"):
+                    break
+            await stream.close()
+    else:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(gateway, session, [user("long")]), 0.5)
+    for _ in range(100):
+        if calls := await gateway.calls(session):
+            break
+        await asyncio.sleep(0.05)
+    (call,) = calls
+    assert (call.status, call.finish_reason, call.trainable) == (CallStatus.ABORTED, "aborted", False)
+    assert 0 < len(call.sampled_ids) < 200
+    assert call.reply["content"].startswith("word")
+    assert (await gateway.engine.status()).running == 0
+
+
+async def test_restart_rebuilds_the_graph(serving: Serve) -> None:
+    first = await serving()
+    session = await first.open()
+    await ask(first, session, [user("one")])
+    second = await serving()
+    moved = OpenedSession(session.session_id, f"{second.url}/s/{session.session_id}/v1", session.api_key)
+    follow = [user("one"), {"role": "assistant", "content": "You said: one"}, user("two")]
+    await ask(second, moved, follow)
+    one, two = await second.calls(session)
+    assert (two.link, two.parent_id) == (Link.EXTENDS, one.call_id)
+
+
+async def test_many_turns_store_new_tokens_only(serving: Serve, model: ModelConfig) -> None:
+    long = model.model_copy(update={"max_context": 100_000})
+    gateway = await serving(engine=ScriptedEngine(long, ScriptedEngineConfig(replies=["fine"])))
+    session = await gateway.open()
+    messages = [user("go")]
+    async with gateway.client(session) as client:
+        for turn in range(50):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            reply = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [reply, user(f"and {turn}")]
+    calls = await gateway.calls(session)
+    stored = sum(len(call.prompt_ids) - call.base_tokens + len(call.sampled_ids) for call in calls)
+    assert stored == len(calls[-1].sequence)
+    assert [call.base_messages for call in calls[1:]] == [len(call.messages) + 1 for call in calls[:-1]]

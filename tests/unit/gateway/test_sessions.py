@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from instar.gateway.auth import key_hash
+from instar.types import Channel, Link, RewardSource, SessionStatus
+from tests.unit.gateway.conftest import ADMIN, Serve, Served
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def chat(
+    gateway: Served, key: str | None, prefix: str = "", body: Any = CHAT, **headers: str
+) -> httpx.Response:
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    return await gateway.http.post(f"{prefix}/v1/chat/completions", json=body, headers=headers)
+
+
+def error(answer: httpx.Response) -> tuple[int, str | None]:
+    told = answer.json()["error"]
+    assert told["message"]
+    return answer.status_code, told["code"]
+
+
+async def test_named_by_url_key_or_header(gateway: Served) -> None:
+    session = await gateway.open()
+    url = f"/s/{session.session_id}"
+    named = {"X-Instar-Session": session.session_id}
+    for answer in [
+        await chat(gateway, session.api_key, url),
+        await chat(gateway, session.api_key),
+        await chat(gateway, session.api_key, url, **named),
+        await chat(gateway, ADMIN, url),
+        await chat(gateway, ADMIN, **named),
+    ]:
+        assert answer.status_code == 200
+    assert len(await gateway.calls(session)) == 5
+
+
+async def test_refused(gateway: Served) -> None:
+    session, other = await gateway.open(), await gateway.open()
+    assert error(await chat(gateway, None)) == (401, "missing_api_key")
+    assert error(await chat(gateway, "sk-instar-wrong")) == (401, "invalid_api_key")
+    assert error(await chat(gateway, session.api_key, f"/s/{other.session_id}")) == (403, "session_conflict")
+    named = {"X-Instar-Session": other.session_id}
+    assert error(await chat(gateway, session.api_key, **named)) == (403, "session_conflict")
+    assert error(await chat(gateway, ADMIN, f"/s/{session.session_id}", **named)) == (403, "session_conflict")
+    assert error(await chat(gateway, ADMIN, "/s/sess-none")) == (404, "session_not_found")
+    assert await gateway.calls(session) == await gateway.calls(other) == []
+
+
+async def test_session_key_opens_its_session_and_nothing_else(gateway: Served) -> None:
+    session, other = await gateway.open(), await gateway.open()
+    key = session.api_key
+    assert error(await gateway.control("/sessions", {}, key)) == (403, "not_allowed")
+    path = f"/sessions/{other.session_id}"
+    assert error(await gateway.control(f"{path}/complete", {"reward": 1}, key)) == (403, "wrong_session")
+    assert error(await gateway.control(f"{path}/fail", {"reason": "x"}, key)) == (403, "wrong_session")
+    read = await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"})
+    assert error(read) == (403, "wrong_session")
+    own = f"/sessions/{session.session_id}/complete"
+    given = {"rewards": [{"value": 1.0, "source": "rule"}]}
+    assert error(await gateway.control(own, given, key)) == (403, "not_allowed")
+
+
+async def test_only_the_hash_of_a_key_is_kept(gateway: Served) -> None:
+    session = await gateway.open()
+    found = await gateway.store.session_by_key(key_hash(session.api_key))
+    assert found is not None
+    assert found.session_id == session.session_id
+    await gateway.store.close()
+    files = gateway.path.parent.glob("store.db*")
+    assert all(session.api_key.encode() not in file.read_bytes() for file in files)
+
+
+async def test_open_complete_read(gateway: Served) -> None:
+    session = await gateway.open(
+        channel="train",
+        group_id="g",
+        slot=3,
+        attempt=1,
+        task_id="t",
+        task={"q": 1},
+        metadata={"a": 1},
+        seed=9,
+    )
+    await chat(gateway, session.api_key)
+    path = f"/sessions/{session.session_id}"
+    body = {"reward": 0.5, "metadata": {"b": 2}}
+    ended = (await gateway.control(f"{path}/complete", body, session.api_key)).json()
+    assert ended == {"session_id": session.session_id, "status": "completed", "changed": True}
+    again = (await gateway.control(f"{path}/fail", {"reason": "late"})).json()
+    assert again == {"session_id": session.session_id, "status": "completed", "changed": False}
+    view = (await gateway.http.get(path, headers={"Authorization": f"Bearer {session.api_key}"})).json()
+    assert (view["status"], view["slot"], view["attempt"], view["task_id"]) == ("completed", 3, 1, "t")
+    assert view["metadata"] == {"a": 1, "task": {"q": 1}, "b": 2}
+    assert [(r["value"], r.get("source", "agent")) for r in view["rewards"]] == [(0.5, "agent")]
+    (call,) = view["calls"]
+    assert (call["link"], call["finish_reason"], call["reply"]["content"]) == ("root", "stop", "You said: hi")
+    stored = await gateway.store.session(session.session_id)
+    assert stored is not None
+    assert (stored.channel, stored.group_id, stored.seed) == (Channel.TRAIN, "g", 9)
+
+
+async def test_fail_and_rewards_of_other_sources(gateway: Served) -> None:
+    session = await gateway.open()
+    body = {"reason": "crashed", "rewards": [{"value": -1.0, "source": "fallback", "scorer": "runner"}]}
+    ended = (await gateway.control(f"/sessions/{session.session_id}/fail", body)).json()
+    assert ended["status"] == "failed"
+    stored = await gateway.store.session(session.session_id)
+    assert stored is not None
+    assert (stored.status, stored.reason) == (SessionStatus.FAILED, "crashed")
+    (reward,) = await gateway.store.rewards(session.session_id)
+    assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "runner")
+
+
+async def test_an_ended_session_takes_no_calls(gateway: Served) -> None:
+    session = await gateway.open()
+    await gateway.control(f"/sessions/{session.session_id}/complete", {})
+    assert error(await chat(gateway, session.api_key)) == (410, "session_ended")
+
+
+async def test_live_sessions_are_found_by_what_is_said(gateway: Served) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ADMIN, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": "one"}]
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+        messages += [{"role": "user", "content": "two"}]
+        await client.chat.completions.create(model="m", messages=messages)
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "else"}])
+        models = await client.models.list()
+    assert [model.id for model in models.data] == ["policy"]
+    rows = await gateway.store.sessions("run")
+    assert [(row.session.channel, row.calls) for row in rows] == [(Channel.LIVE, 2), (Channel.LIVE, 1)]
+
+
+async def test_sessions_beyond_the_limit_are_read_back(serving: Serve) -> None:
+    from instar.config import GatewayConfig
+
+    gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
+    sessions = [await gateway.open() for _ in range(3)]
+    for session in sessions:
+        await chat(gateway, session.api_key)
+    messages = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": "You said: hi"},
+        {"role": "user", "content": "x"},
+    ]
+    for session in sessions:
+        await chat(gateway, session.api_key, body={"model": "m", "messages": messages})
+        assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS]
+
+
+async def test_health_needs_no_key(gateway: Served) -> None:
+    assert (await gateway.http.get("/healthz")).json() == {"status": "ok", "engine": "up", "version": 0}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"channel": "prod"}, "channel"),
+        ({"colour": 1}, "colour"),
+        ({"sampling": {"temprature": 0}}, "sampling.temprature"),
+        ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ({"seed": "x"}, "seed"),
+    ],
+)
+async def test_bad_open(gateway: Served, body: Any, param: str) -> None:
+    answer = await gateway.control("/sessions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
