@@ -13,7 +13,7 @@ from instar.store.codec import dump_json
 from instar.store.policies import head
 from instar.store.rows import decode_claim, decode_step
 from instar.store.schema import CLAIMS, STEPS
-from instar.types import Channel, Claim, ClaimOutcome, GroupStatus, Json, Step, StepState
+from instar.types import Channel, Claim, GroupStatus, Json, Step, StepState
 
 ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED)
 
@@ -88,7 +88,7 @@ def advance_step(
             step,
         ),
     )
-    if state is StepState.COMMITTED:
+    if state is StepState.COMMITTED or version is not None:
         refresh_consumed(db, _groups_of_step(db, run_id, step))
 
 
@@ -137,8 +137,9 @@ def get_claims(db: sqlite3.Connection, run_id: str, step: int | None, session_id
 
 
 def refresh_consumed(db: sqlite3.Connection, group_ids: Iterable[str | None]) -> None:
-    """A group is consumed when it was dropped, or when it has claims and each is of a committed step
-    or dropped. Claims of another run that trains on the same groups do not count."""
+    """A group is consumed when it was dropped, or when it has claims and each is of a step that is
+    committed or has published its version, or of no step at all. Claims of another run that trains on
+    the same groups do not count."""
     for group_id in group_ids:
         db.execute(
             """
@@ -146,13 +147,12 @@ def refresh_consumed(db: sqlite3.Connection, group_ids: Iterable[str | None]) ->
               EXISTS (SELECT 1 FROM claims c WHERE c.group_id = :group AND c.run_id = groups.run_id)
               AND NOT EXISTS (
                 SELECT 1 FROM claims c LEFT JOIN steps s ON s.run_id = c.run_id AND s.step = c.step
-                WHERE c.group_id = :group AND c.run_id = groups.run_id AND c.outcome != :dropped
-                  AND COALESCE(s.state, '') != :committed))
+                WHERE c.group_id = :group AND c.run_id = groups.run_id AND c.step IS NOT NULL
+                  AND COALESCE(s.state, '') != :committed AND s.version IS NULL))
             WHERE group_id = :group""",
             {
                 "group": group_id,
                 "dropped_group": GroupStatus.DROPPED.value,
-                "dropped": ClaimOutcome.DROPPED.value,
                 "committed": StepState.COMMITTED.value,
             },
         )

@@ -208,6 +208,19 @@ class ProgressOfRun:
         assert (progress.next_group_index, progress.committed_steps) == (4, 1)
         assert (await store.progress(RUN, Channel.VAL)).next_group_index == 41
 
+    async def test_what_a_step_drops_is_consumed_with_the_step(self, store: Store) -> None:
+        await store.put_run(Run(RUN, POLICY, {}))
+        for index in range(2):
+            await store.open_group(make_group(f"g{index}", index))
+            await store.close_group(f"g{index}", GroupStatus.READY)
+        await store.claim_step(RUN, 1, [dropped("a", group_id="g0", step=1)])
+        assert (await store.progress(RUN)).groups_consumed == 0
+        await store.advance_step(RUN, 1, StepState.COMMITTED)
+        assert (await store.progress(RUN)).groups_consumed == 1
+        await store.claim_step(RUN, 2, [make_claim("b", group_id="g1", step=2)])
+        await store.advance_step(RUN, 2, StepState.SUBMITTED, version=1)
+        assert (await store.progress(RUN)).groups_consumed == 2
+
     async def test_sessions_and_head(self, store: Store) -> None:
         await store.put_run(Run(RUN, POLICY, {}))
         for name in "abc":
