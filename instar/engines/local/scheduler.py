@@ -40,6 +40,8 @@ class Request:
     computed: int = 0
     """Tokens whose keys and values are in its row."""
     row: int = -1
+    turn: int = 0
+    """Order of admission."""
     tainted: bool = False
     """Its keys and values were computed under more than one version: not for others to read."""
     finished: bool = False
@@ -65,6 +67,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._decoding = 0
         self._version = 0
+        self._admitted = 0
         self._generated = self._prompted = self._reused = 0
 
     # --- what the engine calls between steps ---
@@ -149,6 +152,8 @@ class Scheduler:
         if not self._running and self._rows.tokens > 4 * self._max_batch * length:
             self._rows.reset()
         request.row = len(self._running)
+        self._admitted += 1
+        request.turn = self._admitted
         self._rows.ensure(request.row + 1, length)
         row = self._rows.row(request.row)
         for kv, count in self._prefixes.match(reusable):
@@ -170,7 +175,8 @@ class Scheduler:
         sampled_at, sampling = list(range(self._decoding)), list(decoding)
         spans: list[tuple[int, int, int, int]] = []
         budget = self._prefill_tokens
-        for request in self._running[self._decoding :]:
+        # In the order they came, which moving rows about does not keep.
+        for request in sorted(self._running[self._decoding :], key=lambda r: r.turn):
             count = min(len(request.prompt) - request.computed, budget)
             if count == 0:
                 break
