@@ -7,6 +7,7 @@ gives a function returning a fresh backend with a LoRA adapter, in fp32, on the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -286,8 +287,6 @@ class BackendConformance:
         await backend.close()
 
     async def test_calls_may_be_pipelined(self, make_backend: Callable[[], Backend]) -> None:
-        import asyncio
-
         backend = make_backend()
         samples = tree_samples()
         before, _, _, after = await asyncio.gather(

@@ -82,7 +82,7 @@ async def test_published_folder_is_what_peft_writes(model_folder: Path, tmp_path
     tensors = load_file(tmp_path / "v1" / "adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    assert [p.name for p in tmp_path.iterdir()] == ["v1"]
+    assert set(read_all(tmp_path)) == {"v1/adapter_config.json", "v1/adapter_model.safetensors"}
     await backend.close()
 
 
