@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from instar.config import RunConfig
-from instar.errors import ConfigError
+from instar.errors import AgentError, ConfigError
 from instar.rewards.base import Scorer
 from instar.rollout.admission import Admission, Admitted
 from instar.rollout.base import Agent
@@ -22,6 +22,8 @@ from instar.types import Channel, Group, GroupStatus, Session, SessionStatus, Ta
 log = logging.getLogger(__name__)
 
 POLL = 0.05
+HOPELESS = 8
+"""Groups in a row that may fail as a whole."""
 
 
 class Evaluates(Protocol):
@@ -56,6 +58,8 @@ class RolloutRunner:
         self.evaluator: Evaluates | None = None
         self.groups_done = 0
         self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._hopeless = 0
+        """Groups in a row of which every session failed."""
         self._evaluated = -1
         self._evaluating = False
         self._draining = False
@@ -167,6 +171,7 @@ class RolloutRunner:
     async def _run_group(self, group: Group, slots: list[Slot], failed: bool) -> None:
         """``failed``: a slot that was final before already failed."""
         outcomes = await together(self._run_slot(slot) for slot in slots)
+        self._note(outcomes)
         failed = failed or any(outcome.status is SessionStatus.FAILED for outcome in outcomes)
         await self._abandon_open(group, "superseded")
         if failed and self.rollout.group_policy == "drop":
@@ -174,6 +179,21 @@ class RolloutRunner:
         else:
             await self.store.close_group(group.group_id, GroupStatus.READY)
         self.groups_done += 1
+
+    def _note(self, outcomes: list[Outcome]) -> None:
+        """Stop a run that cannot come to anything: an agent that never works is a mistake in the config,
+        and under `drop` it would be tried for ever."""
+        if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
+            return
+        if all(outcome.status is SessionStatus.FAILED for outcome in outcomes):
+            self._hopeless += 1
+        else:
+            self._hopeless = 0
+        if self._hopeless >= HOPELESS:
+            raise AgentError(
+                f"rollout.agent: every session of the last {HOPELESS} groups failed; "
+                f"the last one: {self.counters.last_failure}"
+            )
 
     async def _run_slot(self, slot: Slot) -> Outcome:
         try:

@@ -134,22 +134,20 @@ class SlotRunner:
             self.counters.running -= 1
 
     async def _play(self, slot: Slot, session: AgentSession, *, last: bool) -> Outcome:
+        task = slot.group.task
         try:
-            task = slot.group.task
             result = await within(self.config.timeout, self.agent.run(task, session), "the agent")
         except Exception as error:  # noqa: BLE001 — an agent is foreign code: whatever it raises is its failure
             if is_transient(error) and not last:
                 return await self._abandon(session.session_id, f"transient: {describe(error)}")
             return await self._fail(session.session_id, describe(error))
+        calls = await self.store.calls(session.session_id)
+        transcript = Transcript(session.session_id, calls, result.reward)
         try:
-            rewards = await within(self.config.timeout, self._score(slot, session, result), "the reward")
+            rewards = await within(self.config.timeout, self.scorer.score(task, transcript), "the reward")
         except Exception as error:  # noqa: BLE001 — a rule is foreign code too
             return await self._fail(session.session_id, f"reward: {describe(error)}")
         return await self._complete(session.session_id, rewards, result)
-
-    async def _score(self, slot: Slot, session: AgentSession, result: AgentResult) -> list[Reward]:
-        calls = await self.store.calls(session.session_id)
-        return await self.scorer.score(slot.group.task, Transcript(session.session_id, calls, result.reward))
 
     async def _complete(self, session_id: str, rewards: list[Reward], result: AgentResult) -> Outcome:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})

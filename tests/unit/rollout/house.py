@@ -7,11 +7,12 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from starlette.applications import Starlette
 from transformers import LlamaConfig
 
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
@@ -126,6 +127,12 @@ async def waits_at_the_gate(task: dict[str, Any], session: AgentSession) -> None
     await gate.wait()
 
 
+async def asks_twice(task: dict[str, Any], session: AgentSession) -> None:
+    await ask(task, session)
+    await gate.wait()
+    await ask(task, session)
+
+
 async def completes_itself(task: dict[str, Any], session: AgentSession) -> None:
     await ask(task, session)
     root = session.base_url.split("/s/")[0]
@@ -175,6 +182,22 @@ class House:
     store: SqliteStore
     engine: ScriptedEngine
     gateway: GatewayClient
+    app: Starlette
+    port: int
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _server: asyncio.Task[None] | None = None
+
+    async def start_gateway(self) -> None:
+        self._stop.clear()
+        listener = bind("127.0.0.1", self.port)
+        self.port = listener.getsockname()[1]
+        self.gateway.url = f"http://127.0.0.1:{self.port}"
+        self._server = asyncio.create_task(serve(self.app, listener, stop=self._stop, grace=1))
+
+    async def stop_gateway(self) -> None:
+        assert self._server is not None
+        self._stop.set()
+        await self._server
 
     def runner(self, config: RunConfig) -> RolloutRunner:
         assert config.rollout is not None
@@ -229,16 +252,14 @@ async def open_house(folder: Path, script: str = "reply") -> AsyncIterator[House
         train_sampling=config.rollout.sampling,
         admin_key=KEY,
     )
-    listener = bind("127.0.0.1", 0)
-    stop = asyncio.Event()
-    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
-    client = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY, patience=3)
     tries.clear()
     seen.clear()
+    client = GatewayClient("http://unset", KEY, patience=5)
+    house = House(folder, store, engine, client, app, port=0)
+    await house.start_gateway()
     try:
-        yield House(folder, store, engine, client)
+        yield house
     finally:
         await client.close()
-        stop.set()
-        await server
+        await house.stop_gateway()
         await store.close()

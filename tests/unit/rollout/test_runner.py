@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from instar.data.batcher import Batcher
+from instar.errors import AgentError
 from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import derive_seed
 from instar.types import Channel, Group, GroupStatus, RewardSource, Session, SessionStatus, Task
@@ -237,3 +238,52 @@ async def test_a_dropped_group_left_open_is_still_dropped(house: House) -> None:
     groups = await run_once(house, house.runner(config), groups=2)
     assert [g.status for g in groups] == [GroupStatus.DROPPED, GroupStatus.READY]
     assert tries["number 9"] == 1, "only the missing slot was run"
+
+
+@pytest.mark.parametrize("policy", ["keep", "drop"])
+async def test_an_agent_that_never_works_stops_the_run(house: House, policy: str) -> None:
+    trainer = {"groups_per_step": 20}
+    config = make_config(
+        house.folder, agent="never_connected", retries=0, group_size=1, group_policy=policy, trainer=trainer
+    )
+    with pytest.raises(AgentError, match=r"rollout\.agent: every session .* nobody there"):
+        await asyncio.wait_for(house.runner(config).run(), 30)
+
+
+async def test_evaluation_while_training_is_due_every_so_many_versions(house: House) -> None:
+    config = make_config(house.folder, trainer={"steps": 3})
+    assert config.eval is not None
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 2})})
+    labels: list[str] = []
+    runner = house.runner(config)
+    runner.evaluator = house.evaluator(config, lambda kind, step, figures: labels.append(figures["label"]))
+    running = asyncio.create_task(runner.run())
+    batcher = Batcher(house.store, RUN, config)
+    for step in (1, 2, 3):
+        await house.train_step(config, batcher, step, step - 1)
+    await asyncio.wait_for(running, 20)
+    assert labels == ["v2", "v2"], "in both modes, once"
+
+
+async def test_a_gateway_that_dies_costs_no_session(house: House) -> None:
+    """Killed under way: the sessions it held are tried again when it is back, with the same draw."""
+    place.gate = asyncio.Event()
+    config = make_config(house.folder, agent="asks_twice", trainer={"groups_per_step": 1})
+    runner = house.runner(config)
+    running = asyncio.create_task(runner.run())
+    await until(lambda: len(seen) >= 2)
+    await house.stop_gateway()
+    place.gate.set()
+    await until(lambda: runner.counters.abandoned == 2)
+    await asyncio.sleep(0.3)
+    await house.start_gateway()
+    await until(lambda: runner.groups_done == 1 or running.done())
+    runner.drain()
+    await running
+    (group,) = await house.store.groups(RUN, Channel.TRAIN)
+    ended = await sessions(house, group)
+    assert Counter(session.status for session in ended) == {
+        SessionStatus.ABANDONED: 2,
+        SessionStatus.COMPLETED: 2,
+    }
+    assert len({(session.slot, session.seed) for session in ended}) == 2
