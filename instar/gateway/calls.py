@@ -234,8 +234,9 @@ class Exchange:
         await self._calls.store.add_calls(calls)
         for call in calls:
             graph.add(call)
-            key = graph.keys([*call.messages, call.reply], call.tools)[-1]
-            self._calls.sessions.remember_live(self._state, key)
+            if self._state.session.channel is Channel.LIVE:
+                key = graph.keys([*call.messages, call.reply], call.tools)[-1]
+                self._calls.sessions.remember_live(self._state, key)
 
     def _call(
         self,

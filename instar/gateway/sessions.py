@@ -28,7 +28,6 @@ from instar.record.base import Graph
 from instar.store.base import Store
 from instar.types import (
     Call,
-    Channel,
     Reward,
     RewardSource,
     Session,
@@ -145,8 +144,7 @@ class Sessions:
         return await self.state(session.session_id)
 
     def remember_live(self, state: SessionState, key: bytes) -> None:
-        if state.session.channel is Channel.LIVE:
-            _remember(self._live, key, state.session.session_id, 16 * self._limit)
+        _remember(self._live, key, state.session.session_id, 16 * self._limit)
 
     # --- open, end, read --------------------------------------------------------------------------
 

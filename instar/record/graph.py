@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -250,11 +251,10 @@ class MessageGraph(Graph):
         if not self._nodes:
             link = Link.SIBLING if self._in_flight[key] else Link.ROOT
             return Placement(prompt_ids=prompt, link=link, key=key)
-        candidates = list(self._nodes.values())[-_RECENT:]
-        for prefix in reversed(chain.canonical[1:]):
-            if node := self._said.get(prefix):
-                candidates.append(node)
-                break
+        said = next(
+            (node for prefix in reversed(chain.canonical[1:]) if (node := self._said.get(prefix))), None
+        )
+        candidates = [said] if said else islice(reversed(self._nodes.values()), _RECENT)
         shared, base = max(
             ((_common_prefix(node.sequence(), prompt), node) for node in candidates), key=lambda pair: pair[0]
         )
