@@ -60,7 +60,8 @@ class Backend(ABC):
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         """Add the loss's gradient to what is accumulated. Raises NonFinite, with nothing added, when the
-        loss is not finite, and BackendError when a trained token has no logprob or advantage."""
+        loss is not finite, and BackendError when a trained token lacks an advantage, or a logprob that the
+        loss asks for."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStep:

@@ -34,6 +34,7 @@ class LocalBackend(Backend):
     def __init__(self, model: ModelConfig, config: LocalBackendConfig, *, seed: int = 0) -> None:
         keep_freed_pages()
         self._config = config
+        self._closed = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instar-backend")
         try:
             self._pool.submit(self._start, model, seed).result()
@@ -51,6 +52,8 @@ class LocalBackend(Backend):
         self._optim_steps = 0
 
     async def _run(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise BackendError("the backend is closed")
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     @property
@@ -80,7 +83,10 @@ class LocalBackend(Backend):
         await self._run(lambda: self._load_state(path, optimizer))
 
     async def close(self) -> None:
-        await self._run(self._free)
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._free)
         self._pool.shutdown(wait=True)
 
     def _free(self) -> None:

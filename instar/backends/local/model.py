@@ -97,8 +97,9 @@ class TrainedModel:
         if self.adapter is not None:
             write_adapter(self.adapter, folder)
             return
-        tied = set(cast(dict[str, str], getattr(self.causal, "all_tied_weights_keys", None) or {}))
-        weights = {name: t.to(self.dtype) for name, t in self.causal.state_dict().items() if name not in tied}
+        # Tied weights are one tensor under two names, and written under the first.
+        distinct = {tensor.data_ptr(): name for name, tensor in reversed(self.causal.state_dict().items())}
+        weights = {name: self.causal.state_dict()[name].to(self.dtype) for name in distinct.values()}
         write_tensors(folder / "model.safetensors", weights)
         for file in self.folder.iterdir():
             kept = file.suffix in {".json", ".jinja", ".model", ".txt"}

@@ -286,6 +286,13 @@ class BackendConformance:
             await backend.forward([make_sample("unknown", [4, 999999], 1)])
         await backend.close()
 
+    async def test_a_closed_backend_says_so(self, make_backend: Callable[[], Backend]) -> None:
+        backend = make_backend()
+        await backend.close()
+        await backend.close()
+        with pytest.raises(BackendError, match="closed"):
+            await backend.forward(tree_samples())
+
     async def test_calls_may_be_pipelined(self, make_backend: Callable[[], Backend]) -> None:
         backend = make_backend()
         samples = tree_samples()
