@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
@@ -57,20 +57,31 @@ class FamilyRenderer(Renderer):
     def stream(
         self, tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
     ) -> StreamParser:
-        return FamilyStreamParser(self._library, tools, stop, prompt_ids)
+        return FamilyStreamParser(self._library, self._decode, tools, stop, prompt_ids)
 
     def token_text(self, token_id: int) -> str:
-        return self._tokenizer.backend_tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._decode([token_id])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class FamilyStreamParser(StreamParser):
     """The library parses whole replies only, so the reply so far is parsed again as it grows, at lengths
-    that grow with it. Text that two parses in a row agree on is let out; tool calls come at the end."""
+    that grow with it. Text that two parses in a row agree on is let out, up to the first tool call; the
+    rest comes at the end. White space around reasoning and content is dropped, as the formats differ in
+    which of it they write themselves."""
 
     def __init__(
-        self, library: LibraryRenderer, tools: Sequence[Tool], stop: Sequence[str], prompt_ids: Sequence[int]
+        self,
+        library: LibraryRenderer,
+        decode: Callable[[list[int]], str],
+        tools: Sequence[Tool],
+        stop: Sequence[str],
+        prompt_ids: Sequence[int],
     ) -> None:
         self._library = library
+        self._decode = decode
         self._tools = tools
         self._stop = stop
         self._prompt_ids = list(prompt_ids)
@@ -85,7 +96,7 @@ class FamilyStreamParser(StreamParser):
         if len(self._ids) < self._parse_at:
             return []
         self._parse_at = len(self._ids) + max(1, len(self._ids) // 16)
-        reasoning, content, _ = self._parse()
+        reasoning, content, _ = self._parse(final=False)
         agreed = (_common(self._last[0], reasoning), _common(self._last[1], content))
         self._last = (reasoning, content)
         deltas = self._let_out(_settled(agreed[0], self._stop), _settled(agreed[1], self._stop))
@@ -93,7 +104,7 @@ class FamilyStreamParser(StreamParser):
         return deltas
 
     def finish(self) -> list[Delta]:
-        reasoning, content, calls = self._parse()
+        reasoning, content, calls = self._parse(final=True)
         deltas = self._let_out(reasoning, content)
         # What was let out stands: it is what the agent saw.
         self._message = Message(role="assistant", content=self._sent[1])
@@ -119,19 +130,27 @@ class FamilyStreamParser(StreamParser):
         self._sent = (thought, said)
         return deltas
 
-    def _parse(self) -> tuple[str, str, list[ToolCall]]:
+    def _parse(self, *, final: bool) -> tuple[str, str, list[ToolCall]]:
         parsed = self._library.parse_response(
             self._ids, tools=_specs(self._tools), prompt_ids=self._prompt_ids or None
         )
-        content = parsed.content or ""
+        content = (parsed.content or "").strip()
         calls: list[ToolCall] = []
-        for attempt in parsed.tool_calls:
+        for attempt in parsed.tool_calls if final else ():
             if self._tools and (call := _valid(attempt)):
                 calls.append(call)
             else:
-                content += attempt.raw
+                content += self._written(attempt)
         found = [at for at in map(content.find, self._stop) if at >= 0]
-        return parsed.reasoning_content or "", content[: min(found)] if found else content, calls
+        content = content[: min(found)] if found else content
+        return (parsed.reasoning_content or "").strip(), content, calls
+
+    def _written(self, attempt: ParsedToolCall) -> str:
+        """What is no valid call, as the model wrote it."""
+        if attempt.token_span is None:
+            return attempt.raw
+        start, end = attempt.token_span
+        return self._decode(self._ids[start:end])
 
 
 def _valid(attempt: ParsedToolCall) -> ToolCall | None:
