@@ -84,7 +84,9 @@ class LocalEngine(Engine):
         )
         inbox: Inbox = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self._post(lambda: self._add(request, loop, inbox))
+        # Before the command: a failure wakes every inbox that is there, and posting sees later ones.
+        self._inboxes[request] = (loop, inbox)
+        self._post(lambda: self._scheduler.add(request))
         finished = False
         try:
             while not finished:
@@ -120,8 +122,8 @@ class LocalEngine(Engine):
             raise self._failure
 
     def _post(self, command: Callable[[], None]) -> None:
-        self._check_alive()
         self._commands.put(command)
+        self._check_alive()
 
     def _load(self, policy: Policy) -> None:
         with self._loading:  # one at a time: reading depends on which weights are in place
@@ -161,10 +163,6 @@ class LocalEngine(Engine):
                 return False
             command()
 
-    def _add(self, request: Request, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
-        self._inboxes[request] = (loop, inbox)
-        self._scheduler.add(request)
-
     def _cancel(self, request: Request) -> None:
         if self._inboxes.pop(request, None) is not None:
             self._scheduler.cancel(request)
@@ -181,14 +179,7 @@ class LocalEngine(Engine):
             _wake(loop, batch)
 
     def _fail_all(self, error: EngineError) -> None:
-        for loop, inbox in self._inboxes.values():
-            _wake(loop, [(inbox, error)])
-        self._inboxes.clear()
-        # A caller that posted before it could see the failure.
-        while not self._commands.empty():
-            if command := self._commands.get():
-                command()
-        for loop, inbox in self._inboxes.values():
+        for loop, inbox in list(self._inboxes.values()):
             _wake(loop, [(inbox, error)])
 
 

@@ -64,6 +64,11 @@ class KVRows:
         new_rows, new_length = self.grown(rows, length)
         return rows == 1 or new_rows * new_length <= self._max_tokens
 
+    def oversized(self, length: int) -> bool:
+        """Whether what is allocated is too much to keep for a first row of ``length`` tokens."""
+        rows, capacity = self.grown(1, length)
+        return rows * capacity > self._max_tokens or self.tokens > 4 * self._max_rows * length
+
     def ensure(self, rows: int, length: int) -> None:
         have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
         new_rows, new_length = self.grown(rows, length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -9,6 +10,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from instar.errors import EngineError
 from instar.types import SamplingParams
 
 BLOCK = 128
@@ -47,6 +49,8 @@ class Sampler:
         logprobs = logits.gather(1, ids) - top - total.log()
         # One transfer, hence one wait for the device, per step. Ids are exact in float64.
         drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
+        if any(math.isnan(row[1]) for row in drawn):
+            raise EngineError("the model's logits are not finite")
         return Drawn(
             ids=[int(row[0]) for row in drawn],
             logprobs=[row[1] for row in drawn],
@@ -104,11 +108,12 @@ def _inverse_cdf(
     if skip:
         return top, total, torch.zeros_like(total, dtype=torch.long)
     target = _below(uniform * total, total)
-    block = torch.searchsorted(sums, target, right=True)
+    # Clamped for the sake of logits that are not finite: the caller finds those by their logprob.
+    block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     inner = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(-1)
     rest = _below((target - before).clamp(min=0), inner[:, -1:])
-    return top, total, block * BLOCK + torch.searchsorted(inner, rest, right=True)
+    return top, total, block * BLOCK + torch.searchsorted(inner, rest, right=True).clamp(max=BLOCK - 1)
 
 
 def _below(target: Tensor, limit: Tensor) -> Tensor:
@@ -130,5 +135,5 @@ def _truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) ->
     weights = weights * kept
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:].clone()
-    place = torch.searchsorted(cumulative, _below(uniform * total, total), right=True)
+    place = torch.searchsorted(cumulative, _below(uniform * total, total), right=True).clamp(max=width - 1)
     return order.gather(1, place), weights.gather(1, place).log() - total.log()

@@ -149,7 +149,7 @@ class Scheduler:
         )
 
     def _start(self, request: Request, reusable: Ids, length: int) -> None:
-        if not self._running and self._rows.tokens > 4 * self._max_batch * length:
+        if not self._running and self._rows.oversized(length):
             self._rows.reset()
         request.row = len(self._running)
         self._admitted += 1

@@ -152,6 +152,17 @@ async def test_small_cache_still_gives_the_right_numbers(tiny: Path) -> None:
         make_engine(tiny, kv_tokens=511)
 
 
+async def test_long_request_after_many_short_ones_stays_within_the_budget(tiny: Path) -> None:
+    engine = make_engine(tiny, kv_tokens=600, max_batch=8)
+    await asyncio.gather(*[collect(engine, [n + 5] * 10, max_tokens=10) for n in range(8)])
+    chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
+    assert engine._scheduler._rows.tokens <= 600
+    assert logprobs_of(chunks) == pytest.approx(
+        expected_logprobs(reference(tiny), [9] * 400, ids_of(chunks)), abs=1e-4
+    )
+    await engine.close()
+
+
 async def test_no_later_request_reads_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
     """Swap in mid-session; the next turn and a bystander equal a fresh engine on the new weights."""
     engine, fresh = make_engine(tiny), make_engine(tiny)

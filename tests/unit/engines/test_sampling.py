@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from instar.engines.local.sampling import Drawn, Sampler
+from instar.errors import EngineError
 from instar.types import SamplingParams
 
 ROWS = 4000
@@ -82,6 +83,14 @@ def truncated_by_the_book(logits: Tensor, params: SamplingParams) -> Tensor:
     result = torch.zeros_like(probabilities)
     result[kept] = probabilities[kept] / probabilities[kept].sum()
     return result
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)]
+)
+def test_logits_that_are_not_finite_are_an_error(params: SamplingParams) -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        draw(torch.full((200,), torch.nan), params, rows=2)
 
 
 def test_rows_of_every_kind_in_one_step_do_not_disturb_each_other() -> None:
