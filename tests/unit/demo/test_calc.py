@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from instar.demo.agent import calculate, prompt
+from instar.demo.agent import EXAMPLES, calculate, prompt
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_a_bad_call_gets_an_error(arguments: str) -> None:
 
 
 def test_the_worked_examples_are_right() -> None:
-    messages = prompt()
-    assert [message["role"] for message in messages] == [
-        "system",
-        *["user", "assistant", "tool", "assistant"] * 2,
-    ]
-    for ask, tool in ((messages[2], messages[3]), (messages[6], messages[7])):
-        (call,) = ask["tool_calls"]
-        assert calculate(call["function"]["arguments"]) == tool["content"]
-        assert tool["tool_call_id"] == call["id"]
+    system, *messages = prompt()
+    assert system["role"] == "system"
+    turns = [messages[start : start + 4] for start in range(0, len(messages), 4)]
+    assert len(turns) == len(EXAMPLES)
+    for turn in turns:
+        assert [message["role"] for message in turn] == ["user", "assistant", "tool", "assistant"]
+        (call,) = turn[1]["tool_calls"]
+        assert calculate(call["function"]["arguments"]) == turn[2]["content"] == turn[3]["content"]
+        assert turn[2]["tool_call_id"] == call["id"]
