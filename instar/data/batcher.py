@@ -3,9 +3,9 @@
 A step consumes ``groups_per_step`` finished groups, lowest index first. Their samples are trained, or
 dropped with the step for a reason: all rewards of the group are equal (``zero_signal``), the session
 has no reward (``no_reward``, ``failed``) or no trainable token (``no_tokens``), the sample is too old
-(``stale``), the session was run again (``superseded``). Outside of steps are dropped: groups too old as
-a whole (``stale``), groups the rollout gave up, and sessions that end after their group was consumed
-(``late``). The same rows in the store make the same batch.
+(``stale``), the session was run again (``superseded``). A session that ends after its group was consumed
+is dropped with the step that did (``late``). Outside of steps are dropped: groups too old as a whole
+(``stale``), and groups the rollout gave up. The same rows in the store make the same batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Batch:
     claims: list[Claim]
     """Of every group that the step consumes: samples trained, and those dropped with it."""
     drops: list[Claim]
-    """Dropped outside of the step."""
+    """Dropped outside of the step, or with an earlier one."""
     report: Json
 
 
@@ -83,6 +83,14 @@ class _Loaded:
         return {entry.session.session_id for entry in self.entries} | {s.session_id for s in self.superseded}
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A consumed group: by which step, if any, and its sessions that are accounted for."""
+
+    step: int | None
+    sessions: set[str]
+
+
 class Batcher:
     def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
         self.store = store
@@ -90,8 +98,8 @@ class Batcher:
         self.config = config
         self.estimator = Estimator(config.trainer.advantage)
         self._loaded: dict[str, _Loaded] = {}
-        self._settled: OrderedDict[str, set[str]] | None = None
-        """Sessions accounted for, by group, of the groups consumed last: others in them are late."""
+        self._settled: OrderedDict[str, _Settled] | None = None
+        """The groups consumed last: other sessions in them are late."""
 
     def baseline_state(self) -> Json:
         """For the checkpoint: what the running baseline has learned."""
@@ -147,7 +155,7 @@ class Batcher:
         for found in loaded.values():
             if found.is_stale(oldest):
                 drops += self._dropped(found, epoch, "stale", version=version)
-                self._settle(found)
+                self._settle(found, None)
             else:
                 fresh.append(found)
         return fresh, drops
@@ -183,29 +191,31 @@ class Batcher:
         ):
             found = await self._load(group)
             drops += self._dropped(found, epoch, group.reason or "group_dropped")
-            self._settle(found)
+            self._settle(found, None)
         return drops
 
     async def _late(self, epoch: int) -> list[Claim]:
-        """Drops of sessions that ended after their group was consumed."""
+        """Drops of sessions that ended after their group was consumed. Each carries the step that did: one
+        left behind when the step is released would keep the group from being claimed again."""
         if self._settled is None:
             self._settled = OrderedDict()
             for claim in await self.store.claims(self.run_id):
                 if claim.group_id is not None and claim.epoch == epoch:
-                    self._settled.setdefault(claim.group_id, set()).add(claim.session_id)
+                    settled = self._settled.setdefault(claim.group_id, _Settled(claim.step, set()))
+                    settled.sessions.add(claim.session_id)
             self._forget()
         drops: list[Claim] = []
-        for group_id, known in self._settled.items():
+        for group_id, settled in self._settled.items():
             for row in await self.store.sessions(group_id=group_id):
                 session = row.session
-                if session.status in ENDED and session.session_id not in known:
-                    known.add(session.session_id)
-                    drops.append(self._drop_session(session, epoch, "late"))
+                if session.status in ENDED and session.session_id not in settled.sessions:
+                    settled.sessions.add(session.session_id)
+                    drops.append(replace(self._drop_session(session, epoch, "late"), step=settled.step))
         return drops
 
-    def _settle(self, found: _Loaded) -> None:
+    def _settle(self, found: _Loaded, step: int | None) -> None:
         assert self._settled is not None
-        self._settled[found.group.group_id] = found.session_ids
+        self._settled[found.group.group_id] = _Settled(step, found.session_ids)
         self._forget()
 
     def _forget(self) -> None:
@@ -232,7 +242,7 @@ class Batcher:
             else:
                 zero_signal += 1
                 claims += self._dropped(found, epoch, "zero_signal", advantages, version)
-            self._settle(found)
+            self._settle(found, step)
         claims = [replace(claim, step=step) for claim in claims]
         corrected = [correct_sampling(sample) for sample in samples]
         return Batch(

@@ -187,7 +187,8 @@ class Store(ABC):
 
     @abstractmethod
     async def drop(self, claims: Sequence[Claim]) -> None:
-        """Record samples as dropped outside any step (stale, late), each with its reason."""
+        """Record samples as dropped (stale, late), each with its reason. One that names a step is released
+        with it."""
 
     @abstractmethod
     async def advance_step(

@@ -192,6 +192,19 @@ async def test_a_session_after_its_group_was_claimed_is_late(store: Store) -> No
     assert (await outcomes(store))[f"{group}:0.8/0"] == "late", "seen by a trainer that was restarted"
 
 
+async def test_late_sessions_do_not_hide_a_group_whose_step_was_released(store: Store) -> None:
+    group = await add_group(store, 0, [1.0, 0.0])
+    config = make_config(groups_per_step=1)
+    batcher = Batcher(store, RUN, config)
+    await take(store, batcher)
+    await add_session(store, group, 1, 0.0, attempt=7)
+    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
+    await add_session(store, group, 0, 1.0, attempt=8)
+    assert await Batcher(store, RUN, config).next_batch(2, 0, 0, wait=0.0) is None
+    assert await store.release_steps(RUN, after=0) == [1]
+    assert len((await take(store, Batcher(store, RUN, config))).samples) == 2
+
+
 async def test_groups_given_up_by_the_rollout_are_recorded(store: Store) -> None:
     group = await add_group(store, 0, [1.0, None], status=GroupStatus.DROPPED, reason="session_failed")
     assert await Batcher(store, RUN, make_config()).next_batch(1, 0, 0, wait=0.0) is None
