@@ -21,7 +21,7 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A part of the config: frozen, no unknown keys, documented by docstrings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -53,7 +53,7 @@ class GatewayConfig(Section):
 
     host: str = "127.0.0.1"
     """The address to listen on."""
-    port: NonNegative = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 picks a free port."""
     request_timeout: Seconds = 600.0
     """Deadline of one model call."""
@@ -74,7 +74,7 @@ class LocalEngineConfig(Section):
     kv_tokens: Positive | None = None
     """Tokens the KV cache holds, live and kept for reuse. Default: by the memory there is."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: the cores there are, shared with a trainer that runs at the same time."""
+    """CPU threads of torch. Default: the cores there are, shared with a trainer that runs beside it."""
     python: str | None = None
     """Interpreter to run this role with. Default: the running one."""
 
@@ -118,7 +118,7 @@ class LocalBackendConfig(Section):
     gradient_checkpointing: bool = False
     """Trade time for memory."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: the cores there are, shared with an engine that runs at the same time."""
+    """CPU threads of torch. Default: the cores there are, shared with an engine that runs beside it."""
     python: str | None = None
     """Interpreter to run the trainer with. Default: the running one."""
 
@@ -179,10 +179,9 @@ class TrainerConfig(Section):
     """Stop after this much time of training, evaluation apart, if `steps` is not reached before."""
     groups_per_step: Positive = 6
     """Groups consumed by one step."""
-    max_staleness: NonNegative = 1
-    """Versions that a trained token may be behind; older samples are dropped with that reason."""
-    epochs: Positive = 1
-    """Times the task set may be walked through."""
+    max_staleness: NonNegative | None = None
+    """Versions that a trained token may be behind; older samples are dropped with that reason. Default: 1
+    in `async` mode; `sync` mode allows only 0."""
     loss: LossConfig = LossConfig()
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -256,7 +255,7 @@ class CommandAgentConfig(Section):
     env: dict[str, str] = {}
     """Further environment variables."""
     cwd: Path | None = None
-    """Folder to run in."""
+    """Folder to run in. Default: the YAML file's own."""
 
 
 AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig, Field(discriminator="type")]
@@ -343,7 +342,7 @@ class RunConfig(Section):
     seed: int = 0
     """Seeds the order of tasks, the sampling and the adapter."""
     dir: Path | None = None
-    """Folder of the run. Default: `runs/<name>`."""
+    """Folder of the run. Default: `runs/<name>` in the working folder."""
     agent_id: str = "default"
     """Which agent the recorded sessions belong to."""
     model: ModelConfig = ModelConfig()
@@ -353,7 +352,7 @@ class RunConfig(Section):
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run. Without it the run only serves and trains on what comes in."""
+    """Agents to run on tasks. `instar train` needs it, `instar serve` does not."""
     reward: RewardConfig = AgentRewardConfig()
     eval: EvalConfig | None = None
 
@@ -367,11 +366,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _staleness_fits_mode(self) -> Self:
-        if self.trainer.mode == "sync" and "max_staleness" in self.trainer.model_fields_set:
-            if self.trainer.max_staleness != 0:
-                raise ValueError("trainer.max_staleness must be 0 (or left out) when trainer.mode is sync")
+        if self.trainer.mode == "sync" and self.trainer.max_staleness:
+            given = self.trainer.max_staleness
+            raise ValueError(
+                f"trainer.max_staleness: given {given}; it is 0, or left out, when trainer.mode is sync"
+            )
         return self
 
     @property
     def max_staleness(self) -> int:
-        return 0 if self.trainer.mode == "sync" else self.trainer.max_staleness
+        """Versions that a trained token may be behind, the default filled in."""
+        if self.trainer.mode == "sync":
+            return 0
+        return 1 if self.trainer.max_staleness is None else self.trainer.max_staleness

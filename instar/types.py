@@ -252,7 +252,7 @@ class Call:
     reason: str | None = None
     """Why it is not trainable, or was aborted."""
     dialect: str = "chat"
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so one for all is safe
     started_at: float = 0.0
     first_token_at: float | None = None
     ended_at: float = 0.0

@@ -3,31 +3,72 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
 import yaml
 
-from instar.cli.config_file import DEMO, load_config
+from instar.cli.config_file import DEMO, Mistakes, load_config
+from instar.config import CommandAgentConfig, JsonlTasksConfig, RunConfig
 from instar.errors import ConfigError
+from instar.registry import load_object
 
 
 def run_check(file: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     try:
         config = load_config(file, overrides)
+        if found := list(_not_there(config)):
+            raise Mistakes(str(file), found)
     except ConfigError as error:
         if as_json:
-            lines = str(error).splitlines()
-            mistakes = [line.strip() for line in lines[1:]] or lines
+            mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
             typer.echo(json.dumps({"ok": False, "mistakes": mistakes}))
         else:
             typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps({"ok": True, "name": config.name}))
+        typer.echo(json.dumps({"ok": True, "mistakes": [], "name": config.name}))
     else:
         typer.echo(f"{file}: ok")
+
+
+def _not_there(config: RunConfig) -> Iterator[str]:
+    """Files, programs and functions that the settings name and that are not to be found."""
+    for section in ("rollout", "eval"):
+        part = getattr(config, section)
+        if part and isinstance(part.tasks, JsonlTasksConfig) and not part.tasks.path.is_file():
+            yield f"{section}.tasks.path: given {str(part.tasks.path)!r}; there is no such file"
+    agent = config.rollout.agent if config.rollout else None
+    if isinstance(agent, CommandAgentConfig):
+        yield from _program(agent)
+    functions = {
+        "rollout.tasks": config.rollout.tasks if config.rollout else None,
+        "rollout.agent": agent,
+        "eval.tasks": config.eval.tasks if config.eval else None,
+        "reward": config.reward,
+        "engine": config.engine,
+    }
+    for path, named in functions.items():
+        if function := getattr(named, "function", None):
+            try:
+                load_object(function)
+            except ConfigError as error:
+                yield f"{path}.function: {error}"
+
+
+def _program(agent: CommandAgentConfig) -> Iterator[str]:
+    if agent.cwd is not None and not agent.cwd.is_dir():
+        yield f"rollout.agent.cwd: given {str(agent.cwd)!r}; there is no such folder"
+        return
+    if not agent.command:
+        yield "rollout.agent.command: given []; a program is needed"
+        return
+    program = agent.command[0]
+    beside = "/" in program and agent.cwd is not None and (agent.cwd / program).is_file()
+    if "{" not in program and not beside and shutil.which(program) is None:
+        yield f"rollout.agent.command: given {program!r}; there is no such program"
 
 
 def run_show(file: Path | None, overrides: Sequence[str], *, as_json: bool) -> None:

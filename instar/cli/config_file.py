@@ -1,139 +1,137 @@
-"""YAML → RunConfig. A mistake is explained by the setting's path, what was given, what is allowed."""
+"""YAML → RunConfig. Mistakes are explained by `mistakes`.
+
+A relative path in the file is relative to the file; one given by ``--set`` is relative to the working
+folder.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from instar.cli.mistakes import explain, sections_in
 from instar.config import RunConfig
 from instar.errors import ConfigError
+from instar.types import Json
 
 DEMO = Path(__file__).parent.parent / "demo" / "run.yaml"
 
 
+class Mistakes(ConfigError):
+    """Everything that is wrong with a run's settings, one line each."""
+
+    def __init__(self, origin: str, found: Sequence[str]) -> None:
+        self.found = list(found)
+        super().__init__("\n  ".join([f"{origin}: {len(found)} mistake{'s' * (len(found) > 1)}", *found]))
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, override, validate. Python functions that the file names may live beside it."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a run is described by a mapping of sections, not by a {_kind(data)}")
-    _importable(path.resolve().parent)
+    data = _read(path)
+    folder = path.resolve().parent
+    _anchor(RunConfig, data, folder)
+    _anchor_agent(data, folder)
+    _importable(folder)
     return validate(apply_overrides(data, overrides), str(path))
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def validate(data: Json, origin: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise Mistakes(origin, explain(error)) from error
+
+
+def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
     for override in overrides:
         _apply(data, override)
     return data
 
 
-def validate(data: dict[str, Any], origin: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        mistakes = [explain(item) for item in error.errors()]
-        listed = "\n".join(f"  {mistake}" for mistake in mistakes)
-        raise ConfigError(f"{origin}: {len(mistakes)} mistake(s)\n{listed}") from error
-
-
-def explain(item: Any) -> str:
-    """One pydantic error in a line: path, what was given, what is allowed."""
-    path, section = _locate(item["loc"])
-    given, context = item["input"], item.get("ctx", {})
-    match item["type"]:
-        case "extra_forbidden":
-            allowed = sorted(section.model_fields) if section else []
-            return f"{path}: no such setting{_suggest(path.rpartition('.')[2], allowed)}"
-        case "missing":
-            return f"{path}: missing; it has no default"
-        case "literal_error":
-            allowed = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
-            return f"{path}: {given!r} is not allowed{_suggest(str(given), allowed)}"
-        case "union_tag_invalid":
-            allowed = [word.strip(" '") for word in context["expected_tags"].split(",")]
-            return f"{path}.type: {context['tag']!r} is not allowed{_suggest(context['tag'], allowed)}"
-        case "union_tag_not_found":
-            return f"{path}.type: missing; it says which kind this is"
-        case "value_error":
-            return f"{path}: {context['error']}" if path else str(context["error"])
-        case _:
-            return f"{path}: given {given!r}; {item['msg'][:1].lower()}{item['msg'][1:]}"
-
-
-def _locate(location: tuple[str | int, ...]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted path without pydantic's union tags, and the section that holds its last part."""
-    path: list[str] = []
-    section: type[BaseModel] | None = RunConfig
-    for part in location:
-        if section is not None and part in section.model_fields:
-            holder = section
-            section = _section_of(section.model_fields[str(part)].annotation)
-            path.append(str(part))
-            if part == location[-1]:
-                section = holder
-        elif (tagged := _tagged(section, path, part)) is not None:
-            section = tagged
-        else:
-            path.append(str(part))
-    return ".".join(path), section
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in _sections_in(part)]
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    found = _sections_in(annotation)
-    return found[0] if len(found) == 1 else None
-
-
-def _tagged(section: type[BaseModel] | None, path: list[str], tag: str | int) -> type[BaseModel] | None:
-    """The variant of a union that a tag names."""
-    if section is not None or not path:
-        return None
-    holder: type[BaseModel] | None = RunConfig
-    for part in path[:-1]:
-        holder = _section_of(holder.model_fields[part].annotation) if holder else None
-    if holder is None or path[-1] not in holder.model_fields:
-        return None
-    for variant in _sections_in(holder.model_fields[path[-1]].annotation):
-        field = variant.model_fields.get("type")
-        if field is not None and tag in getattr(field.annotation, "__args__", ()):
-            return variant
-    return None
-
-
-def _suggest(given: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(given, allowed, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"; allowed: {', '.join(allowed)}{hint}" if allowed else ""
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
+def _apply(data: Json, override: str) -> None:
     """``a.b.c=value``, the value read as YAML."""
     path, equals, text = override.partition("=")
-    if not equals:
+    if not equals or not all(path.split(".")):
         raise ConfigError(f"--set {override}: expected PATH=VALUE, for example trainer.steps=5")
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"--set {override}: the value is not YAML: {_first_line(error)}") from error
     *parents, last = path.split(".")
     for parent in parents:
-        child = data.setdefault(parent, {})
+        child: Any = {} if data.get(parent) is None else data[parent]
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override}: {parent} is not a section")
-        data = child
-    data[last] = yaml.safe_load(text)
+        data[parent] = data = child
+    data[last] = value
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML's own readers drop the first one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: {key!r} stands there twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: Path) -> Json:
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file")
+    try:
+        data: Any = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a run is described by a mapping of sections, not by {_kind(data)}")
+    return cast(Json, data)
+
+
+def _anchor(section: type[BaseModel], data: Any, folder: Path) -> None:
+    """Make the paths that a file names absolute, so that they mean the same from any working folder."""
+    if not isinstance(data, dict):
+        return
+    given = cast(Json, data)
+    for name, field in section.model_fields.items():
+        value = given.get(name)
+        if isinstance(value, str) and Path in (field.annotation, *typing.get_args(field.annotation)):
+            given[name] = str(folder / Path(value).expanduser())
+        for inner in sections_in(field.annotation):
+            _anchor(inner, value, folder)
+
+
+def _anchor_agent(data: Json, folder: Path) -> None:
+    """A program runs beside the file, and a model that is a folder is looked for there."""
+    match data:
+        case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
+            agent["cwd"] = str(folder)
+        case _:
+            pass
+    match data:
+        case {"model": {"name": str() as name}} if (folder / name / "config.json").is_file():
+            data["model"]["name"] = str(folder / name)
+        case _:
+            pass
 
 
 def _importable(folder: Path) -> None:
@@ -146,5 +144,9 @@ def _importable(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *known]))
 
 
-def _kind(value: object) -> str:
-    return {list: "list", str: "text", int: "number", float: "number"}.get(type(value), type(value).__name__)
+def _kind(value: Any) -> str:
+    return {list: "a list", str: "text", int: "a number", float: "a number"}.get(type(value), repr(value))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

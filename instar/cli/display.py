@@ -111,11 +111,11 @@ class Display:
     async def _lines(self) -> None:
         assert self._run is not None
         printed = 0
-        phase = ""
+        phases: list[str] = []
         while True:
-            if self._run.phase != phase:
-                phase = self._run.phase
-                self.console.print(f"{phase} ...", highlight=False)
+            if self._run.phase not in phases[-1:]:
+                phases.append(self._run.phase)
+                self.console.print(f"{phases[-1]} ...", highlight=False)
             records = list(read_metrics(self._run.folder.path))
             for record in records[printed:]:
                 self.console.print(line(record), highlight=False)

@@ -86,14 +86,17 @@ def _compute() -> Finding:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free / 2**30
-    with tempfile.NamedTemporaryFile(dir=".") as file:
-        took: list[float] = []
-        for _ in range(20):
-            file.write(b"x" * 4096)
-            file.flush()
-            began = time.perf_counter()
-            os.fsync(file.fileno())
-            took.append(time.perf_counter() - began)
+    took: list[float] = []
+    try:
+        with tempfile.NamedTemporaryFile(dir=".") as file:
+            for _ in range(20):
+                file.write(b"x" * 4096)
+                file.flush()
+                began = time.perf_counter()
+                os.fsync(file.fileno())
+                took.append(time.perf_counter() - began)
+    except OSError as error:
+        return Finding("disk", "note", f"cannot write in this folder, where runs/ would be: {error.strerror}")
     state: State = "ok" if free >= 2 else "note"
     return Finding("disk", state, f"{free:.0f} GiB free here, fsync {sorted(took)[10] * 1000:.1f} ms")
 
@@ -114,5 +117,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _package("torch", "local"),
     _package("peft", "local"),
     _package("reasoning-gym", "local"),
+    _package("openai", "local"),
+    _package("matplotlib", "local"),
     _model,
 )

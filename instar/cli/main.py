@@ -111,7 +111,7 @@ def sessions_ls(
     run_dir: RunDir,
     channel: Annotated[str | None, typer.Option(help="train, val or live.")] = None,
     status: Annotated[str | None, typer.Option(help="open, completed, failed or abandoned.")] = None,
-    limit: Annotated[int, typer.Option(help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List sessions: task, calls, tokens, reward."""

@@ -11,13 +11,15 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from instar.cli.mistakes import sections_in
 from instar.config import RunConfig
 
 HEAD = """# Configuration
 
 One YAML file describes a run. This page is generated from `instar/config.py` (`make docs`);
 `instar config check run.yaml` explains a mistake, `instar config show run.yaml` prints every setting.
-Sections marked with `type` have variants: the word after `type:` chooses one.
+Sections marked with `type` have variants: the word after `type:` chooses one. A relative path in the file
+is relative to the file; one given by `--set` is relative to the working folder.
 """
 
 
@@ -42,26 +44,21 @@ def _section(section: type[BaseModel], path: str, parts: list[str], seen: set[tu
     for name, field in section.model_fields.items():
         if name == "type":
             continue
-        below = _sections_in(field.annotation)
+        below = sections_in(field.annotation)
         inner += [(child, f"{path}.{name}".lstrip(".")) for child in below]
         default = _default(field.get_default(call_default_factory=True))
         text = " ".join((field.description or "").split())
         if below and not text:
             text = " ".join((below[0].__doc__ or "").split())
         rows.append(f"| `{name}` | {_type(field.annotation)} | {default} | {text} |")
-    parts.append("| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows))
+    table = "| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
+    parts.append(table if rows else "It has no settings.")
     for child, where in inner:
         _section(child, where, parts, seen)
 
 
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in typing.get_args(annotation) for found in _sections_in(part)]
-
-
 def _type(annotation: Any) -> str:
-    if _sections_in(annotation):
+    if sections_in(annotation):
         return "section"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
@@ -72,7 +69,8 @@ def _type(annotation: Any) -> str:
         return f"{origin.__name__} of {_type(arguments[-1])}"
     if arguments:
         return " \\| ".join(_type(part) for part in arguments)
-    return {"NoneType": "null", "str": "text", "Path": "path"}.get(annotation.__name__, annotation.__name__)
+    name: str = annotation.__name__
+    return {"NoneType": "null", "str": "text", "Path": "path"}.get(name, name)
 
 
 def _default(value: Any) -> str:

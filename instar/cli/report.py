@@ -14,7 +14,8 @@ import typer
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.errors import InstarError
-from instar.store.sqlite import SqliteStore
+from instar.store.base import SessionRow
+from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import Call, Channel, Json
 
@@ -50,8 +51,10 @@ def latest_evaluations(run_dir: Path) -> list[Json]:
 
 
 def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise InstarError("the report's curves need matplotlib: pip install 'instar[local]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -61,7 +64,8 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     rewards = [step["reward_mean"] for step in rewarded]
     curve.plot(minutes, rewards, color=GREY, linewidth=1, marker="o", markersize=3, label="each step")
     curve.plot(minutes, _smooth(rewards), color=BLUE, linewidth=2.5, label="moving average")
-    curve.set(xlabel="minutes of training", ylabel="mean reward", ylim=(-0.02, 1.02), title="Training reward")
+    curve.set(xlabel="minutes of training", ylabel="mean reward", title="Training reward")
+    curve.set_ylim(min([-0.02, *rewards]), max([1.02, *rewards]))
     curve.legend(frameon=False, loc="lower right")
     modes = list(dict.fromkeys(record["mode"] for record in evaluations))
     labels = list(dict.fromkeys(record["label"] for record in evaluations))
@@ -75,7 +79,8 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
         bars.bar_label(drawn, fmt="%.2f", fontsize=9)
     centre = width * (len(labels) - 1) / 2
     bars.set_xticks([place + centre for place in range(len(modes))], modes)
-    bars.set(ylim=(0, 1.1), title="Held-out tasks", ylabel="accuracy")
+    bars.set(title="Held-out tasks", ylabel="mean reward")
+    bars.set_ylim(min([0.0, *values.values()]), 1.1 * max([1.0, *values.values()]))
     if labels:
         bars.legend(frameon=False, loc="upper left")
     for axes in (curve, bars):
@@ -93,30 +98,44 @@ def _smooth(values: list[float], window: int = 5) -> list[float]:
 
 
 async def _examples(config: RunConfig, most: int = 3) -> list[tuple[str, list[Call], float | None]]:
-    """A few held-out sessions, the same tasks before and after training."""
-    store = SqliteStore(config.store_path, read_only=True)
+    """A few held-out tasks whose reward training raised most, each before and after."""
+    if config.eval is None:
+        return []
+    mode = next(iter(config.eval.modes))
+    store = open_store(config, read_only=True)
     try:
-        rows = await store.sessions(config.name, channel=Channel.VAL)
-        by_label: dict[str, list[Any]] = {}
-        for row in rows:
-            if row.calls and row.session.sampling.get("temperature", 1) == 0:
-                by_label.setdefault(str(row.session.metadata.get("label", "")), []).append(row)
-        shown: list[tuple[str, list[Call], float | None]] = []
-        for label in ("before", "after"):
-            for row in sorted(by_label.get(label, []), key=lambda row: str(row.session.task_id))[:most]:
-                shown.append((label, await store.calls(row.session.session_id), row.reward))
-        return shown
+        by_label: dict[str, dict[str, SessionRow]] = {"before": {}, "after": {}}
+        for row in await store.sessions(config.name, channel=Channel.VAL):
+            for label, found in by_label.items():
+                # The evaluator names its groups <run>/val/<label>-<mode>-v<version>/<place>.
+                if row.calls and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
+                    found[row.session.task_id or ""] = row
+        tried = by_label["before"].keys() & by_label["after"].keys()
+        # What training changed is shown first.
+        changed = sorted(tried, key=lambda task: (-_gain(by_label, task), task))[:most]
+        return [
+            (label, await store.calls(row.session.session_id), row.reward)
+            for task in changed
+            for label in by_label
+            if (row := by_label[label][task])
+        ]
     finally:
         await store.close()
+
+
+def _gain(by_label: dict[str, dict[str, SessionRow]], task: str) -> float:
+    return (by_label["after"][task].reward or 0.0) - (by_label["before"][task].reward or 0.0)
 
 
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2024}
 h1{margin-bottom:.2rem}.sub{color:#60646c;margin-top:0}img{width:100%}
-table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}td,th{padding:.25rem .7rem;text-align:right;
-border-bottom:1px solid #e4e6e9}th{color:#60646c;font-weight:600}td:first-child,th:first-child{text-align:left}
-.big td{font-size:1.2rem}.talk{background:#f6f7f9;border-radius:8px;padding:.6rem 1rem;margin:.5rem 0;font-size:.9rem}
-.role{color:#2f6fde;display:inline-block;width:5.5rem}pre{background:#f6f7f9;padding:1rem;border-radius:8px;
+table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}
+td,th{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #e4e6e9}
+th{color:#60646c;font-weight:600}td:first-child,th:first-child{text-align:left}
+.big td{font-size:1.2rem}.talk{background:#f6f7f9;border-radius:8px;padding:.6rem 1rem;margin:.5rem 0}
+.talk{font-size:.9rem}.role{color:#2f6fde;display:inline-block;width:5.5rem}
+pre{background:#f6f7f9;padding:1rem;border-radius:8px;
 overflow:auto;font-size:.8rem}.good{color:#1f7a3d}.bad{color:#b3261e}
 @media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e8eb}.talk,pre{background:#22262b}
 td,th{border-color:#33383e}img{background:#fff;border-radius:8px}}
@@ -203,6 +222,6 @@ def _example(label: str, calls: list[Call], reward: float | None) -> str:
         for call in message.get("tool_calls", []):
             text += f" {call['name']}({call['arguments']})"
         lines.append(f"<div><span class=role>{message['role']}</span>{html.escape(text)}</div>")
-    verdict = "good" if reward else "bad"
+    verdict = "good" if reward is not None and reward > 0 else "bad"
     shown = "no reward" if reward is None else f"reward {reward:g}"
     return f"<div class=talk><b>{label}</b> · <span class={verdict}>{shown}</span>{''.join(lines)}</div>"

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from instar.cluster.layout import RunFolder
 from instar.errors import ConfigError, InstarError
 from instar.store.base import SessionRow, Store
-from instar.store.sqlite import SqliteStore
-from instar.types import Call, Channel, Claim, Json, Reward, Session, SessionStatus
+from instar.store.factory import open_store
+from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus
 
 
-def _open(run_dir: Path) -> tuple[str, Store]:
+@asynccontextmanager
+async def _store_of(run_dir: Path) -> AsyncGenerator[tuple[str, Store]]:
+    """The run's id and its store, for reading: a run that is under way does not notice."""
     config = RunFolder(run_dir).read_config()
-    return config.name, SqliteStore(config.store_path, read_only=True)
+    store = open_store(config, read_only=True)
+    try:
+        yield config.name, store
+    finally:
+        await store.close()
 
 
 def run_ls(run_dir: Path, *, channel: str | None, status: str | None, limit: int, as_json: bool) -> None:
@@ -43,21 +52,21 @@ def _word(kind: type[Word], given: str | None) -> Word | None:
 async def _ls(
     run_dir: Path, channel: Channel | None, status: SessionStatus | None, limit: int, as_json: bool
 ) -> None:
-    run_id, store = _open(run_dir)
-    rows = await store.sessions(run_id, channel=channel, status=status, limit=limit)
-    await store.close()
+    async with _store_of(run_dir) as (run_id, store):
+        rows = await store.sessions(run_id, channel=channel, status=status, limit=limit)
     if as_json:
-        for row in rows:
-            typer.echo(json.dumps(_row(row)))
+        typer.echo(json.dumps([_row(row) for row in rows]))
         return
-    table = Table("session", "channel", "status", "group", "calls", "tokens", "reward", "reason")
+    # An id that is cut short cannot be copied, so it has its width whatever the terminal has.
+    session_column = Column("session", no_wrap=True, min_width=25)
+    table = Table(session_column, "channel", "status", "task", "calls", "tokens", "reward", "reason")
     for row in rows:
         session = row.session
         table.add_row(
             session.session_id,
             session.channel,
             session.status,
-            f"{session.group_id or ''}#{session.slot}" if session.group_id else "",
+            session.task_id or "",
             str(row.calls),
             str(row.sampled_tokens),
             "" if row.reward is None else f"{row.reward:g}",
@@ -105,48 +114,91 @@ async def _find(store: Store, run_id: str, beginning: str) -> Session:
     return matches[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Story:
+    """All that is known of one session."""
+
+    session: Session
+    calls: list[Call]
+    rewards: list[Reward]
+    claims: list[Claim]
+    group: Group | None
+    in_group: list[SessionRow]
+    """The sessions of its group, itself among them."""
+
+
+async def _read(store: Store, run_id: str, beginning: str) -> Story:
+    session = await _find(store, run_id, beginning)
+    group, in_group = None, []
+    if session.group_id is not None:
+        groups = await store.groups(run_id, session.channel)
+        group = next((group for group in groups if group.group_id == session.group_id), None)
+        in_group = await store.sessions(group_id=session.group_id)
+    return Story(
+        session=session,
+        calls=await store.calls(session.session_id),
+        rewards=await store.rewards(session.session_id),
+        claims=await store.claims(run_id, session_id=session.session_id),
+        group=group,
+        in_group=in_group,
+    )
+
+
 async def _show(run_dir: Path, session_id: str, as_json: bool) -> None:
-    run_id, store = _open(run_dir)
-    session = await _find(store, run_id, session_id)
-    calls = await store.calls(session.session_id)
-    rewards = await store.rewards(session.session_id)
-    claims = await store.claims(run_id, session_id=session.session_id)
-    await store.close()
+    async with _store_of(run_dir) as (run_id, store):
+        story = await _read(store, run_id, session_id)
     if as_json:
-        typer.echo(json.dumps(_facts(session, calls, rewards, claims)))
+        typer.echo(json.dumps(_facts(story)))
     else:
-        _print(Console(), session, calls, rewards, claims)
+        _print(Console(), story)
 
 
-def _facts(session: Session, calls: list[Call], rewards: list[Reward], claims: list[Claim]) -> Json:
+def _facts(story: Story) -> Json:
     return {
-        **_session(session),
-        "calls": [
-            {
-                "call_id": call.call_id,
-                "parent_id": call.parent_id,
-                "link": call.link,
-                "prompt_tokens": len(call.prompt_ids),
-                "sampled_ids": call.sampled_ids.tolist(),
-                "logprobs": call.logprobs.tolist(),
-                "versions": call.versions.tolist(),
-                "finish_reason": call.finish_reason,
-                "trainable": call.trainable,
-                "messages": list(call.messages),
-                "reply": call.reply,
-            }
-            for call in calls
-        ],
-        "rewards": [
-            {
-                "value": reward.value,
-                "source": reward.source,
-                "scorer": reward.scorer,
-                "call_id": reward.call_id,
-            }
-            for reward in rewards
-        ],
-        "claims": [_claim(claim) for claim in claims],
+        **_session(story.session),
+        "calls": [_call(call) for call in story.calls],
+        "rewards": [_reward(reward) for reward in story.rewards],
+        "claims": [_claim(claim) for claim in story.claims],
+        "group": _group(story),
+    }
+
+
+def _call(call: Call) -> Json:
+    return {
+        "call_id": call.call_id,
+        "parent_id": call.parent_id,
+        "link": call.link,
+        "status": call.status,
+        "prompt_tokens": len(call.prompt_ids),
+        "sampled_ids": call.sampled_ids.tolist(),
+        "logprobs": [None if value != value else value for value in call.logprobs.tolist()],
+        "versions": call.versions.tolist(),
+        "finish_reason": call.finish_reason,
+        "trainable": call.trainable,
+        "reason": call.reason,
+        "messages": list(call.messages),
+        "reply": call.reply,
+    }
+
+
+def _reward(reward: Reward) -> Json:
+    return {
+        "value": reward.value,
+        "source": reward.source,
+        "scorer": reward.scorer,
+        "call_id": reward.call_id,
+    }
+
+
+def _group(story: Story) -> Json | None:
+    if story.group is None:
+        return None
+    return {
+        "group_id": story.group.group_id,
+        "status": story.group.status,
+        "reason": story.group.reason,
+        "size": story.group.size,
+        "rewards": {row.session.session_id: row.reward for row in story.in_group},
     }
 
 
@@ -162,38 +214,74 @@ def _claim(claim: Claim) -> Json:
     }
 
 
-def _print(
-    console: Console, session: Session, calls: list[Call], rewards: list[Reward], claims: list[Claim]
-) -> None:
+# --- for people ---------------------------------------------------------------------------------
+
+
+def _print(console: Console, story: Story) -> None:
+    session = story.session
     console.print(f"[bold]{session.session_id}[/]  {session.channel}  {session.status}", highlight=False)
     if session.reason:
-        console.print(f"reason: {session.reason}", highlight=False)
-    for number, call in enumerate(calls, 1):
-        versions = sorted({int(version) for version in call.versions})
-        shown = "–".join(str(version) for version in {versions[0], versions[-1]}) if versions else "none"
-        console.rule(
-            f"call {number} · {call.link} · {len(call.prompt_ids)} prompt + {len(call.sampled_ids)} sampled "
-            f"tokens · version {shown} · {call.finish_reason}",
-            align="left",
-        )
+        console.print(f"reason: {session.reason}", highlight=False, markup=False)
+    for number, call in enumerate(story.calls, 1):
+        console.rule(_heading(number, call), align="left")
         for message in call.messages[call.base_messages :]:
             _message(console, message)
         _message(console, call.reply, style="green")
+        if not call.trainable:
+            console.print(f"not trainable: {call.reason}", highlight=False, markup=False)
     console.rule("reward → advantage → claim", align="left")
-    for reward in rewards:
-        console.print(f"reward {reward.value:g} from {reward.source} {reward.scorer}", highlight=False)
-    if not rewards:
-        console.print("no reward")
-    for claim in claims:
+    for line in _outcome(story):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _heading(number: int, call: Call) -> str:
+    versions = sorted({int(version) for version in call.versions})
+    shown = "–".join(str(version) for version in dict.fromkeys([*versions[:1], *versions[-1:]])) or "none"
+    return (
+        f"call {number} · {call.link} · {len(call.prompt_ids)} prompt + {len(call.sampled_ids)} sampled "
+        f"tokens · version {shown} · {call.finish_reason}"
+    )
+
+
+def _outcome(story: Story) -> list[str]:
+    lines = [
+        f"reward {reward.value:g} from {reward.source} {reward.scorer}"
+        + (f" on call {reward.call_id}" if reward.call_id else "")
+        for reward in story.rewards
+    ]
+    lines = lines or ["no reward"]
+    if story.group is not None:
+        lines.append(f"group {story.group.group_id}: rewards {_rewards_of(story.in_group)}")
+    for claim in story.claims:
         advantage = "none" if claim.advantage is None else f"{claim.advantage:+.3f}"
         became = (
             f"trained in step {claim.step}, {claim.staleness or 0} version(s) stale"
             if claim.outcome == "trained"
             else f"dropped: {claim.reason}"
         )
-        console.print(f"sample {claim.sample_key}: advantage {advantage} → {became}", highlight=False)
-    if not claims:
-        console.print("not claimed by any step")
+        lines.append(f"sample {claim.sample_key}: advantage {advantage} → {became}")
+    return lines if story.claims else [*lines, _unclaimed(story)]
+
+
+def _rewards_of(rows: Sequence[SessionRow]) -> str:
+    ended = [row for row in rows if row.session.status is not SessionStatus.ABANDONED]
+    return " ".join("–" if row.reward is None else f"{row.reward:g}" for row in ended)
+
+
+def _unclaimed(story: Story) -> str:
+    """Why no step has consumed it."""
+    session, group = story.session, story.group
+    if session.channel is not Channel.TRAIN:
+        return f"not claimed: sessions of the {session.channel} channel are not trained on"
+    if session.status is SessionStatus.ABANDONED:
+        return "not claimed: it was abandoned, and another attempt took its place"
+    if group is None:
+        return "not claimed: it belongs to no group"
+    if group.status is GroupStatus.OPEN:
+        return f"not claimed: its group is not complete ({group.size} sessions are wanted)"
+    if group.status is GroupStatus.DROPPED:
+        return f"not claimed: its group was dropped ({group.reason})"
+    return "not claimed yet: its group waits for a step"
 
 
 def _message(console: Console, message: Any, style: str = "") -> None:

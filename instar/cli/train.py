@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def run_demo(*, seed: int, run_dir: Path | None, overrides: Sequence[str], as_js
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = [f"name={name}", f"seed={seed}", f"rollout.tasks.args.seed={seed}", *overrides]
     if run_dir is not None:
-        settings.append(f"dir={run_dir}")
+        settings.append(f"dir={json.dumps(str(run_dir))}")
     config = load_config(DEMO, settings)
     console = Console(stderr=as_json)
     console.print(
@@ -115,10 +116,8 @@ def _print_summary(console: Console, summary: Json) -> None:
 
 def _print_next(console: Console, run: LiveRun) -> None:
     folder = run.folder.path
-    try:
+    with contextlib.suppress(ValueError):
         folder = folder.relative_to(Path.cwd())
-    except ValueError:
-        pass
     console.print(f"Report: [bold]{folder}/report/index.html[/]")
     console.print("\nWhat to try next:")
     console.print(f"  instar sessions ls {folder}      what the agent did, try by try")

@@ -32,5 +32,5 @@ class Agent(ABC):
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
         """Try the task once. Raises AgentError when the program failed; transport errors pass through."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 — most agents hold nothing
         """Free what it holds. Nothing by default."""
