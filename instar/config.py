@@ -187,6 +187,9 @@ class TrainerConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     warmup_steps: NonNegative = 3
     """Steps over which the learning rate rises to its value."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """What the learning rate does after warm-up: stay, or fall towards zero at the end of `steps` or `seconds`,
+    whichever is nearer."""
     checkpoint_every: Positive = 1
     """Steps between two checkpoints. Steps after the last one are trained again after a crash."""
     keep_checkpoints: Positive = 2

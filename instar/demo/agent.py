@@ -21,6 +21,8 @@ SYSTEM = "Call the calc tool, then answer with the number."
 EXAMPLES = (
     ("A crate holds 24 bottles. How many bottles are in 310 crates?", "24 * 310", "7440"),
     ("What is 615 plus 278?", "615 + 278", "893"),
+    ("Ruth has 350 cups and Max has 129. How many more cups does Ruth have than Max?", "350 - 129", "221"),
+    ("Sam shares 96 nuts among 8 friends. How many nuts does each get?", "96 / 8", "12"),
 )
 CALC: Any = {
     "type": "function",
@@ -52,13 +54,18 @@ class CalculatorAgent:
         self._client: AsyncOpenAI | None = None
 
     async def __call__(
-        self, task: Json, session: AgentSession, *, tool: Literal["calc", "random"] = "calc"
+        self,
+        task: Json,
+        session: AgentSession,
+        *,
+        tool: Literal["calc", "random"] = "calc",
+        examples: int = len(EXAMPLES),
     ) -> None:
-        """Solve one problem. ``tool="random"`` makes the tool lie: an agent that still scores would not be
-        using it."""
+        """Solve one problem, after so many worked examples. ``tool="random"`` makes the tool lie: an agent
+        that still scores would not be using it."""
         client = self._client_for(session)
         run = calculate if tool == "calc" else _liar(session.session_id)
-        messages: list[Any] = [*prompt(), {"role": "user", "content": task["question"]}]
+        messages: list[Any] = [*prompt(examples), {"role": "user", "content": task["question"]}]
         for turn in range(MAX_TURNS):
             response = await client.chat.completions.create(
                 model=session.model,
@@ -89,10 +96,10 @@ class CalculatorAgent:
 solve = CalculatorAgent()
 
 
-def prompt() -> list[Any]:
+def prompt(examples: int = len(EXAMPLES)) -> list[Any]:
     """The system line and the worked examples, as a client of the API writes them."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-    for number, (question, expression, answer) in enumerate(EXAMPLES):
+    for number, (question, expression, answer) in enumerate(EXAMPLES[:examples]):
         call = {
             "id": f"call_{number}",
             "type": "function",

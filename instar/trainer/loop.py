@@ -20,9 +20,16 @@ from instar.data.batcher import Batch, Batcher
 from instar.engines.base import Engine
 from instar.store.base import Store
 from instar.sync.base import Sync
-from instar.trainer.checkpoint import TrainerState, load_checkpoint, prune, save_checkpoint
-from instar.trainer.monitor import Monitor
-from instar.types import Json, Policy, Step, StepState
+from instar.trainer.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    discard_later,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+)
+from instar.trainer.monitor import Monitor, read_steps
+from instar.types import Json, Policy, StepState
 
 Engines = Callable[[], Awaitable[list[Engine]]]
 
@@ -68,6 +75,8 @@ class Trainer:
         self.step = 0
         """Last step whose update is in the weights."""
         self.saved_step = 0
+        self.saved_version = 0
+        """The version of the last saved step: what a recovery falls back to."""
         self.clock = Clock()
         self.stopping = asyncio.Event()
         self.rollout_finished = False
@@ -94,7 +103,7 @@ class Trainer:
                 break
             await self.train_step(batch, waited=time.monotonic() - waited)
         if self.step > self.saved_step:
-            await self._save_and_commit(self.step, {})
+            await self._save_and_commit(self.step)
         self.doing = "finished"
 
     def stop(self) -> None:
@@ -125,14 +134,15 @@ class Trainer:
         else:
             self.log(f"step {step}: no group had any signal, so there was nothing to learn from")
         self.step = step
-        metrics["train_seconds"] = time.monotonic() - began
+        metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - began
+        metrics["elapsed"] = self.clock.seconds
+        # With the step's row, so that a crash before `record` does not lose them.
+        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
         if step % self.config.trainer.checkpoint_every == 0 or self._done():
-            version = await self._save_and_commit(step, metrics)
+            version = await self._save_and_commit(step)
         else:
             version = await self._publish(step)
-            await self.store.advance_step(
-                self.run_id, step, StepState.SUBMITTED, version=version, metrics=metrics
-            )
+            await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, version=version)
         metrics |= {
             "version": version,
             "step_seconds": time.monotonic() - began,
@@ -154,48 +164,55 @@ class Trainer:
             raise
 
     def _adam(self, step: int) -> AdamConfig:
-        """The optimizer's settings for this step, warm-up included."""
-        adam, warmup = self.config.trainer.adam, self.config.trainer.warmup_steps
-        return adam.model_copy(update={"lr": adam.lr * min(1.0, step / (warmup + 1))})
+        """The optimizer's settings for this step: warm-up and schedule are in its learning rate."""
+        plan = self.config.trainer
+        share = min(1.0, step / (plan.warmup_steps + 1))
+        if plan.schedule == "linear":
+            used = (step - 1) / plan.steps
+            if plan.seconds is not None:
+                used = max(used, self.clock.seconds / plan.seconds)
+            share *= max(0.05, 1.0 - used)
+        return plan.adam.model_copy(update={"lr": plan.adam.lr * share})
 
-    async def _save_and_commit(self, step: int, metrics: Json) -> int:
+    async def _save_and_commit(self, step: int) -> int:
         self.doing = f"step {step}: saving"
         state = TrainerState(step=step, seconds=self.clock.seconds, baseline=self.batcher.baseline_state())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
-        earlier = [s for s in await self.store.steps(self.run_id) if self.saved_step < s.step <= step]
-        for row in earlier:
-            await self.store.advance_step(
-                self.run_id, row.step, StepState.SAVED, state_path=str(path) if row.step == step else None
-            )
+        # This one row makes the checkpoint count, for the steps before it too.
+        await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
-        return await self._commit(earlier, metrics)
+        return await self._commit()
 
-    async def _commit(self, steps: list[Step], metrics: Json) -> int:
-        """Publish the newest of these saved steps, unless it is, and commit them all."""
-        newest = steps[-1]
+    async def _commit(self) -> int:
+        """Publish the last saved step, unless it is, and commit all up to it."""
+        rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
+        newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
-        for row in steps:
-            is_newest = row.step == newest.step
-            await self.store.advance_step(
-                self.run_id,
-                row.step,
-                StepState.COMMITTED,
-                version=version if is_newest else None,
-                metrics=metrics if is_newest and metrics else None,
-            )
-        prune(self.config.run_dir / "checkpoints", self.config.trainer.keep_checkpoints)
+        for row in rows:
+            if row.state is not StepState.COMMITTED:
+                of_row = version if row is newest else None
+                await self.store.advance_step(self.run_id, row.step, StepState.COMMITTED, version=of_row)
+        self.saved_version = version
+        folder = self.config.run_dir / "checkpoints"
+        keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
+        prune(folder, self.config.trainer.keep_checkpoints, keep)
         return version
 
     async def _publish(self, step: int) -> int:
         self.doing = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
-        folder = self.config.run_dir / "policies" / f"v{version:06d}"
+        folder = self._policy_path(version)
         artifact = await self.backend.publish(folder)
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
         await self._push(policy)
-        prune(folder.parent, self.config.trainer.keep_checkpoints)
+        # A recovery makes the last saved version the head again, so its weights stay.
+        keep = frozenset({self._policy_path(self.saved_version)})
+        prune(folder.parent, self.config.trainer.keep_checkpoints, keep)
         return version
+
+    def _policy_path(self, version: int) -> Path:
+        return self.config.run_dir / "policies" / f"v{version:06d}"
 
     async def _push(self, policy: Policy) -> None:
         """A failure leaves that engine on the version it reports; the agent goes on meanwhile."""
@@ -209,37 +226,45 @@ class Trainer:
         """Back to the last saved state; later claims are released, abandoned versions tombstoned."""
         self.doing = "recovering"
         rows = await self.store.steps(self.run_id)
-        saved = [row for row in rows if row.state in (StepState.SAVED, StepState.COMMITTED)]
-        with_state = [row for row in saved if row.state_path]
-        if with_state:
-            last = with_state[-1]
-            state = await load_checkpoint(Path(last.state_path or ""), self.backend)
+        saved = [
+            row for row in rows if row.state_path and row.state in (StepState.SAVED, StepState.COMMITTED)
+        ]
+        if saved:
+            state = await load_checkpoint(checkpoint_path(self.config.run_dir, saved[-1].step), self.backend)
             self.step = self.saved_step = state.step
             self.clock = Clock(before=state.seconds)
             self.batcher.load_baseline(state.baseline)
             self.log(f"resuming after step {state.step}")
-        released = await self.store.release_steps(self.run_id, after=self.step)
+        discard_later(self.config.run_dir, self.saved_step)
+        await self._tombstone_abandoned()
+        released = await self.store.release_steps(self.run_id, after=self.saved_step)
         if released:
             self.log(f"released the claims of {len(released)} unsaved step(s): {released}")
-        await self._tombstone_abandoned(released)
-        unfinished = [row for row in saved if row.state is StepState.SAVED]
-        if unfinished:
-            published = {step: policy for policy, step in await self.store.published(self.policy_id)}
-            newest = unfinished[-1]
-            if newest.version is None and newest.step in published:
-                await self.store.advance_step(
-                    self.run_id, newest.step, StepState.SAVED, version=published[newest.step].version
-                )
-                rows = await self.store.steps(self.run_id)
-                unfinished = [row for row in rows if row.state is StepState.SAVED]
-            await self._commit(unfinished, {})
-        head = await self.store.head(self.policy_id)
-        if head.version > 0:
-            await self._push(head)
+        if saved:
+            await self._note_published()
+            await self._commit()
+            await self._record_missing()
+        # The base model too: an engine may hold a version that has just been given up.
+        await self._push(await self.store.head(self.policy_id))
 
-    async def _tombstone_abandoned(self, released: list[int]) -> None:
+    async def _tombstone_abandoned(self) -> None:
+        """Before their steps are released, so that a crash in between finds them again."""
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
         for policy, step in await self.store.published(self.policy_id):
-            if step in released:
+            if step > self.saved_step:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
+
+    async def _note_published(self) -> None:
+        """A saved step whose version was published before its row could say so."""
+        rows = {row.step: row for row in await self.store.steps(self.run_id)}
+        for policy, step in await self.store.published(self.policy_id):
+            if step == self.saved_step and rows[step].version is None:
+                await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)
+
+    async def _record_missing(self) -> None:
+        """Metrics of steps that were saved before they could be recorded."""
+        there = {record["step"] for record in read_steps(self.config.run_dir)}
+        for row in await self.store.steps(self.run_id):
+            if row.step not in there and row.metrics:
+                self.monitor.record("train", row.step, {**row.metrics, "version": row.version})
