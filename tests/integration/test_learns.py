@@ -1,0 +1,14 @@
+"""The proof of tests/unit/test_learns.py on further seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_learns import learn
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_random_model_learns_on_other_seeds(tmp_path: Path, seed: int) -> None:
+    await learn(tmp_path, seed)

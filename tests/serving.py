@@ -1,0 +1,41 @@
+"""A gateway on a real socket, in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from instar.config import RunConfig
+from instar.engines.base import Engine
+from instar.gateway.app import create_app
+from instar.gateway.serve import bind, serve
+from instar.record.render import load_renderer
+from instar.store.base import Store
+
+ADMIN_KEY = "sk-instar-test-admin"
+
+
+@asynccontextmanager
+async def running_gateway(config: RunConfig, store: Store, engine: Engine) -> AsyncGenerator[str]:
+    """Its address, while it is up. The run's name is that of its policy."""
+    app = create_app(
+        store=store,
+        engine=engine,
+        renderer=load_renderer(Path(config.model.name), config.model),
+        run_id=config.name,
+        agent_id=config.agent_id,
+        policy_id=config.name,
+        config=config.gateway,
+        train_sampling=config.rollout.sampling if config.rollout else None,
+        admin_key=ADMIN_KEY,
+    )
+    listener = bind(config.gateway.host, config.gateway.port)
+    stop = asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
+    try:
+        yield f"http://{config.gateway.host}:{listener.getsockname()[1]}"
+    finally:
+        stop.set()
+        await server
