@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -145,11 +146,12 @@ def options(
     """Options of every verb."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; a failure that we have a word for is one message, not a traceback."""
     from instar.errors import InstarError
 
     try:
-        app()
+        app(arguments)
     except InstarError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(1)

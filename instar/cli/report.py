@@ -66,7 +66,7 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     curve.plot(minutes, _smooth(rewards), color=BLUE, linewidth=2.5, label="moving average")
     curve.set(xlabel="minutes of training", ylabel="mean reward", title="Training reward")
     curve.set_ylim(min([-0.02, *rewards]), max([1.02, *rewards]))
-    curve.legend(frameon=False, loc="lower right")
+    curve.legend(frameon=False, loc="best")
     modes = list(dict.fromkeys(record["mode"] for record in evaluations))
     labels = list(dict.fromkeys(record["label"] for record in evaluations))
     values = {(record["label"], record["mode"]): record["accuracy"] for record in evaluations}

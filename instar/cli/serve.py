@@ -11,26 +11,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from instar.cli.config_file import load_config
+from instar.cli.config_file import apply_overrides, load_config, validate
+from instar.cli.model import get_model
 from instar.cluster.local import serving
 from instar.config import RunConfig
-from instar.models import is_cached, resolve_model
 
 
 def run_serve(file: Path | None, *, overrides: Sequence[str], as_json: bool) -> None:
     config = _config(file, overrides)
     console = Console(stderr=as_json)
-    if not is_cached(config.model.name):
-        console.print(f"Getting the model {config.model.name} (once; it is kept in the cache) ...")
-    resolve_model(config.model.name)
+    get_model(config.model.name, console)
     asyncio.run(_serve(config, console, as_json))
 
 
 def _config(file: Path | None, overrides: Sequence[str]) -> RunConfig:
     if file is not None:
         return load_config(file, overrides)
-    from instar.cli.config_file import apply_overrides, validate
-
     data = {"name": f"serve-{time.strftime('%Y%m%d-%H%M%S')}"}
     return validate(apply_overrides(data, overrides), "settings")
 

@@ -57,9 +57,10 @@ async def _ls(
     if as_json:
         typer.echo(json.dumps([_row(row) for row in rows]))
         return
-    # An id that is cut short cannot be copied, so it has its width whatever the terminal has.
-    session_column = Column("session", no_wrap=True, min_width=25)
-    table = Table(session_column, "channel", "status", "task", "calls", "tokens", "reward", "reason")
+    # A word or an id that is cut short is of no use, so all but the last columns keep their width.
+    words = [Column("session", no_wrap=True, min_width=25), Column("channel"), Column("status", min_width=9)]
+    numbers = [Column(name, justify="right", min_width=len(name)) for name in ("calls", "tokens", "reward")]
+    table = Table(*words, Column("task"), *numbers, Column("reason"), box=None, padding=(0, 1, 0, 0))
     for row in rows:
         session = row.session
         table.add_row(
@@ -265,7 +266,7 @@ def _outcome(story: Story) -> list[str]:
 
 def _rewards_of(rows: Sequence[SessionRow]) -> str:
     ended = [row for row in rows if row.session.status is not SessionStatus.ABANDONED]
-    return " ".join("–" if row.reward is None else f"{row.reward:g}" for row in ended)
+    return " ".join("–" if row.reward is None else f"{row.reward:g}" for row in ended) or "none yet"
 
 
 def _unclaimed(story: Story) -> str:
@@ -274,7 +275,7 @@ def _unclaimed(story: Story) -> str:
     if session.channel is not Channel.TRAIN:
         return f"not claimed: sessions of the {session.channel} channel are not trained on"
     if session.status is SessionStatus.ABANDONED:
-        return "not claimed: it was abandoned, and another attempt took its place"
+        return "not claimed: abandoned sessions are not trained on; its slot is tried again"
     if group is None:
         return "not claimed: it belongs to no group"
     if group.status is GroupStatus.OPEN:

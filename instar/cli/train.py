@@ -15,9 +15,9 @@ from rich.table import Table
 
 from instar.cli.config_file import DEMO, load_config
 from instar.cli.display import Display
+from instar.cli.model import get_model
 from instar.cluster.local import LiveRun, train
 from instar.config import RunConfig
-from instar.models import is_cached, resolve_model
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import Json
 
@@ -62,9 +62,7 @@ def run_demo(*, seed: int, run_dir: Path | None, overrides: Sequence[str], as_js
 
 
 def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
-    if not is_cached(config.model.name):
-        console.print(f"Getting the model {config.model.name} (once; it is kept in the cache) ...")
-    resolve_model(config.model.name)
+    get_model(config.model.name, console)
 
     async def amain() -> LiveRun:
         display = Display(console)

@@ -1,0 +1,230 @@
+"""The command, run in this process, and a small run's folder with a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instar.cli.main import main
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.store.base import Run
+from instar.store.factory import open_store
+from instar.trainer.monitor import Monitor
+from instar.types import (
+    Call,
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Group,
+    GroupStatus,
+    Link,
+    Message,
+    Reward,
+    RewardSource,
+    Session,
+    SessionStatus,
+    StepState,
+    Task,
+    ToolCall,
+)
+
+RUN = "small"
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Instar = Callable[..., Result]
+
+
+@pytest.fixture
+def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
+    """``instar("config", "check", path)`` → exit code, stdout, stderr."""
+    path, environment = list(sys.path), dict(os.environ)
+
+    def run(*arguments: object) -> Result:
+        capfd.readouterr()
+        code: Any = 0
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+        captured = capfd.readouterr()
+        return Result(code or 0, captured.out, captured.err)
+
+    yield run
+    # A config file puts its folder on the path, for the roles of its run.
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+# --- a run that has ended -------------------------------------------------------------------------
+
+
+@dataclass
+class Small:
+    folder: Path
+    sessions: dict[str, str] = field(default_factory=dict[str, str])
+    """Session ids by what they are an example of."""
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    """Two steps: a group that was trained on, one without signal, one still open, an evaluation."""
+    small = Small(tmp_path_factory.mktemp("runs") / RUN)
+    config = RunConfig.model_validate(
+        {
+            "name": RUN,
+            "dir": str(small.folder),
+            "rollout": {
+                "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},
+                "agent": {"type": "function", "function": "instar.demo.agent:solve"},
+                "group_size": 2,
+            },
+            "eval": {"tasks": {"type": "python", "function": "instar.demo.tasks:heldout_tasks"}},
+        }
+    )
+    RunFolder(small.folder).create(config)
+    asyncio.run(_fill(config, small))
+    _measure(small.folder)
+    return small
+
+
+async def _fill(config: RunConfig, small: Small) -> None:
+    store = open_store(config)
+    await store.put_run(Run(RUN, RUN, config.model_dump(mode="json"), "finished"))
+
+    async def group(name: str, index: int, rewards: list[float | None], channel: Channel) -> list[str]:
+        await store.open_group(Group(name, RUN, channel, index, 2, Task(f"task-{index}", {})))
+        made = [f"sess-{index}{slot}-{name.replace('/', '-')}" for slot in range(len(rewards))]
+        for slot, (session_id, reward) in enumerate(zip(made, rewards, strict=True)):
+            await store.open_session(
+                Session(
+                    session_id,
+                    RUN,
+                    "default",
+                    RUN,
+                    channel,
+                    group_id=name,
+                    slot=slot,
+                    task_id=f"task-{index}",
+                )
+            )
+            await store.add_calls(_talk(session_id))
+            given = [] if reward is None else [Reward(session_id, reward, RewardSource.RULE, "rule")]
+            status = SessionStatus.FAILED if reward is None else SessionStatus.COMPLETED
+            await store.end_session(session_id, status, "it fell over" if reward is None else None, given)
+        await store.close_group(name, GroupStatus.READY)
+        return made
+
+    learned = await group(f"{RUN}/train/000000", 0, [1.0, 0.0], Channel.TRAIN)
+    equal = await group(f"{RUN}/train/000001", 1, [0.0, 0.0], Channel.TRAIN)
+    waiting = await group(f"{RUN}/train/000002", 2, [1.0, None], Channel.TRAIN)
+    small.sessions = {"trained": learned[0], "equal": equal[0], "waiting": waiting[0], "failed": waiting[1]}
+    for label, reward in (("before", 0.0), ("after", 1.0)):
+        made = await group(f"{RUN}/val/{label}-greedy-v0/000000", 0, [reward], Channel.VAL)
+        small.sessions[label] = made[0]
+    claims = [
+        Claim(
+            RUN,
+            0,
+            f"{s}/0",
+            s,
+            f"{RUN}/train/000000",
+            ClaimOutcome.TRAINED,
+            reward=r,
+            advantage=a,
+            staleness=1,
+        )
+        for s, r, a in zip(learned, (1.0, 0.0), (1.0, -1.0), strict=True)
+    ]
+    claims += [
+        Claim(
+            RUN, 0, f"{s}/0", s, f"{RUN}/train/000001", ClaimOutcome.DROPPED, reason="zero_signal", reward=0.0
+        )
+        for s in equal
+    ]
+    await store.claim_step(RUN, 1, claims)
+    for state in (StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED):
+        await store.advance_step(RUN, 1, state)
+    await store.close()
+
+
+def _talk(session_id: str) -> list[Call]:
+    """Two turns with a tool call; the second has no logprobs, so it is not trainable."""
+
+    def call(number: int, messages: list[Message], reply: Message, **more: Any) -> Call:
+        return Call(
+            call_id=f"{session_id}-{number}",
+            session_id=session_id,
+            run_id=RUN,
+            agent_id="default",
+            policy_id=RUN,
+            request_id=f"{session_id}-{number}",
+            sampled_ids=np.array([7, 8], np.int32),
+            versions=np.array([9, 10], np.int32),
+            messages=tuple(messages),
+            reply=reply,
+            finish_reason="stop",
+            **more,
+        )
+
+    asked = Message(role="user", content="What is <2> plus 2?")
+    tool = ToolCall(id="c1", name="calc", arguments='{"expression": "2 + 2"}')
+    called = Message(role="assistant", content="", tool_calls=[tool])
+    result = Message(role="tool", content="4", tool_call_id="c1")
+    first = call(
+        1,
+        [asked],
+        called,
+        prompt_ids=np.array([1, 2], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+    )
+    second = call(
+        2,
+        [asked, called, result],
+        Message(role="assistant", content="4"),
+        prompt_ids=np.array([1, 2, 7, 8, 3], np.int32),
+        logprobs=np.array([np.nan, -0.25], np.float32),
+        parent_id=first.call_id,
+        link=Link.EXTENDS,
+        base_id=first.call_id,
+        base_tokens=4,
+        base_messages=2,
+        trainable=False,
+        reason="logprobs are missing",
+    )
+    return [first, second]
+
+
+def _measure(folder: Path) -> None:
+    monitor = Monitor(folder)
+    for label, accuracy in (("before", 0.25), ("after", 0.75)):
+        for mode in ("greedy", "sampled"):
+            figures = {"label": label, "mode": mode, "accuracy": accuracy, "n": 4, "failed": 0}
+            monitor.record("eval", 0, {**figures, "seconds": 1.0, "version": 0})
+    for step, reward in ((1, 0.25), (2, None), (3, 0.75)):
+        timing = {"step_seconds": 2.0, "wait_seconds": 1.0, "elapsed": 60.0 * step}
+        monitor.record(
+            "train", step, {"reward_mean": reward, "version": step, "staleness_mean": 0.5, **timing}
+        )
+    monitor.close()

@@ -1,0 +1,250 @@
+"""`instar config`: each kind of mistake is explained, and what is shown is a valid run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from instar.cli.config_file import load_config
+from instar.cli.reference import render
+from tests.unit.cli.conftest import Instar
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+AGENT = "{type: command, command: [sh]}"
+MISTAKES = {
+    "unknown section": (
+        "trainr: {}",
+        "trainr: no such setting; allowed: agent_id, backend, dir, engine, eval, gateway, model, name, "
+        "reward, rollout, seed, store, trainer (did you mean 'trainer'?)",
+    ),
+    "unknown key": (
+        "trainer: {adam: {learning_rate: 1}}",
+        "trainer.adam.learning_rate: no such setting; "
+        "allowed: beta1, beta2, eps, grad_clip_norm, lr, weight_decay",
+    ),
+    "unknown key of a variant": (
+        "engine: {type: scripted, replys: [a]}",
+        "engine.replys: no such setting; "
+        "allowed: delay, function, python, replies, type (did you mean 'replies'?)",
+    ),
+    "unknown key two variants deep": (
+        f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x, lmit: 3}}}}",
+        "rollout.tasks.lmit: no such setting; allowed: id_field, limit, path, type (did you mean 'limit'?)",
+    ),
+    "unknown key under a name": (
+        "eval: {tasks: {type: jsonl, path: x}, modes: {greedy: {temprature: 0}}}",
+        "eval.modes.greedy.temprature: no such setting; "
+        "allowed: temperature, top_p (did you mean 'temperature'?)",
+    ),
+    "wrong word": (
+        "trainer: {mode: asynch}",
+        "trainer.mode: given 'asynch'; allowed: async, sync (did you mean 'async'?)",
+    ),
+    "wrong type": (
+        "trainer: {steps: many}",
+        "trainer.steps: given 'many'; it must be a valid integer, unable to parse string as an integer",
+    ),
+    "no fraction": (
+        "trainer: {steps: 1.5}",
+        "trainer.steps: given 1.5; it must be a valid integer, got a number with a fractional part",
+    ),
+    "one of several types": (
+        "backend: {lora: {targets: 5}}",
+        "backend.lora.targets: given 5; it must be a valid list or given 5; allowed: all-linear",
+    ),
+    "missing": (
+        "rollout: {agent: {type: command}, tasks: {type: jsonl, path: x}}",
+        "rollout.agent.command: missing; it has no default",
+    ),
+    "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: missing; it has no default"),
+    "unknown variant": ("engine: {type: vllm}", "engine.type: given 'vllm'; allowed: local, scripted"),
+    "unknown variant of a single one": (
+        "store: {type: sqlte}",
+        "store.type: given 'sqlte'; allowed: sqlite (did you mean 'sqlite'?)",
+    ),
+    "missing variant": (
+        f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
+        "rollout.tasks.type: missing; it says which kind this is; allowed: jsonl, python, reasoning_gym",
+    ),
+    "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
+    "too large": (
+        "gateway: {port: 70000}",
+        "gateway.port: given 70000; it must be less than or equal to 65535",
+    ),
+    "not finite": ("trainer: {seconds: .inf}", "trainer.seconds: given inf; it must be a finite number"),
+    "no section": (
+        "trainer: 5",
+        "trainer: given 5; a section is a mapping, one `setting: value` a line",
+    ),
+    "empty section": (
+        "trainer:",
+        "trainer: given None; a section is a mapping, one `setting: value` a line",
+    ),
+    "settings that exclude each other": (
+        "trainer: {mode: sync, max_staleness: 2}",
+        "trainer.max_staleness: given 2; it is 0, or left out, when trainer.mode is sync",
+    ),
+    "no such function": (
+        "reward: {type: rule, function: 'nowhere:score'}",
+        "reward.function: cannot import 'nowhere' (from 'nowhere:score'): No module named 'nowhere'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_explained(instar: Instar, tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    result = instar("config", "check", path)
+    lines = [line.strip() for line in result.err.splitlines()]
+    assert (result.code, result.out, lines[0]) == (1, "", f"{path}: {len(lines) - 1} mistake")
+    assert said in lines[1:]
+    again = instar("config", "check", path, "--json")
+    assert again.code == 1
+    assert again.json == {"ok": False, "mistakes": lines[1:]}
+
+
+def test_every_mistake_is_listed_at_once(instar: Instar, tmp_path: Path) -> None:
+    path = write(tmp_path, "name: a b\ntrainer: {steps: 0, mode: x}\nengine: {type: y}")
+    result = instar("config", "check", path)
+    assert result.err.startswith(f"{path}: 4 mistakes\n")
+    assert len(result.err.splitlines()) == 5
+
+
+UNREADABLE = {
+    "not YAML": ("a: [", "is not YAML"),
+    "not a mapping": ("- a\n- b", "a run is described by a mapping of sections, not by a list"),
+    "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: 'seed' stands there twice"),
+    "a key twice within": ("trainer:\n  steps: 1\n  steps: 2", "line 3: 'steps' stands there twice"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_a_file_that_cannot_be_read_as_a_run(instar: Instar, tmp_path: Path, text: str, said: str) -> None:
+    result = instar("config", "check", write(tmp_path, text))
+    assert result.code == 1
+    assert said in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_or_not_text(instar: Instar, tmp_path: Path) -> None:
+    assert instar("config", "check", tmp_path / "no.yaml").err == f"{tmp_path / 'no.yaml'}: no such file\n"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "binary"):
+        result = instar("config", "check", path)
+        assert (result.code, len(result.err.splitlines())) == (1, 1)
+        assert "cannot be read" in result.err
+
+
+def test_files_and_programs_that_are_not_there(instar: Instar, tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "rollout: {tasks: {type: jsonl, path: no.jsonl}, agent: {type: command, command: [no-such-program]}}",
+    )
+    result = instar("config", "check", path, "--json")
+    assert result.json["mistakes"] == [
+        f"rollout.tasks.path: given '{tmp_path / 'no.jsonl'}'; there is no such file",
+        "rollout.agent.command: given 'no-such-program'; there is no such program",
+    ]
+
+
+def test_a_good_file_is_said_to_be_good(instar: Instar, tmp_path: Path) -> None:
+    path = write(tmp_path, "name: fine")
+    assert instar("config", "check", path).out == f"{path}: ok\n"
+    assert instar("config", "check", path, "--json").json == {"ok": True, "mistakes": [], "name": "fine"}
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+def test_set_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> None:
+    path = write(tmp_path, "trainer:\nname: x")
+    shown = instar(
+        "config", "show", path, "--json",
+        "--set", "trainer.adam.lr=1e-3",
+        "--set", "engine={type: scripted, replies: [a, b]}",
+        "--set", "backend.lora=null",
+    ).json  # fmt: skip
+    assert shown["trainer"]["adam"]["lr"] == 1e-3
+    assert shown["engine"]["replies"] == ["a", "b"]
+    assert shown["backend"]["lora"] is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.steps", "expected PATH=VALUE"),
+        ("=5", "expected PATH=VALUE"),
+        ("trainer..steps=5", "expected PATH=VALUE"),
+        ("name.x=5", "name is not a section"),
+        ("seed=[", "the value is not YAML"),
+        ("trainer.stepz=5", "trainer.stepz: no such setting"),
+    ],
+)
+def test_a_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str, said: str) -> None:
+    path = write(tmp_path, "name: x")
+    result = instar("config", "check", path, "--set", override)
+    assert result.code == 1
+    assert said in result.err
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+
+def test_relative_paths_are_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = write(
+        tmp_path,
+        "dir: out\nstore: {path: a/b.db}\nmodel: {name: model}\n"
+        "rollout: {tasks: {type: jsonl, path: t.jsonl}, agent: {type: command, command: [sh]}}\n"
+        "eval: {tasks: {type: jsonl, path: /absolute.jsonl}}",
+    )
+    config = load_config(path)
+    assert config.run_dir == tmp_path / "out"
+    assert config.store_path == tmp_path / "a" / "b.db"
+    assert config.model.name == str(tmp_path / "model")
+    assert config.rollout is not None
+    assert config.rollout.model_dump()["tasks"]["path"] == tmp_path / "t.jsonl"
+    assert config.rollout.model_dump()["agent"]["cwd"] == tmp_path
+    assert config.eval is not None
+    assert config.eval.model_dump()["tasks"]["path"] == Path("/absolute.jsonl")
+    # What a shell completes is relative to where one stands.
+    assert load_config(path, ["dir=elsewhere"]).run_dir == Path("elsewhere")
+
+
+def test_a_run_without_a_folder_of_its_own_goes_into_the_working_folder(
+    instar: Instar, tmp_path: Path
+) -> None:
+    assert load_config(write(tmp_path, "name: x")).run_dir == Path("runs/x")
+
+
+# --- show and the reference -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_is_shown_is_a_valid_run_and_shows_the_same_again(
+    instar: Instar, tmp_path: Path, mode: str
+) -> None:
+    settings = ("--set", f"trainer.mode={mode}", "--set", "trainer.max_staleness=null")
+    shown = instar("config", "show", *settings)
+    assert shown.code == 0
+    path = write(tmp_path, shown.out)
+    assert instar("config", "check", path).code == 0
+    assert instar("config", "show", path).out == shown.out
+    assert instar("config", "show", path, "--json").json == yaml.safe_load(shown.out)
+
+
+def test_the_reference_names_every_setting_of_every_variant() -> None:
+    page = render()
+    for heading in ("`rollout.tasks` with `type: jsonl`", "`engine` with `type: scripted`", "`trainer.adam`"):
+        assert f"\n## {heading}\n" in page
+    assert "| `lr` | float | `0.0002` |" in page
+    assert "| `tasks` | section | required |" in page

@@ -1,0 +1,201 @@
+"""`sessions`, `report`, `doctor` on a small run, and how every verb fails."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Instar, Small
+
+
+def test_sessions_are_listed_newest_last(instar: Instar, small_run: Small) -> None:
+    rows = instar("sessions", "ls", small_run.folder, "--json").json
+    assert len(rows) == 8
+    first = rows[0]
+    assert (first["session_id"], first["channel"], first["status"]) == (
+        small_run.sessions["trained"],
+        "train",
+        "completed",
+    )
+    assert (first["calls"], first["sampled_tokens"], first["reward"]) == (2, 4, 1.0)
+    table = instar("sessions", "ls", small_run.folder).out
+    assert all(row["session_id"] in table for row in rows)
+
+
+def test_sessions_can_be_filtered(instar: Instar, small_run: Small) -> None:
+    def listed(*options: str) -> list[str]:
+        rows = instar("sessions", "ls", small_run.folder, "--json", *options).json
+        return [row["session_id"] for row in rows]
+
+    assert listed("--status", "failed") == [small_run.sessions["failed"]]
+    assert listed("--channel", "val") == [small_run.sessions["before"], small_run.sessions["after"]]
+    assert listed("--limit", "1") == [small_run.sessions["after"]]
+    assert listed("--channel", "live") == []
+
+
+def test_a_session_is_shown_from_its_messages_to_its_claim(instar: Instar, small_run: Small) -> None:
+    shown = instar("sessions", "show", small_run.folder, small_run.sessions["trained"]).out
+    for part in (
+        "call 1 · root · 2 prompt + 2 sampled tokens · version 9–10 · stop",
+        "What is <2> plus 2?",
+        '→ calc({"expression": "2 + 2"})',
+        "call 2 · extends · 5 prompt + 2 sampled tokens",
+        "not trainable: logprobs are missing",
+        "reward 1 from rule rule",
+        "group small/train/000000: rewards 1 0",
+        "advantage +1.000 → trained in step 1, 1 version(s) stale",
+    ):
+        assert part in shown
+    assert shown.count("What is <2> plus 2?") == 1, "a later call shows only its new messages"
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("equal", "→ dropped: zero_signal"),
+        ("waiting", "not claimed yet: its group waits for a step"),
+        ("failed", "reason: it fell over"),
+        ("failed", "no reward"),
+        ("after", "not claimed: sessions of the val channel are not trained on"),
+    ],
+)
+def test_why_a_session_taught_nothing_is_said(
+    instar: Instar, small_run: Small, which: str, said: str
+) -> None:
+    assert said in instar("sessions", "show", small_run.folder, small_run.sessions[which]).out
+
+
+def test_a_session_in_json_has_its_tokens_and_keeps_missing_logprobs_missing(
+    instar: Instar, small_run: Small
+) -> None:
+    story = instar("sessions", "show", small_run.folder, small_run.sessions["trained"], "--json").json
+    first, second = story["calls"]
+    assert (first["sampled_ids"], first["logprobs"], first["versions"]) == ([7, 8], [-0.5, -0.25], [9, 10])
+    assert second["logprobs"] == [None, -0.25]
+    assert story["rewards"][0]["source"] == "rule"
+    assert story["claims"][0]["outcome"] == "trained"
+    assert list(story["group"]["rewards"].values()) == [1.0, 0.0]
+
+
+def test_the_beginning_of_an_id_is_enough_when_it_is_the_only_one(instar: Instar, small_run: Small) -> None:
+    trained = small_run.sessions["trained"]
+    found = instar("sessions", "show", small_run.folder, trained[:-1], "--json")
+    assert found.json["session_id"] == trained
+    result = instar("sessions", "show", small_run.folder, "sess-")
+    assert (result.code, result.err) == (1, "error: 8 sessions of this run begin with 'sess-'\n")
+
+
+def test_a_run_that_was_moved_is_still_read(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(small_run.folder, moved)
+    (small_run.folder / "store.db").rename(small_run.folder / "hidden.db")
+    try:
+        assert len(instar("sessions", "ls", moved, "--json").json) == 8
+    finally:
+        (small_run.folder / "hidden.db").rename(small_run.folder / "store.db")
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_picture_and_a_page_that_needs_nothing_else(instar: Instar, small_run: Small) -> None:
+    page = Path(instar("report", small_run.folder, "--json").json["report"])
+    text = page.read_text(encoding="utf-8")
+    assert (page.parent / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "src='data:image/png;base64," in text
+    assert "http" not in text.split("<h2>Settings")[0]
+    assert "<script src" not in text
+    assert "<link" not in text
+    assert "<td>0.250</td><td>0.750</td><td>+0.500</td>" in text
+
+
+def test_the_report_shows_the_same_task_before_and_after(instar: Instar, small_run: Small) -> None:
+    page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
+    before, after = page.index("<b>before</b>"), page.index("<b>after</b>")
+    assert before < after
+    assert "What is &lt;2&gt; plus 2?" in page[before:after]
+    assert "reward 0" in page[before:after]
+    assert "reward 1" in page[after:]
+
+
+def test_a_run_without_figures_has_no_report(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+    shutil.copy(small_run.folder / "config.json", tmp_path)
+    result = instar("report", tmp_path)
+    assert (result.code, len(result.err.splitlines())) == (1, 1)
+    assert "nothing to report yet" in result.err
+
+
+# --- doctor, and failures ---------------------------------------------------------------------------
+
+
+def test_the_doctor_says_what_there_is(instar: Instar) -> None:
+    findings = instar("doctor", "--json").json
+    states = {finding["what"]: finding["state"] for finding in findings}
+    assert states["python"] == "ok"
+    assert states["torch"] == "ok"
+    assert {"machine", "compute", "disk", "default model"} <= states.keys()
+    assert "renderers" in instar("doctor").out
+
+
+FAILURES = {
+    "train without a file": ("train no.yaml", "no.yaml: no such file"),
+    "train without a rollout": ("train run.yaml", "rollout: needed to train"),
+    "train with groups of one": ("train alone.yaml", "rollout.group_size: given 1"),
+    "train over an older run": ("train there.yaml", "Continue it with --resume"),
+    "resume of nothing": ("train fresh.yaml --resume", "nothing to resume"),
+    "serve without a file": ("serve no.yaml", "no.yaml: no such file"),
+    "a model that is not there": ("serve run.yaml --set model.name=./nothing", "model.name: './nothing'"),
+    "sessions of no run": ("sessions ls .", "is no run folder"),
+    "a session of no run": ("sessions show . sess", "is no run folder"),
+    "a folder of another version": ("sessions ls there", "trainer.stepz"),
+    "report of no run": ("report .", "is no run folder"),
+    "show of no file": ("config show no.yaml", "no.yaml: no such file"),
+    "unknown channel": ("sessions ls . --channel trian", "'trian' is not one of: train, val, live"),
+}
+
+
+@pytest.mark.parametrize(("command", "said"), FAILURES.values(), ids=FAILURES.keys())
+def test_a_failure_is_one_line_and_exit_code_1(
+    instar: Instar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
+) -> None:
+    rollout = (
+        "rollout: {tasks: {type: python, function: 'instar.demo.tasks:train_tasks'}, "
+        "agent: {type: function, function: 'instar.demo.agent:solve'}, group_size: "
+    )
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    head = "engine: {type: scripted}\nmodel: {name: model}\n"
+    (tmp_path / "run.yaml").write_text(head)
+    (tmp_path / "alone.yaml").write_text(f"{head}{rollout}1}}")
+    (tmp_path / "there.yaml").write_text(f"dir: there\n{head}{rollout}2}}")
+    (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{head}{rollout}2}}")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.json").write_text('{"trainer": {"stepz": 1}}')
+    monkeypatch.chdir(tmp_path)
+    result = instar(*command.split())
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("error: ")
+    assert said in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_bad_setting_of_serve_is_explained(instar: Instar) -> None:
+    result = instar("serve", "--set", "engine.type=local", "--set", "engine.max_batch=0")
+    assert result.code == 1
+    assert "engine.max_batch: given 0; it must be greater than or equal to 1" in result.err
+
+
+def test_the_installed_command_fails_the_same_way() -> None:
+    command = [str(Path(sys.executable).with_name("instar")), "sessions", "ls", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: /nowhere is no run folder: it has no config.json\n"
+
+
+def test_the_version_is_told(instar: Instar) -> None:
+    assert instar("--version").out.startswith("instar ")
