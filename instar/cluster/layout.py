@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-import msgspec
+from pydantic import ValidationError
 
 from instar.config import RunConfig
 from instar.errors import ConfigError, InstarError
@@ -35,7 +35,16 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path} is no run folder: it has no config.json")
-        return RunConfig.model_validate(msgspec.json.decode(self.config_file.read_bytes()))
+        try:
+            config = RunConfig.model_validate_json(self.config_file.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"{self.config_file} was not written by this version of Instar: {where}: {first['msg']}"
+            ) from error
+        # The folder may have been moved since.
+        return config.model_copy(update={"dir": self.path})
 
     def lock(self, role: str, *, wait: float = 20.0) -> int:
         """Hold the role's lock until this process ends. Its last holder may still be dying."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class LiveRun:
 @asynccontextmanager
 async def serving(
     config: RunConfig, *, resume: bool = False, log: Callable[[str], None] = print
-) -> AsyncIterator[LiveRun]:
+) -> AsyncGenerator[LiveRun]:
     """Engine and gateway up, both answering; everything is stopped on leaving."""
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
@@ -155,6 +155,12 @@ async def train(
     cannot go on; on Ctrl-C it drains, checkpoints and returns with ``stopped_by_user`` set."""
     if config.rollout is None:
         raise ConfigError("rollout: needed to train; name the tasks and the agent that tries them")
+    estimator = config.trainer.advantage.estimator
+    if config.rollout.group_size == 1 and estimator != "running":
+        raise ConfigError(
+            f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the sessions "
+            "of a group, so it learns nothing from one. Use 2 or more, or the estimator 'running'"
+        )
     async with serving(config, resume=resume, log=log) as run:
         if observe is not None:
             observe(run)
