@@ -49,10 +49,23 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
 
 
 async def load_checkpoint(path: Path, backend: Backend) -> TrainerState:
-    if not path.is_dir():
-        raise InstarError(f"the store names the checkpoint {path}, which is not there")
+    state = _read_state(path)
     await backend.load_state(path / "backend")
-    return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
+    return state
+
+
+def _read_state(path: Path) -> TrainerState:
+    try:
+        return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
+    except FileNotFoundError as error:
+        raise InstarError(f"the store names the checkpoint {path}, which is not there") from error
+
+
+def discard_later(run_dir: Path, step: int) -> None:
+    """Remove checkpoints of later steps: the store does not name them, so they never counted."""
+    for path in (run_dir / "checkpoints").glob("step-*"):
+        if path > checkpoint_path(run_dir, step):
+            shutil.rmtree(path)
 
 
 def prune(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
