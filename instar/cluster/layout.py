@@ -26,8 +26,7 @@ class RunFolder:
 
     def create(self, config: RunConfig) -> None:
         """Write the resolved config, from which every role reads its own part."""
-        for folder in (self.path, self.logs, self.locks):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
         scratch = self.config_file.with_suffix(".partial")
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
@@ -48,6 +47,7 @@ class RunFolder:
 
     def lock(self, role: str, *, wait: float = 20.0) -> int:
         """Hold the role's lock until this process ends. Its last holder may still be dying."""
+        self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait
         while True:

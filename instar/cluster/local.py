@@ -42,6 +42,8 @@ class LiveRun:
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
     stopped_by_user: bool = False
+    watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    """Tasks that look at the run; ended before what they look at is closed."""
 
     @property
     def run_id(self) -> str:
@@ -56,8 +58,8 @@ async def serving(
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, config, resume)
-    folder.create(config)
     lock = folder.lock("supervisor", wait=2.0)
+    folder.create(config)
     store = open_store(config)
     known = await store.run(config.name)
     await store.put_run(
@@ -68,6 +70,9 @@ async def serving(
             created_at=known.created_at if known else 0,
         )
     )
+    for left in await store.endpoints(config.name):
+        # Of an earlier process. That its rollout had finished says nothing of this one's.
+        await store.remove_endpoint(config.name, left.role, left.name)
     engine_socket = listen("127.0.0.1", 0)
     gateway_socket = listen(config.gateway.host, config.gateway.port)
     supervisor = Supervisor(folder, log=log)
@@ -90,6 +95,9 @@ async def serving(
         yield run
     finally:
         run.phase = "stopping"
+        for watcher in run.watchers:
+            watcher.cancel()
+        await asyncio.gather(*run.watchers, return_exceptions=True)
         if run.engine is not None:
             await run.engine.close()
         await supervisor.close()
@@ -255,9 +263,9 @@ async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:
 
 async def engine_status(run: LiveRun) -> EngineStatus | None:
     """What the engine reports; None while it cannot be asked."""
-    if run.engine is None:
-        run.engine = await RemoteEngine.connect(run.engine_url, run.engine_token, timeout=30)
     try:
+        if run.engine is None:
+            run.engine = await RemoteEngine.connect(run.engine_url, run.engine_token, timeout=30)
         return await run.engine.status()
     except EngineUnavailable:
         return None

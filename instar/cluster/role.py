@@ -92,10 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m instar.cluster.role")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--fd", type=int)
+    parser.add_argument("--lifeline", type=int, required=True, help="a pipe that ends with the supervisor")
+    parser.add_argument("--fd", type=int, help="the socket to listen on")
     parser.add_argument("--evaluate", metavar="LABEL")
     arguments = parser.parse_args()
-    _end_with_parent()
+    _end_with_supervisor(arguments.lifeline)
     folder = RunFolder(arguments.run_dir)
     try:
         lock = folder.lock(arguments.role)
@@ -126,16 +127,14 @@ def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
-    """A role without its supervisor would go on unseen: end when the parent changes."""
-    parent = os.getppid()
+def _end_with_supervisor(lifeline: int) -> None:
+    """A role without its supervisor would go on unseen: end when the pipe from it does."""
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
+        os.read(lifeline, 1)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()
 
 
 # --- the roles ----------------------------------------------------------------------------------

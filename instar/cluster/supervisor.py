@@ -73,6 +73,9 @@ class Supervisor:
         self.roles: dict[str, Role] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers: set[asyncio.Task[None]] = set()
+        # Nothing is ever written: a role that reads the end of it knows that this process is gone. Only
+        # this process has the end to write to, so that holds however it ends.
+        self._lifeline, self._alive = os.pipe()
 
     async def start(
         self,
@@ -82,16 +85,19 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         server: socket.socket | None = None,
     ) -> Role:
-        fds = [server.fileno()] if server else []
         argv = [
             python or sys.executable,
             "-m",
             "instar.cluster.role",
             role,
             str(self.folder.path),
+            f"--lifeline={self._lifeline}",
             *arguments,
         ]
-        argv += [f"--fd={fd}" for fd in fds]
+        fds = [self._lifeline]
+        if server is not None:
+            argv.append(f"--fd={server.fileno()}")
+            fds.append(server.fileno())
         started = Role(role, argv, {**os.environ, **(env or {})}, self.folder.log(role), fds)
         self.roles[role] = started
         await self._spawn(started)
@@ -156,17 +162,17 @@ class Supervisor:
             self.failure.result()
 
     def signal(self, role: str, number: int = signal.SIGTERM) -> None:
-        """Ask a role to end in its own way; it is not started again."""
-        if (found := self.roles.get(role)) and found.process and found.process.returncode is None:
+        """Ask a role to end in its own way; it is not started again, nor when it has just died."""
+        if found := self.roles.get(role):
             found.stopping = True
-            found.process.send_signal(number)
+            if found.process and found.process.returncode is None:
+                found.process.send_signal(number)
 
     async def stop(self, role: str, timeout: float = 10.0) -> None:
         """Ask, wait, then kill the role and all it started."""
         found = self.roles.get(role)
         if found is None or found.exit.done():
             return
-        found.stopping = True
         self.signal(role)
         try:
             await asyncio.wait_for(asyncio.shield(found.exit), timeout)
@@ -191,6 +197,8 @@ class Supervisor:
             self.failure.exception()  # retrieved, so that asyncio does not warn of it
         else:
             self.failure.cancel()
+        os.close(self._alive)
+        os.close(self._lifeline)
 
 
 def _describe(code: int) -> str:
