@@ -28,7 +28,7 @@ class ModelConfig(Section):
     """Which model is served and trained."""
 
     name: str = "smollm2-135m"
-    """`smollm2-135m` (from the package registry), a Hugging Face id, or a folder."""
+    """`smollm2-135m` (from the package registry), a Hugging Face id, or a folder (`./folder`)."""
     dtype: DType = "auto"
     """Of the base weights. `auto` is bf16 where the processor computes it fast, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -188,8 +188,8 @@ class TrainerConfig(Section):
     warmup_steps: NonNegative = 3
     """Steps over which the learning rate rises to its value."""
     schedule: Literal["constant", "linear"] = "constant"
-    """What the learning rate does after warm-up: stay, or fall towards zero at the end of `steps` or `seconds`,
-    whichever is nearer."""
+    """What the learning rate does after warm-up: stay, or fall towards zero at the end of `steps` or
+    `seconds`, whichever is nearer."""
     checkpoint_every: Positive = 1
     """Steps between two checkpoints. Steps after the last one are trained again after a crash."""
     keep_checkpoints: Positive = 2

@@ -121,15 +121,15 @@ def _anchor(section: type[BaseModel], data: Any, folder: Path) -> None:
 
 
 def _anchor_agent(data: Json, folder: Path) -> None:
-    """A program runs beside the file, and a model that is a folder is looked for there."""
+    """A program runs beside the file, and a model named `./folder` lies there."""
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
             agent["cwd"] = str(folder)
         case _:
             pass
     match data:
-        case {"model": {"name": str() as name}} if (folder / name / "config.json").is_file():
-            data["model"]["name"] = str(folder / name)
+        case {"model": {"name": str() as name}} if name.startswith("."):
+            data["model"]["name"] = str((folder / name).resolve())
         case _:
             pass
 

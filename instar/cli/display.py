@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from instar.engines.base import EngineStatus
 
 BARS = " ▁▂▃▄▅▆▇█"
+REFRESH = 0.5
 ROLE_ORDER = ("gateway", "engine", "rollout", "trainer")
 
 
@@ -52,6 +53,7 @@ class Display:
         self._run = run
         show = self._live() if self.console.is_terminal else self._lines()
         self._task = asyncio.create_task(show)
+        run.watchers.append(self._task)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -64,9 +66,14 @@ class Display:
     async def _live(self) -> None:
         assert self._run is not None
         with Live(console=self.console, auto_refresh=False, transient=False) as live:
-            while True:
+            try:
+                while True:
+                    live.update(await self._render(self._run), refresh=True)
+                    await asyncio.sleep(REFRESH)
+            except asyncio.CancelledError:
+                # What happened since the last look; the run is still open for it.
                 live.update(await self._render(self._run), refresh=True)
-                await asyncio.sleep(0.5)
+                raise
 
     async def _render(self, run: LiveRun) -> RenderableType:
         steps = read_steps(run.folder.path)
@@ -85,10 +92,8 @@ class Display:
             head.add_row("staleness", f"{steps[-1].get('staleness_mean', 0):.1f} versions")
         head.add_row("tokens/s", f"{self._rate:.0f}")
         head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
-        for record in _evaluations(run):
-            head.add_row(
-                f"held-out {record['mode']}", f"{record['accuracy']:.2f}", f"{record['label']} training"
-            )
+        for mode, values in _evaluations(run).items():
+            head.add_row(f"held-out {mode}", " → ".join(f"{value:.2f}" for value in values[-6:]))
         body: list[RenderableType] = [head, Text(), _roles(endpoints)]
         if self.events:
             body += [Text(), Text("\n".join(self.events[-4:]), style="dim")]
@@ -110,17 +115,27 @@ class Display:
 
     async def _lines(self) -> None:
         assert self._run is not None
-        printed = 0
+        # A resumed run has told of its earlier steps before.
+        printed = len(list(read_metrics(self._run.folder.path)))
         phases: list[str] = []
-        while True:
-            if self._run.phase not in phases[-1:]:
-                phases.append(self._run.phase)
-                self.console.print(f"{phases[-1]} ...", highlight=False)
-            records = list(read_metrics(self._run.folder.path))
+
+        def print_news(run: LiveRun) -> None:
+            nonlocal printed
+            records = list(read_metrics(run.folder.path))
             for record in records[printed:]:
                 self.console.print(line(record), highlight=False)
             printed = len(records)
-            await asyncio.sleep(0.5)
+            if run.phase not in phases[-1:]:
+                phases.append(run.phase)
+                self.console.print(f"{run.phase} ...", highlight=False)
+
+        try:
+            while True:
+                print_news(self._run)
+                await asyncio.sleep(REFRESH)
+        except asyncio.CancelledError:
+            print_news(self._run)
+            raise
 
 
 def line(record: Json) -> str:
@@ -138,8 +153,13 @@ def line(record: Json) -> str:
     )
 
 
-def _evaluations(run: LiveRun) -> list[Json]:
-    return [record for record in read_metrics(run.folder.path) if record["kind"] == "eval"][-6:]
+def _evaluations(run: LiveRun) -> dict[str, list[float]]:
+    """What held-out tasks were solved, from the first evaluation to the last, by mode."""
+    by_mode: dict[str, list[float]] = {}
+    for record in read_metrics(run.folder.path):
+        if record["kind"] == "eval":
+            by_mode.setdefault(record["mode"], []).append(float(record["accuracy"]))
+    return by_mode
 
 
 def _roles(endpoints: Sequence[Endpoint]) -> Table:

@@ -199,11 +199,9 @@ def test_a_bad_override_is_explained(instar: Instar, tmp_path: Path, override: s
 
 
 def test_relative_paths_are_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
     path = write(
         tmp_path,
-        "dir: out\nstore: {path: a/b.db}\nmodel: {name: model}\n"
+        "dir: out\nstore: {path: a/b.db}\nmodel: {name: ./model}\n"
         "rollout: {tasks: {type: jsonl, path: t.jsonl}, agent: {type: command, command: [sh]}}\n"
         "eval: {tasks: {type: jsonl, path: /absolute.jsonl}}",
     )
