@@ -45,6 +45,8 @@ class LocalBackend(Backend):
     def _start(self, model: ModelConfig, seed: int) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
+        # Torch starts from a random one, and what a checkpoint holds has to be the run's own.
+        torch.manual_seed(seed)
         self._model = load_model(model, self._config, seed)
         self._parameters = self._model.parameters
         # Every field is set again at each step; fused is the fastest on CPU and GPU alike.

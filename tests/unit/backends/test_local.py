@@ -70,6 +70,16 @@ async def test_seed_makes_the_adapter(model_folder: Path, tmp_path: Path) -> Non
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+async def test_seed_makes_the_saved_state(model_folder: Path, tmp_path: Path) -> None:
+    """Of the RNG too, which nothing here draws from: it would be another one in each process."""
+    for name in ("one", "other"):
+        backend = make_local(model_folder, seed=5)
+        await backend.save_state(tmp_path / name)
+        await backend.close()
+        torch.rand(1)
+    assert adapter_hash(tmp_path / "one") == adapter_hash(tmp_path / "other")
+
+
 async def test_published_folder_is_what_peft_writes(model_folder: Path, tmp_path: Path) -> None:
     backend = make_local(model_folder)
     artifact = await backend.publish(tmp_path / "v1")
