@@ -1,0 +1,73 @@
+"""What the tortured run plays: replies, tasks, an agent and a rule, each the same for the same seed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncIterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionChunk
+
+from instar.rewards.base import Transcript
+from instar.rollout.base import AgentSession
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"n": {"type": "string"}}},
+    },
+}
+
+
+def reply(prompt: str, seed: int | None) -> str:
+    """First a tool call, then the tool's number or one of two wrong ones, as the seed has it."""
+    results = re.findall(r"result=(\d+)", prompt)
+    drawn = blake2b(f"{seed}/{len(prompt)}".encode(), digest_size=1).digest()[0] % 3
+    if not results:
+        return f'<tool_call>{{"name": "add", "arguments": {{"n": "{drawn}"}}}}</tool_call>'
+    return str(int(results[-1]) + drawn)
+
+
+def tasks(count: int = 64) -> list[dict[str, Any]]:
+    return [{"number": number} for number in range(count)]
+
+
+def rule(task: dict[str, Any], transcript: Transcript) -> float:
+    """1 for the right number, half for the next one: rewards differ within a group."""
+    return {0: 1.0, 1: 0.5}.get(int(transcript.final_text) - int(task["number"]), 0.0)
+
+
+async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
+    """Two turns: one whole, one streamed. Notes the id of each reply that has ended for it."""
+    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60)
+    messages: list[Any] = [{"role": "user", "content": f"say {task['number']}"}]
+    async with client:
+        first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        note(ledger, first.id)
+        message = first.choices[0].message
+        assert message.tool_calls, f"no tool call in {message.content!r}"
+        messages.append(message.model_dump(exclude_none=True))
+        answer = {
+            "role": "tool",
+            "tool_call_id": message.tool_calls[0].id,
+            "content": f"result={task['number']}",
+        }
+        messages.append(answer)
+        stream = await client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=True)
+        async for chunk in cast(AsyncIterator[ChatCompletionChunk], stream):
+            if chunk.choices and chunk.choices[0].finish_reason is not None:
+                note(ledger, chunk.id)
+
+
+def note(ledger: str, reply_id: str) -> None:
+    """On disk when this returns, whatever happens to the process after."""
+    with Path(ledger).open("a") as file:
+        file.write(f"{reply_id}\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,213 @@
+"""A run that can be started, killed and compared with another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from instar.backends.local.state import adapter_hash
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests.torture.play"
+ROLES = ("engine", "gateway", "trainer", "rollout")
+
+
+def settings(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[str, Any]:
+    """The run's config: everything in it is a function of the seed."""
+    return {
+        "name": "tortured",
+        "dir": str(folder / "run"),
+        "seed": 11,
+        "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
+        "engine": {"type": "scripted", "function": f"{HERE}:reply", "delay": 0.002},
+        "backend": {"type": "local", "threads": 1, "lora": {"rank": 4}},
+        "trainer": {
+            "mode": "sync",
+            "steps": steps,
+            "groups_per_step": 2,
+            "adam": {"lr": 1e-2},
+            "warmup_steps": 0,
+            "tensorboard": False,
+            **trainer,
+        },
+        "rollout": {
+            "tasks": {"type": "python", "function": f"{HERE}:tasks"},
+            "agent": {
+                "type": "function",
+                "function": f"{HERE}:agent",
+                "args": {"ledger": str(folder / "ledger.txt")},
+            },
+            "group_size": 4,
+            "timeout": 120,
+            "retries": 6,
+        },
+        "reward": {"type": "rule", "function": f"{HERE}:rule"},
+    }
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What two runs that learned the same from the same have in common."""
+
+    trained: tuple[tuple[int, str, float, float], ...]
+    """(step, sample key, reward, advantage), in order."""
+    dropped: tuple[tuple[int, str, str], ...]
+    """(step, sample key, reason)."""
+    adapter: str
+    optimizer: str
+
+
+class Tortured:
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.run_dir = Path(config["dir"])
+        self.config = config
+        self.file = folder / "run.yaml"
+        self.file.write_text(yaml.safe_dump(config))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.output = folder / "output.txt"
+
+    def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "instar.cli.main", "train", str(self.file), "--json"]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, *(["--resume"] if resume else [])],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        return self.process
+
+    def wait(self, timeout: float = 120) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout)
+
+    def finish(self, timeout: float = 120) -> None:
+        """Wait for a good end."""
+        code = self.wait(timeout)
+        assert code == 0, f"exit code {code}\n{self.explain()}"
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def explain(self) -> str:
+        """What the run printed, and the end of every role's log."""
+        parts = [self.output.read_text(errors="replace")[-4000:]]
+        for log in sorted((self.run_dir / "logs").glob("*.log")):
+            parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
+        return "\n".join(parts)
+
+    # --- its processes -------------------------------------------------------------------------
+
+    def processes(self) -> dict[int, str]:
+        """Role processes of this run that are alive, by id; from the process table, not from what the
+        run says."""
+        found: dict[int, str] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue  # it ended meanwhile
+            if "instar.cluster.role" in arguments and str(self.run_dir) in arguments and state != "Z":
+                found[int(entry.name)] = arguments[arguments.index("instar.cluster.role") + 1]
+        return found
+
+    def kill_role(self, role: str) -> bool:
+        """kill -9; False when it is not up."""
+        for pid, name in self.processes().items():
+            if name == role:
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
+
+    def assert_no_orphans(self, within: float = 5.0) -> None:
+        deadline = time.monotonic() + within
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"still running without a supervisor: {left}"
+            time.sleep(0.05)
+
+    # --- what became of it ---------------------------------------------------------------------
+
+    def query(self, sql: str, *values: object) -> list[Any]:
+        store = sqlite3.connect(f"file:{self.run_dir / 'store.db'}?mode=ro", uri=True)
+        try:
+            return store.execute(sql, values).fetchall()
+        finally:
+            store.close()
+
+    def progress(self) -> str:
+        """How far it is, for people."""
+        try:
+            (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
+        except sqlite3.OperationalError:
+            return "before its first step"
+        return f"{steps} steps committed"
+
+    def fingerprint(self) -> Fingerprint:
+        self.assert_consistent()
+        (adapter,) = self.query(
+            "SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC LIMIT 1"
+        )[0]
+        (state,) = self.query("SELECT state_path FROM steps ORDER BY step DESC LIMIT 1")[0]
+        return Fingerprint(
+            trained=tuple(
+                self.query(
+                    "SELECT step, sample_key, reward, advantage FROM claims WHERE outcome = 'trained' "
+                    "ORDER BY step, sample_key"
+                )
+            ),
+            dropped=tuple(
+                self.query(
+                    "SELECT step, sample_key, reason FROM claims WHERE outcome = 'dropped' "
+                    "AND step IS NOT NULL ORDER BY step, sample_key"
+                )
+            ),
+            adapter=adapter_hash(Path(adapter)),
+            optimizer=adapter_hash(Path(state) / "backend"),
+        )
+
+    def assert_consistent(self) -> None:
+        """Whatever happened, these hold."""
+        steps = self.query("SELECT step, state, version FROM steps ORDER BY step")
+        wanted = self.config["trainer"]["steps"]
+        assert [step for step, _, _ in steps] == list(range(1, wanted + 1))
+        assert {state for _, state, _ in steps} == {"committed"}, steps
+        again = self.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
+        assert not again, f"claimed twice: {again}"
+        trained = self.query(
+            "SELECT c.session_id, s.status FROM claims c JOIN sessions s USING (session_id) "
+            "WHERE c.outcome = 'trained' AND s.status != 'completed'"
+        )
+        assert not trained, f"trained on sessions that were not completed: {trained}"
+        versions = self.query("SELECT version, state FROM policies ORDER BY version")
+        assert [version for version, _ in versions] == list(range(1, len(versions) + 1))
+        assert {state for _, state in versions} <= {"published", "tombstoned"}, versions
+        live = [version for version, state in versions if state == "published"]
+        assert [version for _, _, version in steps if version is not None] == live
+        self.assert_recorded()
+        last = json.loads(self.output.read_text().splitlines()[-1])
+        assert last["steps"] == wanted, "the metrics lack a step"
+
+    def assert_recorded(self) -> None:
+        """Every reply that ended for the agent is in the store."""
+        ended = set((self.folder / "ledger.txt").read_text().splitlines())
+        stored = {row[0] for row in self.query("SELECT request_id FROM calls WHERE status = 'ok'")}
+        assert ended, "the agent noted nothing"
+        assert ended <= stored, f"acknowledged and not recorded: {sorted(ended - stored)}"
