@@ -1,0 +1,92 @@
+"""What others may rely on: the version, light imports, an instant `--help`, typed, current docs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import instar
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "peft", "renderers", "matplotlib", "openai")
+LIGHT = [
+    "instar.types",
+    "instar.errors",
+    "instar.config",
+    "instar.registry",
+    "instar.models",
+    "instar.cli.main",
+    "instar.cli.config",
+    "instar.store.base",
+    "instar.engines.base",
+    "instar.backends.base",
+    "instar.sync.base",
+    "instar.record.base",
+    "instar.rewards.base",
+    "instar.rollout.base",
+    "instar.gateway.base",
+    "instar.gateway.dialects.base",
+]
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert instar.__version__ == importlib.metadata.version("instar")
+    assert (Path(instar.__file__).parent / "py.typed").is_file()
+
+
+def test_contracts_and_the_command_line_import_nothing_heavy() -> None:
+    code = (
+        "import importlib, sys\n"
+        f"for name in {LIGHT!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    loaded = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
+        "    assert not loaded, f'{name} imports {loaded}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_base_module_is_held_to_that() -> None:
+    bases = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "instar").rglob("base.py")
+    }
+    assert bases <= set(LIGHT)
+
+
+def test_help_is_instant() -> None:
+    command = [str(Path(sys.executable).with_name("instar")), "--help"]
+    took: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.3, took
+    for verb in ("demo", "train", "serve", "report", "doctor", "config", "sessions"):
+        assert re.search(rf"^\s+{verb}\b", shown, re.MULTILINE), verb
+
+
+def test_the_configuration_reference_is_current() -> None:
+    from instar.cli.reference import render
+
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == render(), "run `make docs`"
+
+
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "docs/concepts.md", "docs/measurements.md"])
+def test_the_files_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", text)
+    named = re.findall(r"`((?:instar|docs|tests|bench|recipes)/[\w./-]+\.\w+)`", text)
+    base = (ROOT / page).parent
+    missing = [link for link in linked if not (base / link).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_the_maintainers_page_is_short() -> None:
+    assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) < 80
