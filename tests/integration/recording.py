@@ -1,0 +1,75 @@
+"""An engine that notes what another one emits: what every later account of it is held against."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from instar.engines.base import Engine, EngineInfo, EngineStatus
+from instar.types import Policy, SamplingParams, TokenChunk
+
+Key = tuple[int, bytes]
+
+
+def emission_key(prompt_ids: Sequence[int], params: SamplingParams) -> Key:
+    assert params.seed is not None
+    return params.seed, array("i", prompt_ids).tobytes()
+
+
+@dataclass
+class Emission:
+    """One reply as it left the engine."""
+
+    prompt: list[int]
+    params: SamplingParams
+    loaded: int
+    """Newest version whose load had ended when the request was made."""
+    settled: bool
+    """Whether no other load was under way then."""
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    newest: list[int] = field(default_factory=list[int])
+    """For each token, the newest version whose load had begun when the token came out."""
+    finished: bool = False
+
+
+class RecordingEngine(Engine):
+    """Replies are known by their prompt and seed, so no two requests may have both in common."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.emissions: dict[Key, Emission] = {}
+        self.begun = self.loaded = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+        key = emission_key(prompt_ids, params)
+        assert key not in self.emissions
+        emission = Emission(list(prompt_ids), params, self.loaded, self.loaded == self.begun)
+        self.emissions[key] = emission
+        async with aclosing(cast(Any, self.engine.generate(prompt_ids, params))) as chunks:
+            async for chunk in chunks:
+                emission.ids += chunk.token_ids
+                emission.logprobs += chunk.logprobs
+                emission.versions += chunk.versions
+                emission.newest += [self.begun] * len(chunk.token_ids)
+                emission.finished = chunk.finish_reason is not None
+                yield chunk
+
+    async def load(self, policy: Policy) -> None:
+        self.begun = policy.version
+        await self.engine.load(policy)
+        self.loaded = policy.version
+
+    async def status(self) -> EngineStatus:
+        return await self.engine.status()
+
+    async def close(self) -> None:
+        await self.engine.close()

@@ -1,0 +1,132 @@
+"""Tiny models for the proofs: one that makes tool calls when it samples, and adapters that change it.
+
+Random weights never write a valid tool call. A few seconds of supervised steps make them do so often, and
+go wrong in many ways otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from instar.record.base import Renderer
+from instar.record.render import load_renderer
+from instar.types import NOT_SAMPLED, Artifact, Message, Policy, Sample, Tool
+from tests.tiny import make_tiny_model, make_tiny_tokenizer
+
+CONTEXT = 2048
+TOOLS: list[Tool] = [
+    Tool(
+        name=name,
+        description=description,
+        parameters={"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]},
+    )
+    for name, description, argument in (
+        ("calc", "Evaluate arithmetic.", "expression"),
+        ("find", "Look a word up — even «naïve» ones.", "word"),
+        ("noop", "", "x"),
+    )
+]
+WORDS = ("plus", "the answer", "tool", "naïve", "日本", "🦋", "12 * 34", "<|im_end|>", "\n\n", "{}", " ", "é")
+
+
+def model_config(folder: Path) -> ModelConfig:
+    return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=CONTEXT)
+
+
+def random_text(rng: random.Random, most: int = 6) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(0, most)))
+
+
+def random_opening(rng: random.Random) -> list[Message]:
+    system = Message(role="system", content=random_text(rng))
+    user = Message(role="user", content=random_text(rng))
+    return [system, user] if rng.random() < 0.5 else [user]
+
+
+def random_tools(rng: random.Random) -> list[Tool]:
+    return rng.sample(TOOLS, rng.choice([0, 1, 1, 2, 3]))
+
+
+async def teach_tool_calls(folder: Path, *, steps: int = 60, batch: int = 12) -> Path:
+    """A model of random weights that was taught, in fp32, to call its tools; returns its folder."""
+    make_tiny_model(folder / "random", std=0.1, context=CONTEXT)
+    model = model_config(folder / "random")
+    renderer, rng = load_renderer(folder / "random", model), random.Random(0)
+    backend = LocalBackend(model, LocalBackendConfig(lora=None, threads=1))
+    for step in range(steps):
+        samples = [_lesson(renderer, rng, f"{step}/{number}") for number in range(batch)]
+        await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
+        await backend.optim_step(AdamConfig(lr=4e-3))
+    await backend.publish(folder / "taught")
+    await backend.close()
+    return folder / "taught"
+
+
+def _lesson(renderer: Renderer, rng: random.Random, key: str) -> Sample:
+    """One question and what to say to it: a call of a tool, if there is one."""
+    tools = random_tools(rng)
+    prompt = renderer.render(random_opening(rng), tools)
+    text = "The answer is 893."
+    if tools:
+        tool = rng.choice(tools)
+        (argument,) = tool["parameters"]["properties"]
+        call = {"name": tool["name"], "arguments": {argument: "12 * 34"}}
+        text = f"<tool_call>{json.dumps(call)}</tool_call>"
+    tokenizer: Any = make_tiny_tokenizer()
+    reply: list[int] = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return as_sample(key, prompt, reply)
+
+
+def as_sample(key: str, prompt: list[int], reply: list[int]) -> Sample:
+    tokens = np.asarray([*prompt, *reply], np.int32)
+    mask = np.zeros(len(tokens), np.float32)
+    mask[len(prompt) :] = 1.0
+    return Sample(
+        sample_key=key,
+        session_id=key,
+        token_ids=tokens,
+        mask=mask,
+        logprobs=np.full(len(tokens), np.nan, np.float32),
+        advantages=(mask / len(reply)).astype(np.float32),
+        versions=np.full(len(tokens), NOT_SAMPLED, np.int32),
+    )
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Versions 0 (the model itself) to n: what an engine loads, and the training state of each."""
+
+    policies: list[Policy]
+    states: list[Path]
+    backend: LocalBackend
+
+    async def at(self, version: int) -> LocalBackend:
+        """The backend with the weights of that version."""
+        await self.backend.load_state(self.states[version], optimizer=False)
+        return self.backend
+
+
+async def train_lineage(model: Path, folder: Path, versions: int) -> Lineage:
+    """Adapters that differ a lot from one another, each trained on from the one before."""
+    settings = model_config(model)
+    backend = LocalBackend(settings, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
+    renderer, rng = load_renderer(model, settings), random.Random(1)
+    policies, states = [Policy("exact", 0, Artifact("base"))], [folder / "state-0"]
+    await backend.save_state(states[0])
+    for version in range(1, versions + 1):
+        for number in range(3):
+            samples = [_lesson(renderer, rng, f"{version}/{number}/{i}") for i in range(4)]
+            await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
+            await backend.optim_step(AdamConfig(lr=5e-3))
+        states.append(folder / f"state-{version}")
+        await backend.save_state(states[-1])
+        policies.append(Policy("exact", version, await backend.publish(folder / f"policy-{version}")))
+    return Lineage(policies, states, backend)
