@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 import instar
+from instar.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "peft", "renderers", "matplotlib", "openai")
@@ -90,3 +92,34 @@ def test_the_files_that_a_page_names_exist(page: str) -> None:
 
 def test_the_maintainers_page_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) < 80
+
+
+def test_the_run_on_the_newcomers_page_is_valid() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    config = RunConfig.model_validate(yaml.safe_load(block))
+    assert config.name == "my-agent"
+    assert config.rollout is not None
+
+
+def test_the_tool_format_is_documented_as_it_is() -> None:
+    from instar.record.tools import format_call, tool_block
+    from instar.types import Tool, ToolCall
+
+    schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    listed = tool_block([Tool(name="calc", description="Evaluate arithmetic.", parameters=schema)])
+    called = format_call(ToolCall(id="", name="calc", arguments='{"expression": "24 * 310"}'))
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert f"```\n{listed}\n```" in page
+    assert f"```\n{called}\n```" in page
+
+
+def test_every_route_of_the_control_api_is_documented() -> None:
+    from instar.gateway import base
+
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    table = page[page.index("## The gateway's API") : page.index("## A run's folder")]
+    for kind in (base.OpenSession, base.OpenedSession, base.CompleteSession, base.FailSession):
+        for field in kind.__struct_fields__:
+            assert re.search(rf"\b{field}\b", table), f"{kind.__name__}.{field}"
+    for field in (*base.GivenReward.__struct_fields__, *base.SAMPLING_KEYS):
+        assert re.search(rf"\b{field}\b", table), field
