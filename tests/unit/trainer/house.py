@@ -1,0 +1,179 @@
+"""A trainer in this process over a real store, backend and engine, and ones that fail at a chosen moment."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instar.backends.base import ForwardBackward, OptimStep
+from instar.backends.local.backend import LocalBackend
+from instar.backends.local.state import adapter_hash
+from instar.config import AdamConfig, LossConfig, RunConfig
+from instar.data.batcher import Batcher
+from instar.engines.base import Engine
+from instar.engines.scripted import ScriptedEngine
+from instar.store.sqlite import SqliteStore
+from instar.sync.files import FileSync
+from instar.trainer.loop import Trainer
+from instar.trainer.monitor import Monitor
+from instar.types import Artifact, Claim, Policy, Sample, StepState
+from tests.unit.data.build import RUN, add_group, begin
+
+
+class Died(Exception):
+    """The process is gone, as far as the trainer is concerned."""
+
+
+@dataclass
+class Fate:
+    """Raises at the n-th time that a point is passed, and notes all points."""
+
+    point: str = ""
+    times: int = 1
+    passed: list[str] = field(default_factory=list[str])
+
+    def passes(self, point: str) -> None:
+        self.passed.append(point)
+        if point == self.point and self.passed.count(point) == self.times:
+            raise Died(point)
+
+
+class MortalStore(SqliteStore):
+    def __init__(self, path: Path, fate: Fate) -> None:
+        super().__init__(path)
+        self.fate = fate
+
+    async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
+        await super().claim_step(run_id, step, claims)
+        self.fate.passes("claimed")
+
+    async def advance_step(self, run_id: str, step: int, state: StepState, **changes: Any) -> None:
+        await super().advance_step(run_id, step, state, **changes)
+        self.fate.passes(state.value)
+
+    async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
+        version = await super().reserve_version(policy_id, run_id, step)
+        self.fate.passes("reserved")
+        return version
+
+    async def publish(self, policy: Policy) -> None:
+        await super().publish(policy)
+        self.fate.passes("published")
+
+    async def tombstone(self, policy_id: str, version: int, reason: str) -> None:
+        await super().tombstone(policy_id, version, reason)
+        self.fate.passes("tombstoned")
+
+    async def release_steps(self, run_id: str, after: int) -> list[int]:
+        released = await super().release_steps(run_id, after)
+        self.fate.passes("released")
+        return released
+
+
+class MortalBackend(LocalBackend):
+    def __init__(self, config: RunConfig, fate: Fate) -> None:
+        super().__init__(config.model, config.backend, seed=config.seed)
+        self.fate = fate
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+        done = await super().forward_backward(samples, loss)
+        self.fate.passes("forward_backward")
+        return done
+
+    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+        moved = await super().optim_step(adam)
+        self.fate.passes("optim_step")
+        return moved
+
+    async def save_state(self, path: Path) -> None:
+        await super().save_state(path)
+        self.fate.passes("state written")
+
+    async def publish(self, path: Path) -> Artifact:
+        artifact = await super().publish(path)
+        self.fate.passes("artifact written")
+        return artifact
+
+
+@dataclass
+class House:
+    trainer: Trainer
+    store: MortalStore
+    backend: MortalBackend
+    engine: ScriptedEngine
+    fate: Fate
+    log: list[str]
+
+    async def claims(self) -> list[tuple[int | None, str, float | None]]:
+        return sorted((c.step, c.sample_key, c.advantage) for c in await self.store.claims(RUN))
+
+    async def head_hash(self) -> str:
+        return adapter_hash(Path((await self.store.head(RUN)).artifact.path))
+
+
+def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
+    """Every group is there from the start, so training only has to go through them."""
+    section = {
+        "steps": 3,
+        "groups_per_step": 1,
+        "max_staleness": 100,
+        "adam": {"lr": 1e-2},
+        "warmup_steps": 0,
+        "tensorboard": False,
+    }
+    return RunConfig.model_validate(
+        {
+            "name": RUN,
+            "dir": folder,
+            "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
+            "engine": {"type": "scripted"},
+            "backend": {"type": "local", "lora": {"rank": 4}, "threads": 1},
+            "trainer": section | trainer,
+        }
+    )
+
+
+async def fill(config: RunConfig, groups: int = 6) -> None:
+    store = SqliteStore(config.store_path)
+    await begin(store)
+    for index in range(groups):
+        await add_group(store, index, [1.0, 0.0, 0.25 * (index % 3)])
+    await store.close()
+
+
+@asynccontextmanager
+async def open_house(config: RunConfig, fate: Fate | None = None) -> AsyncGenerator[House]:
+    """What a trainer's process has: made anew each time, on the same store and folder."""
+    fate = fate or Fate()
+    store = MortalStore(config.store_path, fate)
+    backend = MortalBackend(config, fate)
+    engine = ScriptedEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType] — as configured
+    monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
+    log: list[str] = []
+
+    async def engines() -> list[Engine]:
+        return [engine]
+
+    trainer = Trainer(
+        config,
+        RUN,
+        RUN,
+        store=store,
+        backend=backend,
+        batcher=Batcher(store, RUN, config),
+        sync=FileSync(),
+        engines=engines,
+        monitor=monitor,
+        log=log.append,
+    )
+    trainer.rollout_finished = True
+    try:
+        yield House(trainer, store, backend, engine, fate, log)
+    finally:
+        monitor.close()
+        await backend.close()
+        await engine.close()
+        await store.close()

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from instar.config import RunConfig
+from instar.errors import InstarError, NonFinite
+from instar.trainer.checkpoint import checkpoint_path
+from instar.trainer.monitor import read_metrics, read_steps
+from instar.types import StepState
+from tests.tiny import make_tiny_model
+from tests.unit.data.build import RUN
+from tests.unit.trainer.house import Died, Fate, House, fill, make_config, open_house
+
+STEP = [
+    "claimed",
+    "submitted",
+    "forward_backward",
+    "optim_step",
+    "submitted",
+    "state written",
+    "saved",
+    "reserved",
+    "artifact written",
+    "published",
+    "committed",
+]
+"""What a step passes, in order. The second `submitted` puts its metrics down."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+@pytest.fixture
+async def config(tmp_path: Path, model: Path) -> RunConfig:
+    made = make_config(tmp_path / "run", model)
+    await fill(made)
+    return made
+
+
+def with_trainer(config: RunConfig, **changes: object) -> RunConfig:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+
+
+async def run_and_die(config: RunConfig, point: str, times: int) -> None:
+    async with open_house(config, Fate(point, times)) as house:
+        with pytest.raises(Died):
+            await house.trainer.run()
+
+
+async def assert_committed(house: House, steps: int) -> None:
+    rows = await house.store.steps(RUN)
+    assert [(row.step, row.state) for row in rows] == [
+        (number, StepState.COMMITTED) for number in range(1, steps + 1)
+    ]
+
+
+async def test_a_step_goes_through_its_states(config: RunConfig) -> None:
+    async with open_house(config) as house:
+        await house.trainer.run()
+        assert house.fate.passed == ["released", *STEP * 3]
+        await assert_committed(house, 3)
+        rows = await house.store.steps(RUN)
+        assert [row.version for row in rows] == [1, 2, 3]
+        assert (await house.engine.status()).version == 3
+        kept = [path.name for path in sorted((config.run_dir / "checkpoints").iterdir())]
+        assert kept == ["step-000002", "step-000003"]
+        assert [path.name for path in sorted((config.run_dir / "policies").iterdir())] == [
+            "v000002",
+            "v000003",
+        ]
+        assert house.trainer.doing == "finished"
+
+
+Learned = tuple[list[tuple[int | None, str, float | None]], str]
+"""What was claimed, and the hash of the adapter."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    config = make_config(tmp_path_factory.mktemp("undisturbed"), model)
+
+    async def train() -> Learned:
+        await fill(config)
+        async with open_house(config) as house:
+            await house.trainer.run()
+            return await house.claims(), await house.head_hash()
+
+    return asyncio.run(train())
+
+
+@pytest.mark.parametrize(("point", "times"), [(p, 2) for p in dict.fromkeys(STEP)] + [("submitted", 3)])
+async def test_recovers_from_every_state(
+    config: RunConfig,
+    undisturbed: Learned,
+    point: str,
+    times: int,
+) -> None:
+    await run_and_die(config, point, times)
+    async with open_house(config) as house:
+        await house.trainer.run()
+        await assert_committed(house, 3)
+        assert (await house.claims(), await house.head_hash()) == undisturbed
+        assert await house.store.reserved_versions(RUN) == []
+        head = await house.store.head(RUN)
+        assert (await house.engine.status()).version == head.version
+        assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("point", ["tombstoned", "released"])
+async def test_recovers_from_a_recovery_cut_short(
+    config: RunConfig, undisturbed: Learned, point: str
+) -> None:
+    every_two = with_trainer(config, checkpoint_every=2)
+    await run_and_die(every_two, "published", 1)
+    await run_and_die(every_two, point, 1)
+    async with open_house(every_two) as house:
+        await house.trainer.recover()
+        assert (await house.store.head(RUN)).version == 0, "what was published and not saved is given up"
+        await house.trainer.run()
+        await assert_committed(house, 3)
+        assert (await house.claims(), await house.head_hash()) == undisturbed
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_one_checkpoint_saves_all_steps_before_it(config: RunConfig, times: int) -> None:
+    """Whichever row of the two was written when the process died."""
+    every_two = with_trainer(config, checkpoint_every=2, steps=2)
+    await run_and_die(every_two, "saved" if times == 1 else "committed", 1)
+    async with open_house(every_two) as house:
+        await house.trainer.run()
+        await assert_committed(house, 2)
+        assert house.fate.passed.count("forward_backward") == 0, "nothing is trained again"
+
+
+async def test_versions_of_unsaved_steps_are_given_up(config: RunConfig) -> None:
+    every_two = with_trainer(config, checkpoint_every=2, keep_checkpoints=1, steps=4)
+    await run_and_die(every_two, "published", 3)
+    async with open_house(every_two) as house:
+        await house.trainer.recover()
+        head = await house.store.head(RUN)
+        assert head.version == 2
+        assert "v000002" in [path.name for path in (config.run_dir / "policies").iterdir()], (
+            "pruning keeps what a recovery needs"
+        )
+        assert (await house.engine.status()).version == 2
+        await house.trainer.run()
+        rows = await house.store.steps(RUN)
+        assert [row.version for row in rows] == [1, 2, 4, 5], "3 is not used again"
+        await assert_committed(house, 4)
+
+
+async def test_an_engine_that_holds_a_version_given_up_gets_the_base_again(config: RunConfig) -> None:
+    every_two = with_trainer(config, checkpoint_every=2)
+    async with open_house(every_two, Fate("submitted", 3)) as house:
+        with pytest.raises(Died):
+            await house.trainer.run()
+        assert (await house.engine.status()).version == 1
+        house.fate.point = ""
+        await house.trainer.recover()
+        assert (await house.engine.status()).version == 0
+
+
+async def test_a_checkpoint_that_no_row_names_does_not_push_out_the_good_one(config: RunConfig) -> None:
+    every_three = with_trainer(config, checkpoint_every=3, keep_checkpoints=1)
+    await run_and_die(every_three, "saved", 1)
+    orphan = checkpoint_path(config.run_dir, 9)
+    orphan.mkdir()
+    async with open_house(every_three) as house:
+        await house.trainer.run()
+        assert not orphan.exists()
+        assert checkpoint_path(config.run_dir, 3).is_dir()
+
+
+async def test_a_checkpoint_that_is_gone_is_named(config: RunConfig) -> None:
+    await run_and_die(config, "saved", 1)
+    (config.run_dir / "checkpoints").rename(config.run_dir / "elsewhere")
+    async with open_house(config) as house:
+        with pytest.raises(InstarError, match="step-000001, which is not there"):
+            await house.trainer.run()
+
+
+async def test_numbers_that_are_not_finite_stop_the_run(config: RunConfig) -> None:
+    wild = with_trainer(config, adam=config.trainer.adam.model_copy(update={"lr": 1e30, "grad_clip_norm": 0}))
+    async with open_house(wild) as house:
+        with pytest.raises(NonFinite, match=r"is (nan|inf)"):
+            await house.trainer.run()
+        rows = await house.store.steps(RUN)
+        assert [row.state for row in rows] == [StepState.COMMITTED, StepState.SUBMITTED]
+        assert (await house.store.head(RUN)).version == 1
+    async with open_house(config) as house:
+        await house.trainer.recover()
+        assert len(await house.store.steps(RUN)) == 1, "the claim is given back"
+
+
+async def test_stop_finishes_and_saves_the_step(config: RunConfig) -> None:
+    rarely = with_trainer(config, checkpoint_every=100)
+    async with open_house(rarely) as house:
+        running = asyncio.create_task(house.trainer.run())
+        while "forward_backward" not in house.fate.passed:  # noqa: ASYNC110 — a test's view from outside
+            await asyncio.sleep(0.001)
+        house.trainer.stop()
+        await running
+        done = house.trainer.step
+        assert 1 <= done < 3
+        await assert_committed(house, done)
+    async with open_house(rarely) as house:
+        await house.trainer.run()
+        assert house.fate.passed.count("forward_backward") == 3 - done
+        await assert_committed(house, 3)
+
+
+async def test_stop_while_waiting_for_data_saves_what_was_trained(config: RunConfig) -> None:
+    rarely = with_trainer(config, checkpoint_every=100, steps=50)
+    async with open_house(rarely) as house:
+        house.trainer.rollout_finished = False
+        running = asyncio.create_task(house.trainer.run())
+        while not (house.trainer.step == 6 and "waiting" in house.trainer.doing):  # noqa: ASYNC110 — same
+            await asyncio.sleep(0.005)
+        house.trainer.stop()
+        async with asyncio.timeout(10):
+            await running
+        await assert_committed(house, 6)
+        rows = await house.store.steps(RUN)
+        assert [row.version for row in rows] == [1, 2, 3, 4, 5, 6], "nothing is published twice"
+
+
+async def test_trains_what_is_left_when_rollout_has_ended(config: RunConfig) -> None:
+    more = with_trainer(config, steps=50, groups_per_step=4)
+    async with open_house(more) as house:
+        await house.trainer.run()
+        claims = await house.store.claims(RUN)
+        groups = {step: {c.group_id for c in claims if c.step == step} for step in (1, 2)}
+        assert [len(groups[1]), len(groups[2])] == [4, 2]
+        await assert_committed(house, 2)
+
+
+async def test_metrics_are_written_for_people_and_tools(config: RunConfig) -> None:
+    async with open_house(with_trainer(config, tensorboard=True)) as house:
+        await house.trainer.run()
+    records = list(read_metrics(config.run_dir))
+    assert [(record["kind"], record["step"]) for record in records] == [("train", n) for n in (1, 2, 3)]
+    wanted = {"loss", "grad_norm", "reward_mean", "version", "samples", "step_seconds", "elapsed", "lr"}
+    assert wanted <= records[0].keys()
+    (events,) = (config.run_dir / "tensorboard").iterdir()
+    assert events.name.startswith("events.out.tfevents")
+    assert b"train/reward_mean" in events.read_bytes()
+
+
+async def test_readers_pass_over_a_line_cut_short(config: RunConfig) -> None:
+    async with open_house(config) as house:
+        await house.trainer.run()
+    with (config.run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
