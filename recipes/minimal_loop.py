@@ -1,0 +1,147 @@
+"""The whole loop in one file: an agent with a tool gets better at what it is asked.
+
+    python recipes/minimal_loop.py [MODEL]
+
+Everything runs in this process, one thing after the other. `instar train` does the same with each part
+in a process of its own, asynchronously, and resumes after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import (
+    AdamConfig,
+    GatewayConfig,
+    LocalBackendConfig,
+    LocalEngineConfig,
+    LossConfig,
+    ModelConfig,
+)
+from instar.data.advantages import grpo, has_signal, normalize
+from instar.data.linearize import linearize, with_advantage
+from instar.demo.agent import CALC, calculate, prompt
+from instar.demo.tasks import train_tasks
+from instar.engines.local.engine import LocalEngine
+from instar.gateway.app import create_app
+from instar.gateway.serve import bind, serve
+from instar.models import resolve_model
+from instar.record.render import load_renderer
+from instar.rollout.base import AgentSession
+from instar.rollout.gateway_client import GatewayClient
+from instar.store.sqlite import SqliteStore
+from instar.types import Channel, Json, Policy, Reward, RewardSource, Sample
+
+Rule = Callable[[Json, str], float]
+
+NAME = "minimal"
+GROUPS, GROUP_SIZE = 6, 8
+ADMIN_KEY = "sk-minimal-loop"
+LOSS = LossConfig(name="importance_sampling")
+ADAM = AdamConfig(lr=2e-4)
+
+
+async def agent(task: Json, session: AgentSession) -> str:
+    """Any program that speaks to a model: nothing in it knows of training."""
+    messages: list[Any] = [*prompt(), {"role": "user", "content": task["question"]}]
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        for max_tokens in (44, 16):
+            response = await client.chat.completions.create(
+                model=session.model, messages=messages, tools=[CALC], max_tokens=max_tokens
+            )
+            reply = response.choices[0].message
+            messages.append(reply.model_dump(exclude_none=True))
+            for call in reply.tool_calls or ():
+                arguments = call.function.arguments if call.type == "function" else ""
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(arguments)})
+            if not reply.tool_calls:
+                break
+    return reply.content or ""
+
+
+def is_right(task: Json, answer: str) -> float:
+    """1 if the last number of the answer is the one asked for."""
+    numbers = re.findall(r"-?\d+", answer)
+    return float(bool(numbers) and int(numbers[-1]) == task["answer"])
+
+
+async def main(folder: Path, model: str, steps: int = 20, reward: Rule = is_right) -> None:
+    config = ModelConfig(name=model)
+    tasks = train_tasks(size=steps * GROUPS)
+
+    # What samples, what trains, and what remembers.
+    engine = LocalEngine(config, LocalEngineConfig())
+    backend = LocalBackend(config, LocalBackendConfig())
+    store = SqliteStore(folder / "store.db")
+
+    # The agent talks to the gateway: an OpenAI endpoint that records every token the engine samples.
+    app = create_app(
+        store=store,
+        engine=engine,
+        renderer=load_renderer(resolve_model(model), config),
+        run_id=NAME,
+        agent_id=NAME,
+        policy_id=NAME,
+        config=GatewayConfig(),
+        admin_key=ADMIN_KEY,
+    )
+    listener, stop = bind("127.0.0.1", 0), asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop))
+    gateway = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", ADMIN_KEY)
+
+    async def attempt(task: Json, seed: int) -> tuple[float, list[Sample]]:
+        """One session of the agent: its reward, and its calls as flat samples."""
+        opened = await gateway.open_session(channel=Channel.TRAIN, seed=seed)
+        value = reward(task, await agent(task, opened))
+        await gateway.complete(opened.session_id, [Reward(opened.session_id, value, RewardSource.RULE)])
+        session = await store.session(opened.session_id)
+        assert session is not None
+        return value, linearize(session, await store.calls(opened.session_id))
+
+    for step in range(steps):
+        # Every task is tried several times, all at once.
+        batch = tasks[step * GROUPS : (step + 1) * GROUPS]
+        tries = [attempt(task, step * GROUP_SIZE + i) for task in batch for i in range(GROUP_SIZE)]
+        results = await asyncio.gather(*tries)
+
+        # An attempt is as good as it did better than the others at the same task.
+        samples: list[Sample] = []
+        for start in range(0, len(results), GROUP_SIZE):
+            group = results[start : start + GROUP_SIZE]
+            advantages = grpo([value for value, _ in group])
+            if has_signal(advantages):
+                for (_, found), advantage in zip(group, advantages, strict=True):
+                    samples += [with_advantage(sample, advantage or 0.0) for sample in found]
+
+        # Learn, publish, and let the engine go on with the new weights.
+        if samples:
+            await backend.forward_backward(normalize(samples, "batch_sessions"), LOSS)
+            await backend.optim_step(ADAM)
+            version = await store.reserve_version(NAME, NAME, step)
+            policy = Policy(NAME, version, await backend.publish(folder / f"v{version}"))
+            await store.publish(policy)
+            await engine.load(policy)
+
+        mean = sum(value for value, _ in results) / len(results)
+        print(f"step {step}  reward {mean:.2f}  {len(samples)} samples", flush=True)
+
+    stop.set()
+    await server
+    await gateway.close()
+    await engine.close()
+    await backend.close()
+    await store.close()
+
+
+if __name__ == "__main__":
+    run_dir = Path(tempfile.mkdtemp(prefix="instar-"))
+    asyncio.run(main(run_dir, sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"))
