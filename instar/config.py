@@ -7,9 +7,9 @@ This module imports neither torch nor any variant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 DType = Literal["auto", "bf16", "fp32"]
 Positive = Annotated[int, Field(ge=1)]
@@ -22,6 +22,29 @@ class Section(BaseModel):
     """A part of the config: frozen, no unknown keys, documented by docstrings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def _unless_named(word: str) -> BeforeValidator:
+    """A section that says no `type` is of this one."""
+
+    def fill(value: Any) -> Any:
+        return (
+            {"type": word, **cast(Any, value)} if isinstance(value, dict) and "type" not in value else value
+        )
+
+    return BeforeValidator(fill)
+
+
+class PluginConfig(Section):
+    """A variant from another package; see docs/concepts.md."""
+
+    type: Literal["plugin"]
+    name: str
+    """Its entry point's name in the group `instar.<kind>`, or `package.module:Class`."""
+    args: dict[str, Any] = {}
+    """Settings of its own; it is given this section."""
+    python: str | None = None
+    """Interpreter to run it with, where it is a role. Default: the running one."""
 
 
 class ModelConfig(Section):
@@ -93,7 +116,7 @@ class ScriptedEngineConfig(Section):
     """Interpreter to run this role with. Default: the running one."""
 
 
-EngineConfig = Annotated[LocalEngineConfig | ScriptedEngineConfig, Field(discriminator="type")]
+EngineConfig = Annotated[LocalEngineConfig | ScriptedEngineConfig | PluginConfig, Field(discriminator="type")]
 
 
 class LoraConfig(Section):
@@ -123,7 +146,9 @@ class LocalBackendConfig(Section):
     """Interpreter to run the trainer with. Default: the running one."""
 
 
-BackendConfig = Annotated[LocalBackendConfig, Field()]
+BackendConfig = Annotated[
+    LocalBackendConfig | PluginConfig, Field(discriminator="type"), _unless_named("local")
+]
 
 
 class AdamConfig(Section):
@@ -235,7 +260,7 @@ class ReasoningGymTasksConfig(Section):
 
 
 TasksConfig = Annotated[
-    JsonlTasksConfig | PythonTasksConfig | ReasoningGymTasksConfig, Field(discriminator="type")
+    JsonlTasksConfig | PythonTasksConfig | ReasoningGymTasksConfig | PluginConfig, Field(discriminator="type")
 ]
 
 
@@ -261,7 +286,7 @@ class CommandAgentConfig(Section):
     """Folder to run in. Default: the YAML file's own."""
 
 
-AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig, Field(discriminator="type")]
+AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig | PluginConfig, Field(discriminator="type")]
 
 
 class SamplingConfig(Section):
@@ -316,7 +341,14 @@ class RuleRewardConfig(Section):
     """Keyword arguments for it."""
 
 
-RewardConfig = Annotated[AgentRewardConfig | RuleRewardConfig, Field(discriminator="type")]
+RewardConfig = Annotated[AgentRewardConfig | RuleRewardConfig | PluginConfig, Field(discriminator="type")]
+
+
+class EvalMode(SamplingConfig):
+    """One way of evaluating."""
+
+    agent_args: dict[str, Any] = {}
+    """Keyword arguments of the agent's function in this mode, over its own."""
 
 
 class EvalConfig(Section):
@@ -324,11 +356,8 @@ class EvalConfig(Section):
 
     tasks: TasksConfig
     """What to evaluate on."""
-    modes: dict[str, SamplingConfig] = {
-        "greedy": SamplingConfig(temperature=0.0),
-        "sampled": SamplingConfig(),
-    }
-    """Ways of sampling to evaluate with, by name."""
+    modes: dict[str, EvalMode] = {"greedy": EvalMode(temperature=0.0), "sampled": EvalMode()}
+    """Ways of evaluating, by name."""
     every: Positive | None = None
     """Versions between two evaluations while training. Default: none."""
     at_start: bool = True

@@ -1,7 +1,7 @@
 """Name → class. A variant is named in one table and imported when it is chosen.
 
 Other packages add variants by an entry point in the group ``instar.<kind>`` (``instar.engines``,
-``instar.backends``, ...), under the word used for ``type`` in the config.
+``instar.backends``, ...); a config names them with ``type: plugin``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from instar.config import PluginConfig, Section
 from instar.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
@@ -48,6 +49,13 @@ def resolve(kind: str, name: str) -> Any:
     for entry in entry_points(group=f"instar.{kind}", name=name):
         return entry.load()
     raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}; known: {', '.join(names(kind))}")
+
+
+def variant(kind: str, section: Section) -> Any:
+    """The class or function behind a section of the config: the one its ``type`` names, or a plugin."""
+    if not isinstance(section, PluginConfig):
+        return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has it
+    return load_object(section.name) if ":" in section.name else resolve(kind, section.name)
 
 
 def load_object(path: str) -> Any:

@@ -7,12 +7,12 @@ from typing import cast
 from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities
 from instar.config import LossConfig, RunConfig
 from instar.errors import ConfigError
-from instar.registry import resolve
+from instar.registry import variant
 
 
 def create_backend(config: RunConfig) -> Backend:
     """Loads the model: takes a while."""
-    made = resolve("backends", config.backend.type)(config.model, config.backend, seed=config.seed)
+    made = variant("backends", config.backend)(config.model, config.backend, seed=config.seed)
     backend = cast(Backend, made)
     check_capabilities(backend.capabilities, config.trainer.loss)
     return backend

@@ -261,8 +261,8 @@ async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
 
 
 async def rollout(context: Context) -> None:
-    from instar.registry import resolve
     from instar.rewards.factory import create_scorer
+    from instar.rollout.agents import create_agent
     from instar.rollout.evaluate import Evaluator
     from instar.rollout.gateway_client import GatewayClient
     from instar.rollout.runner import RolloutRunner
@@ -274,7 +274,7 @@ async def rollout(context: Context) -> None:
     store = context.open_store()
     await context.announce(store, "loading tasks")
     client = GatewayClient(os.environ[GATEWAY_URL], os.environ[ADMIN_KEY])
-    agent = resolve("agents", config.rollout.agent.type)(config.rollout.agent)
+    agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None
     if config.eval is not None:

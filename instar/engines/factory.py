@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from instar.config import RunConfig
 from instar.engines.base import Engine
-from instar.registry import resolve
+from instar.registry import variant
 
 
 def create_engine(config: RunConfig) -> Engine:
-    return resolve("engines", config.engine.type)(config.model, config.engine)
+    return variant("engines", config.engine)(config.model, config.engine)

@@ -20,7 +20,7 @@ class HasScorer(Protocol):
 
 def create_scorer(config: RunConfig, taskset: HasScorer | None = None) -> Scorer:
     """By ``config.reward``; a rule without a function of its own takes the task set's scorer."""
-    made = registry.resolve("rewards", config.reward.type)
+    made = registry.variant("rewards", config.reward)
     if config.reward.type == "rule":
         return made(config.reward, taskset.scorer if taskset else None)
     return made(config.reward)

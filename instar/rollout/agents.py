@@ -23,10 +23,12 @@ from instar.types import Json, Task
 OUTPUT_READ = 64 * 1024
 """Bytes read of the end of a program's output, where its reward may be."""
 STDERR_SHOWN = 800
+SECRETS = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN"})
+"""Keys of the run itself, which no agent may hold."""
 
 
 def create_agent(config: AgentConfig) -> Agent:
-    return registry.resolve("agents", config.type)(config)
+    return registry.variant("agents", config)(config)
 
 
 # --- a function ---------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class CommandAgent(Agent):
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
         command = [fill(part, task.data) for part in self.config.command]
         env = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in SECRETS},
             **self.config.env,
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,

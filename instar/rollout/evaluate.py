@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from instar.config import RunConfig
+from instar.config import EvalMode, FunctionAgentConfig, RunConfig
 from instar.errors import ConfigError
 from instar.rewards.base import Scorer
+from instar.rollout.agents import create_agent
 from instar.rollout.base import Agent
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.slots import Slot, SlotRunner, together
@@ -56,13 +57,14 @@ class Evaluator:
         """Try every task once. What an interrupted evaluation of the same label, mode and version has
         finished is kept."""
         began = time.monotonic()
+        agent = self._agent_for(self.eval.modes[mode])
         version = (await self.store.progress(self.run_id)).head_version
         slots = SlotRunner(
             self.rollout,
             self.config.seed,
             self.store,
             self.gateway,
-            self.agent,
+            agent,
             self.scorer,
             sampling=self.eval.modes[mode],
         )
@@ -93,6 +95,15 @@ class Evaluator:
         if self.record is not None:
             self.record("eval", (await self.store.progress(self.run_id)).committed_steps, figures)
         return figures
+
+    def _agent_for(self, mode: EvalMode) -> Agent:
+        """The run's agent, or another of its kind where the mode gives it other arguments."""
+        config = self.rollout.agent
+        if not mode.agent_args:
+            return self.agent
+        if not isinstance(config, FunctionAgentConfig):
+            raise ConfigError("eval.modes: agent_args are for an agent of type function")
+        return create_agent(config.model_copy(update={"args": {**config.args, **mode.agent_args}}))
 
     async def _groups(self, name: str) -> list[Group]:
         """A group of one per task; closed where it was evaluated before."""

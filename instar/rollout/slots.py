@@ -88,7 +88,7 @@ class SlotRunner:
         self.gateway = gateway
         self.agent = agent
         self.scorer = scorer
-        self.sampling = (sampling or config.sampling).model_dump()
+        self.sampling = (sampling or config.sampling).model_dump(include=set(SamplingConfig.model_fields))
         self.counters = counters or Counters()
         self.limit = asyncio.Semaphore(config.concurrency)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from instar import registry
+from instar.config import PluginConfig, ScriptedEngineConfig
 from instar.errors import ConfigError
 
 LIGHT = [
@@ -62,3 +63,11 @@ def test_another_package_adds_a_variant_by_an_entry_point(tmp_path: Path) -> Non
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "['extra', 'local', 'scripted'] ExtraEngine", done.stderr
+
+
+def test_a_config_names_a_plugin_by_entry_point_or_path() -> None:
+    by_path = PluginConfig(type="plugin", name="instar.engines.scripted:ScriptedEngine")
+    assert registry.variant("engines", by_path).__name__ == "ScriptedEngine"
+    assert registry.variant("engines", ScriptedEngineConfig()) is registry.variant("engines", by_path)
+    with pytest.raises(ConfigError, match="unknown engine 'nowhere'"):
+        registry.variant("engines", PluginConfig(type="plugin", name="nowhere"))

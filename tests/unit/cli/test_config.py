@@ -42,7 +42,7 @@ MISTAKES = {
     "unknown key under a name": (
         "eval: {tasks: {type: jsonl, path: x}, modes: {greedy: {temprature: 0}}}",
         "eval.modes.greedy.temprature: no such setting; "
-        "allowed: temperature, top_p (did you mean 'temperature'?)",
+        "allowed: agent_args, temperature, top_p (did you mean 'temperature'?)",
     ),
     "wrong word": (
         "trainer: {mode: asynch}",
@@ -65,14 +65,17 @@ MISTAKES = {
         "rollout.agent.command: missing; it has no default",
     ),
     "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: missing; it has no default"),
-    "unknown variant": ("engine: {type: vllm}", "engine.type: given 'vllm'; allowed: local, scripted"),
+    "unknown variant": (
+        "engine: {type: vllm}",
+        "engine.type: given 'vllm'; allowed: local, scripted, plugin",
+    ),
     "unknown variant of a single one": (
         "store: {type: sqlte}",
         "store.type: given 'sqlte'; allowed: sqlite (did you mean 'sqlite'?)",
     ),
     "missing variant": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
-        "rollout.tasks.type: missing; it says which kind this is; allowed: jsonl, python, reasoning_gym",
+        "rollout.tasks.type: missing; it says which kind this is; allowed: jsonl, python, reasoning_gym, plugin",
     ),
     "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
     "too large": (

@@ -85,6 +85,15 @@ print(json.dumps({"reward": 0.25}))
     assert (await agent.run(TASK, SESSION)).reward == 0.25
 
 
+async def test_a_program_does_not_get_the_keys_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTAR_ADMIN_KEY", "sk-instar-admin")
+    monkeypatch.setenv("INSTAR_ENGINE_TOKEN", "token")
+    text = "import os\nassert not any('ADMIN' in name or 'TOKEN' in name for name in os.environ)"
+    await script(tmp_path, text).run(TASK, SESSION)
+
+
 @pytest.mark.parametrize(
     ("last_line", "reward"), [("done", None), ("{not json", None), ('{"score": 1}', None)]
 )
