@@ -206,8 +206,8 @@ async def test_swapped_weights_leave_no_trace(room: Room, taught: Path, tmp_path
     lineage = await train_lineage(taught, tmp_path, VERSIONS)
     running = asyncio.create_task(room.ramble(120, "swapped"))
     for policy in lineage.policies[1:]:
-        made = len(room.engine.emissions)
-        while len(room.engine.emissions) < made + 60:  # noqa: ASYNC110 - an engine sets no event
+        enough = len(room.engine.emissions) + 60
+        while len(room.engine.emissions) < enough and not running.done():  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.005)
         await room.engine.load(policy)
     ramblers = await running
