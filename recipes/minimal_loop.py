@@ -33,6 +33,7 @@ from instar.demo.agent import CALC, calculate, prompt
 from instar.demo.tasks import train_tasks
 from instar.engines.local.engine import LocalEngine
 from instar.gateway.app import create_app
+from instar.gateway.auth import new_key
 from instar.gateway.serve import bind, serve
 from instar.models import resolve_model
 from instar.record.render import load_renderer
@@ -45,7 +46,6 @@ Rule = Callable[[Json, str], float]
 
 NAME = "minimal"
 GROUPS, GROUP_SIZE = 6, 8
-ADMIN_KEY = "sk-minimal-loop"
 LOSS = LossConfig(name="importance_sampling")
 ADAM = AdamConfig(lr=2e-4)
 
@@ -84,6 +84,7 @@ async def main(folder: Path, model: str, steps: int = 20, reward: Rule = is_righ
     store = SqliteStore(folder / "store.db")
 
     # The agent talks to the gateway: an OpenAI endpoint that records every token the engine samples.
+    admin_key = new_key()
     app = create_app(
         store=store,
         engine=engine,
@@ -92,11 +93,11 @@ async def main(folder: Path, model: str, steps: int = 20, reward: Rule = is_righ
         agent_id=NAME,
         policy_id=NAME,
         config=GatewayConfig(),
-        admin_key=ADMIN_KEY,
+        admin_key=admin_key,
     )
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
     server = asyncio.create_task(serve(app, listener, stop=stop))
-    gateway = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", ADMIN_KEY)
+    gateway = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", admin_key)
 
     async def attempt(task: Json, seed: int) -> tuple[float, list[Sample]]:
         """One session of the agent: its reward, and its calls as flat samples."""
