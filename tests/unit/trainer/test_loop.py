@@ -106,6 +106,7 @@ async def test_recovers_from_every_state(
         await assert_committed(house, 3)
         assert (await house.claims(), await house.head_hash()) == undisturbed
         assert await house.store.reserved_versions(RUN) == []
+        assert [step for _, step in await house.store.published(RUN)] == [1, 2, 3], "each step once"
         head = await house.store.head(RUN)
         assert (await house.engine.status()).version == head.version
         assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
@@ -139,7 +140,8 @@ async def test_one_checkpoint_saves_all_steps_before_it(config: RunConfig, times
 
 async def test_versions_of_unsaved_steps_are_given_up(config: RunConfig) -> None:
     every_two = with_trainer(config, checkpoint_every=2, keep_checkpoints=1, steps=4)
-    await run_and_die(every_two, "published", 3)
+    # Of three each in steps 1 and 3, and two in step 2, the last: version 3 is out and version 2 pruned.
+    await run_and_die(every_two, "submitted", 8)
     async with open_house(every_two) as house:
         await house.trainer.recover()
         head = await house.store.head(RUN)
