@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from instar.cluster.layout import RunFolder
+from instar.cluster.local import train
+from instar.config import RunConfig
+from instar.errors import ConfigError, InstarError
+
+
+def make_config(folder: Path) -> RunConfig:
+    rollout = {
+        "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},
+        "agent": {"type": "function", "function": "instar.demo.agent:solve"},
+    }
+    return RunConfig.model_validate({"name": "again", "dir": folder, "rollout": rollout})
+
+
+def test_a_role_has_one_holder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    held = folder.lock("trainer")
+    with pytest.raises(InstarError, match="another process already runs the trainer"):
+        folder.lock("trainer", wait=0.1)
+    os.close(held)
+    os.close(folder.lock("trainer", wait=0.1))
+
+
+async def test_a_run_that_is_there_is_not_started_over(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run")
+    RunFolder(tmp_path / "run").create(config)
+    with pytest.raises(
+        ConfigError, match=r"exists\. Continue it with --resume, or give the run another name"
+    ):
+        await train(config)
+    assert not config.store_path.exists()
+
+
+async def test_there_is_nothing_to_resume_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to resume: there is no run in"):
+        await train(make_config(tmp_path / "run"), resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.create(config)
+    written = folder.config_file.read_bytes()
+    held = folder.lock("supervisor")
+    with pytest.raises(InstarError, match="another process already runs the supervisor"):
+        await train(config.model_copy(update={"seed": 7}), resume=True)
+    assert folder.config_file.read_bytes() == written, "the config of the run under way stays"
+    os.close(held)

@@ -1,0 +1,129 @@
+"""The supervisor over real processes: each role is a small shell script, named as its interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from instar.cluster.layout import RunFolder
+from instar.cluster.supervisor import FATAL, Supervisor, listen, url_of
+from instar.config import RunConfig
+from instar.errors import InstarError
+
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """A program with this body; `$FOLDER` is a folder of its own."""
+
+    def make(body: str) -> str:
+        path = tmp_path / "interpreter"
+        path.write_text(f"#!/bin/sh\nFOLDER={tmp_path}\n{body}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path) -> AsyncGenerator[Supervisor]:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(RunConfig())
+    events: list[str] = []
+    made = Supervisor(folder, log=events.append)
+    yield made
+    await made.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 — what is waited for is another process
+            await asyncio.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_role_that_dies_is_started_again(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    program = script('echo x >> $FOLDER/starts; [ "$(wc -l < $FOLDER/starts)" -ge 3 ] && exit 0; exit 1')
+    await supervisor.start("rollout", python=program)
+    async with asyncio.timeout(10):
+        assert await supervisor.wait("rollout") == 0
+    assert (tmp_path / "starts").read_text() == "x\n" * 3
+
+
+async def test_a_fatal_end_is_the_first_cause_and_not_tried_again(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    sleeper = script("exec sleep 60")
+    await supervisor.start("engine", python=sleeper)
+    program = script(f"echo x >> $FOLDER/starts; echo Traceback; echo 'the cause in a line'; exit {FATAL}")
+    await supervisor.start("rollout", python=program)
+    with pytest.raises(InstarError, match="rollout: the cause in a line") as raised:
+        async with asyncio.timeout(10):
+            await supervisor.wait("engine")
+    assert "Traceback" not in str(raised.value)
+    assert "rollout.log" in str(raised.value)
+    assert (tmp_path / "starts").read_text() == "x\n"
+
+
+async def test_a_role_asked_to_stop_while_it_is_down_is_not_started_again(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    role = await supervisor.start("trainer", python=script("echo x >> $FOLDER/starts; exit 1"))
+    await until(lambda: role.restarts == 2)
+    started = (tmp_path / "starts").read_text()
+    supervisor.signal("trainer")
+    async with asyncio.timeout(5):
+        assert await supervisor.wait("trainer") == 1
+    assert (tmp_path / "starts").read_text() == started
+
+
+async def test_a_role_that_does_not_stop_is_killed_with_all_it_started(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    program = script("trap '' TERM; sleep 60 & echo $! > $FOLDER/child; while :; do sleep 0.05; done")
+    role = await supervisor.start("gateway", python=program)
+    child = tmp_path / "child"
+    await until(lambda: child.exists() and child.read_text() != "")
+    began = time.monotonic()
+    await supervisor.stop("gateway", timeout=0.3)
+    assert time.monotonic() - began < 3
+    assert await role.exit == -signal.SIGKILL
+    await until(lambda: not is_alive(int(child.read_text())))
+
+
+async def test_a_restarted_role_gets_the_same_socket(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    server = listen("127.0.0.1", 0)
+    program = script('echo "$@" >> $FOLDER/arguments; ls /proc/self/fd >> $FOLDER/fds; exit 1')
+    role = await supervisor.start("gateway", python=program, server=server)
+    await until(lambda: role.restarts == 2)
+    first, second = (tmp_path / "arguments").read_text().splitlines()[:2]
+    assert first == second
+    assert f"--fd={server.fileno()}" in first
+    assert (tmp_path / "fds").read_text().split().count(str(server.fileno())) >= 2
+    server.close()
+
+
+def test_a_port_in_use_is_said_to_be() -> None:
+    taken = listen("127.0.0.1", 0)
+    port = int(url_of(taken).rsplit(":", 1)[1])
+    with pytest.raises(InstarError, match=f"gateway.port: cannot listen on 127.0.0.1:{port}"):
+        listen("127.0.0.1", port)
+    taken.close()
