@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,30 @@ class Tortured:
                 os.kill(pid, signal.SIGKILL)
                 return True
         return False
+
+    def is_up(self) -> bool:
+        """Whether every role that is to run does, and has said that it is past loading."""
+        alive = self.processes()
+        try:
+            said = self.query("SELECT pid, doing FROM endpoints")
+        except sqlite3.OperationalError:
+            return False
+        ready = {alive.get(pid) for pid, doing in said if not doing.startswith(("loading", "starting"))}
+        return ready >= set(ROLES)
+
+    def is_over(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 90) -> bool:
+        """Until it holds; False when the run was over before."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.explain()}"
+            time.sleep(0.02)
+        return True
 
     def assert_no_orphans(self, within: float = 5.0) -> None:
         deadline = time.monotonic() + within
