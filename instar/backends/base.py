@@ -80,5 +80,8 @@ class Backend(ABC):
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None: ...
 
+    def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
+        """Compute on so many CPU cores from the next call on. Backends elsewhere ignore it."""
+
     @abstractmethod
     async def close(self) -> None: ...

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import FATAL
 from instar.config import RunConfig
@@ -167,6 +168,7 @@ async def engine(context: Context) -> None:
     await _first(
         serve(app, listener, stop=context.stop),
         refresh(),
+        share_cores(context.config, store, "trainer", served.use_cores),
         context.heartbeat(store, doing, os.environ[ENGINE_URL]),
     )
     await served.close()
@@ -238,12 +240,14 @@ async def trainer(context: Context) -> None:
     )
     stopper = asyncio.create_task(_when(context.stop, loop.stop))
     watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
+    sharing = asyncio.create_task(share_cores(config, store, "engine", backend.use_cores))
     beating = asyncio.create_task(context.heartbeat(store, lambda: loop.doing))
     try:
         await loop.run()
     finally:
         stopper.cancel()
         watching.cancel()
+        sharing.cancel()
         beating.cancel()
         monitor.close()
         await backend.close()

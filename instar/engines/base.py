@@ -58,5 +58,8 @@ class Engine(ABC):
     @abstractmethod
     async def status(self) -> EngineStatus: ...
 
+    def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
+        """Compute on so many CPU cores from the next step on. Engines that do not compute here ignore it."""
+
     @abstractmethod
     async def close(self) -> None: ...

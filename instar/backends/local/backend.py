@@ -58,6 +58,11 @@ class LocalBackend(Backend):
             raise BackendError("the backend is closed")
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
+    def use_cores(self, count: int) -> None:
+        """The config's own number, where it gives one, stays."""
+        if self._config.threads is None and not self._closed:
+            self._pool.submit(torch.set_num_threads, count)
+
     @property
     def capabilities(self) -> BackendCapabilities:
         return BackendCapabilities(

@@ -28,7 +28,8 @@ class DecodeBlock:
     stop: int
     length: int
     mask: Tensor
-    """Boolean, [rows, 1, 1, length]: which keys each row may see."""
+    """[rows, 1, 1, length], added to scores: 0 for keys that the row may see, -inf for others. Not boolean:
+    the kernels would turn it into this again in every layer."""
 
 
 @dataclass(slots=True)
@@ -45,6 +46,14 @@ class PrefillPiece:
 
 
 @dataclass(slots=True)
+class SharedPart:
+    """Rows whose first keys are the same: those of ``source`` serve them all."""
+
+    rows: Tensor
+    source: int
+
+
+@dataclass(slots=True)
 class StepPlan:
     kv: Tensor
     """[layers, 2, rows, kv heads, capacity, head dim]"""
@@ -55,6 +64,9 @@ class StepPlan:
     decoding: int
     """The first so many tokens are one each of rows 0, 1, ..."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
+    shared: int = 0
+    """Keys at the beginning of every decoding row that are attended to by `parts`; blocks see the rest."""
+    parts: list[SharedPart] = field(default_factory=list[SharedPart])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
@@ -88,7 +100,9 @@ def attend(
     query = query[0].view(kv_heads, heads // kv_heads, -1, head_dim)
 
     outputs: list[Tensor] = []
-    for block in plan.blocks:
+    if plan.parts:
+        outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
+    for block in plan.blocks if not plan.parts else ():
         # The heads that share keys stand in the query-length axis: keys are read once, never copied.
         attended = F.scaled_dot_product_attention(
             query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
@@ -110,6 +124,50 @@ def attend(
         )
         outputs.append(attended.permute(2, 0, 1, 3).reshape(piece.stop - piece.start, heads, head_dim))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+
+
+def can_share(device: str) -> bool:
+    """Whether attention can be split by keys here: it takes a kernel that tells its log-sum-exp. On a GPU
+    the plain kernels are fast enough."""
+    return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Decoding rows: the shared beginning by one matrix product for all rows, what follows by row, and the
+    two joined by their log-sum-exps. query [kv heads, heads per kv head, T, head dim] → [rows, heads, head
+    dim]."""
+    rows, kv_heads, head_dim = plan.decoding, query.shape[0], query.shape[3]
+    query_R = query[:, :, :rows].permute(2, 0, 1, 3)
+    output_R = torch.empty(query_R.shape, dtype=torch.float32)
+    lse_R = torch.empty(query_R.shape[:3], dtype=torch.float32)
+    for block in plan.blocks:
+        output_R[block.start : block.stop], lse_R[block.start : block.stop] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query_R[block.start : block.stop],
+                keys[block.start : block.stop, :, plan.shared : block.length],
+                values[block.start : block.stop, :, plan.shared : block.length],
+                attn_mask=block.mask[..., plan.shared :],
+                scale=scaling,
+            )
+        )
+    for part in plan.parts:
+        # [kv heads, rows × heads per kv head, head dim]
+        asked = query_R[part.rows].transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
+        scores = torch.baddbmm(
+            asked.new_empty(()),
+            asked,
+            keys[part.source, :, : plan.shared].float().transpose(1, 2),
+            beta=0,
+            alpha=scaling,
+        )
+        lse = scores.logsumexp(-1, keepdim=True)
+        found = torch.bmm(scores.sub_(lse).exp_(), values[part.source, :, : plan.shared].float())
+        shape = (kv_heads, len(part.rows), -1, head_dim)
+        lse = lse.view(*shape[:3]).transpose(0, 1)
+        # How much of the whole softmax lies in the shared keys.
+        share = torch.sigmoid(lse - lse_R[part.rows])[..., None]
+        output_R[part.rows] = output_R[part.rows].lerp_(found.view(shape).transpose(0, 1), share)
+    return output_R.to(query.dtype).reshape(rows, -1, head_dim)
 
 
 def _probe(

@@ -107,6 +107,11 @@ class LocalEngine(Engine):
         self._check_alive()
         return self._scheduler.status()
 
+    def use_cores(self, count: int) -> None:
+        """The config's own number, where it gives one, stays."""
+        if self._threads is None:
+            self._commands.put(lambda: torch.set_num_threads(count))
+
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)

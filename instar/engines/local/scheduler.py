@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from instar.engines.base import EngineStatus
-from instar.engines.local.attention import DecodeBlock, PrefillPiece, StepPlan
+from instar.engines.local.attention import DecodeBlock, PrefillPiece, SharedPart, StepPlan, can_share
 from instar.engines.local.model import Change, EngineModel
 from instar.engines.local.prefix import PrefixCache, common_length
 from instar.engines.local.rows import KVRows
 from instar.engines.local.sampling import Drawn, Sampler
+from instar.engines.local.sharing import LEAST_ROWS, shared_beginnings
 from instar.engines.stopping import StopRule
 from instar.types import Ids, SamplingParams, TokenChunk
 
@@ -44,6 +45,8 @@ class Request:
     """Order of admission."""
     tainted: bool = False
     """Its keys and values were computed under more than one version: not for others to read."""
+    weights: int = 0
+    """What its prompt was computed under: the number of changes before, or one of its own if mixed."""
     finished: bool = False
 
     def known_ids(self) -> Ids:
@@ -67,6 +70,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._decoding = 0
         self._version = 0
+        self._changes = 0
+        self._can_share = can_share(model.device)
         self._admitted = 0
         self._generated = self._prompted = self._reused = 0
 
@@ -103,6 +108,9 @@ class Scheduler:
         self._prefixes.clear()
         for request in self._running:
             request.tainted = request.computed > 0
+        for request in self._running[self._decoding :]:
+            request.weights = -request.turn  # the rest of its prompt is computed under others
+        self._changes += 1
 
     def step(self) -> list[Emission]:
         """Admit, run the model once, sample. Returns the tokens made, in no order between requests."""
@@ -154,6 +162,7 @@ class Scheduler:
         request.row = len(self._running)
         self._admitted += 1
         request.turn = self._admitted
+        request.weights = self._changes
         self._rows.ensure(request.row + 1, length)
         row = self._rows.row(request.row)
         for kv, count in self._prefixes.match(reusable):
@@ -193,9 +202,20 @@ class Scheduler:
         packed = torch.tensor(ids + rows + positions + sampled_at).to(self._model.device, non_blocking=True)
         ids_T, rows_T, positions_T, sampled_N = packed.split([len(ids)] * 3 + [len(sampled_at)])
         plan = StepPlan(self._rows.kv, rows_T, positions_T, self._decoding)
+        self._share(plan)
         plan.blocks = self._blocks(positions_T, positions[: self._decoding])
         plan.pieces = [self._piece(positions_T, *span) for span in spans]
         return plan, ids_T, sampled_N, sampling
+
+    def _share(self, plan: StepPlan) -> None:
+        """Find the beginning that decoding rows have in common."""
+        decoding = self._running[: self._decoding]
+        if not self._can_share or len(decoding) < LEAST_ROWS:
+            return
+        found = shared_beginnings([r.prompt for r in decoding], [r.weights for r in decoding])
+        if found is not None:
+            plan.shared, groups = found
+            plan.parts = [SharedPart(torch.tensor(rows), rows[0]) for rows in groups]
 
     def _blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[DecodeBlock]:
         blocks: list[DecodeBlock] = []
@@ -203,7 +223,9 @@ class Scheduler:
             # Whole multiples of 8 keys, which the masks of GPU kernels want.
             length = -(-(max(positions[start:stop]) + 1) // 8) * 8
             keys = torch.arange(length, device=positions_T.device)
-            mask = keys <= positions_T[start:stop, None]
+            unseen = keys > positions_T[start:stop, None]
+            mask = torch.zeros(unseen.shape, dtype=self._rows.kv.dtype, device=unseen.device)
+            mask.masked_fill_(unseen, -torch.inf)
             blocks.append(DecodeBlock(start, stop, length, mask[:, None, None]))
         return blocks
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_tiny_model
 
@@ -16,3 +18,20 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(tiny, folder, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    return folder
+
+
+def save_adapter(tiny: Path, folder: Path, config: LoraConfig) -> None:
+    """A PEFT adapter whose update is not zero."""
+    torch.manual_seed(3)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig
@@ -19,6 +19,7 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of, settled, versions_of
+from tests.unit.engines.conftest import save_adapter
 
 PROMPT = TOKENIZER.encode(
     "<|im_start|>user\nWhat is 615 plus 278? And 12 * 34?<|im_end|>\n<|im_start|>assistant\n"
@@ -35,23 +36,6 @@ async def engine(tiny: Path) -> AsyncIterator[LocalEngine]:
     engine = make_engine(tiny, prefill_tokens=16)
     yield engine
     await engine.close()
-
-
-@pytest.fixture(scope="session")
-def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapter")
-    save_adapter(tiny, folder, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
-    return folder
-
-
-def save_adapter(tiny: Path, folder: Path, config: LoraConfig) -> None:
-    """A PEFT adapter whose update is not zero."""
-    torch.manual_seed(3)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), config)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder)
 
 
 def reference(folder: Path, adapter: Path | None = None) -> Any:

@@ -1,0 +1,79 @@
+"""Rows that begin alike attend to that beginning together, and every number stays what it was."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.engines.local.sharing import LEAST_TOKENS, shared_beginnings
+from instar.types import SamplingParams
+from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
+from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference
+
+BEGINNING = TOKENIZER.encode("<|im_start|>system\n" + "Call the tool, then answer. " * 6 + "<|im_end|>\n")
+PROMPTS = [BEGINNING + TOKENIZER.encode(f"<|im_start|>user\nWhat is {n} plus {n * n}?") for n in range(12)]
+
+
+def rows(*prompts: list[int]) -> list[np.ndarray]:
+    return [np.asarray(prompt, np.int32) for prompt in prompts]
+
+
+def test_a_common_beginning_is_found() -> None:
+    found = shared_beginnings(rows(*PROMPTS), [0] * 12)
+    assert found is not None
+    length, groups = found
+    assert length >= len(BEGINNING)
+    assert all(prompt[:length] == PROMPTS[0][:length] for prompt in PROMPTS)
+    assert groups == [list(range(12))]
+
+
+def test_rows_of_other_weights_do_not_share() -> None:
+    found = shared_beginnings(rows(*PROMPTS), [0, 1] * 6)
+    assert found is not None
+    assert found[1] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [[n] * 100 for n in range(8)],
+        [BEGINNING[: LEAST_TOKENS // 2] + [n] * 80 for n in range(8)],
+        [BEGINNING[:LEAST_TOKENS]] * 8,
+    ],
+    ids=["nothing in common", "too short", "no token of its own"],
+)
+def test_too_little_is_not_shared(prompts: list[list[int]]) -> None:
+    assert shared_beginnings(rows(*prompts), [0] * len(prompts)) is None
+
+
+async def test_shared_attention_equals_a_plain_forward(tiny: Path) -> None:
+    engine = make_engine(tiny)
+    replies = await asyncio.gather(
+        *(collect(engine, prompt, max_tokens=8 + 3 * n, seed=n) for n, prompt in enumerate(PROMPTS))
+    )
+    await engine.close()
+    model = reference(tiny)
+    for prompt, reply in zip(PROMPTS, replies, strict=True):
+        assert logprobs_of(reply) == pytest.approx(expected_logprobs(model, prompt, ids_of(reply)), abs=1e-4)
+
+
+async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adapter: Path) -> None:
+    """Both kinds decode side by side; those that began under the new weights see only these."""
+    engine = make_engine(tiny)
+    streams = [engine.generate(p, SamplingParams(max_tokens=120, seed=n)) for n, p in enumerate(PROMPTS)]
+    for stream in streams:
+        await anext(stream)
+    await engine.load(adapter_policy(adapter))
+    after = await asyncio.gather(
+        *(collect(engine, prompt, max_tokens=20, seed=n) for n, prompt in enumerate(PROMPTS))
+    )
+    assert (await engine.status()).running == len(streams)
+    for stream in streams:
+        await stream.aclose()
+    await engine.close()
+    model = reference(tiny, adapter)
+    for prompt, reply in zip(PROMPTS, after, strict=True):
+        assert logprobs_of(reply) == pytest.approx(expected_logprobs(model, prompt, ids_of(reply)), abs=1e-4)
