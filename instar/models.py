@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError
@@ -113,6 +114,18 @@ def _convert(gguf: Path, target: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise ConfigError(f"could not convert {gguf.name}:\n{done.stderr.strip()[-800:]}")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """A model's tokenizer. From its `tokenizer.json` where it has one: choosing the class by the model's
+    kind, as AutoTokenizer does, imports torch, which takes the gateway seconds at every start."""
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, str]:

@@ -12,14 +12,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from hashlib import blake2b
 from typing import Any, cast
 
-from transformers import AutoTokenizer
-
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus
 from instar.engines.checks import check_request
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
-from instar.models import resolve_model
+from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
 from instar.types import Policy, SamplingParams, TokenChunk
 
@@ -28,7 +26,7 @@ Script = Callable[[str, int | None], str]
 
 class ScriptedEngine(Engine):
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(resolve_model(model.name))
+        self._tokenizer: Any = load_tokenizer(resolve_model(model.name))
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"model.name: the tokenizer of {model.name} has no end-of-sequence token")
         if not config.replies and config.function is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError, RenderError
+from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
 from instar.record.stream import THINK_OPEN, Detokenizer, Scanner, TextStreamParser
@@ -23,11 +24,9 @@ __all__ = ["Renderer", "TemplateRenderer", "load_renderer"]
 
 
 def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
-    # transformers and renderers take seconds to import.
-    from renderers.base import MODEL_RENDERER_MAP
-    from transformers import AutoTokenizer
+    from renderers.base import MODEL_RENDERER_MAP  # slow to import
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     # The library maps names of published models only: a fine-tune's template may differ from its origin's.
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus
@@ -24,6 +23,7 @@ from instar.engines.local.rows import KVShape
 from instar.engines.local.scheduler import Emission, Request, Scheduler
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.models import load_tokenizer
 from instar.types import Policy, SamplingParams, TokenChunk
 
 Inbox = asyncio.Queue[TokenChunk | EngineError]
@@ -41,7 +41,7 @@ class LocalEngine(Engine):
         stop_at_eos: bool = True,
     ) -> None:
         self._model = EngineModel(model)
-        self._tokenizer: Any = tokenizer or AutoTokenizer.from_pretrained(self._model.folder)
+        self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
         self._eos = self._eos_ids() if stop_at_eos else set[int]()
         self._threads = config.threads
         context = self._model.max_context
