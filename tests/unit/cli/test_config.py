@@ -75,7 +75,8 @@ MISTAKES = {
     ),
     "missing variant": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
-        "rollout.tasks.type: missing; it says which kind this is; allowed: jsonl, python, reasoning_gym, plugin",
+        "rollout.tasks.type: missing; it says which kind this is; "
+        "allowed: jsonl, python, reasoning_gym, plugin",
     ),
     "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
     "too large": (
