@@ -82,7 +82,7 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     bars.set(title="Held-out tasks", ylabel="mean reward")
     bars.set_ylim(min([0.0, *values.values()]), 1.1 * max([1.0, *values.values()]))
     if labels:
-        bars.legend(frameon=False, loc="upper left")
+        bars.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(labels))
     for axes in (curve, bars):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)

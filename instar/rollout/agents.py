@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from typing import IO, Any, cast
@@ -78,6 +80,20 @@ def _is_async(function: object) -> bool:
 # --- a program ----------------------------------------------------------------------------------
 
 
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+_LIBC = _libc()
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the program's process, before it starts: a rollout that is killed takes its agents along."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class CommandAgent(Agent):
     """Runs a program in a process group of its own, which never outlives the session. The last line of its
     output may be JSON: ``{"reward": 1.0}``."""
@@ -114,6 +130,7 @@ class CommandAgent(Agent):
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         except OSError as error:
             raise AgentError(f"cannot start {command[0]!r}: {error.strerror or error}") from error

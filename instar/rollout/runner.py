@@ -185,7 +185,7 @@ class RolloutRunner:
         and under `drop` it would be tried for ever."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
-        if all(outcome.status is SessionStatus.FAILED for outcome in outcomes):
+        if outcomes and all(outcome.status is SessionStatus.FAILED for outcome in outcomes):
             self._hopeless += 1
         else:
             self._hopeless = 0

@@ -136,6 +136,28 @@ open(sys.argv[1], "w").write(str(child.pid))
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a program with its parent")
+async def test_a_killed_rollout_takes_its_programs_along(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    writes = f"import os\nopen({str(pids)!r}, 'w').write(str(os.getpid()))\nimport time\ntime.sleep(60)"
+    code = f"""
+import asyncio
+from instar.config import CommandAgentConfig
+from instar.rollout.agents import CommandAgent
+from instar.rollout.base import AgentSession
+from instar.types import Task
+config = CommandAgentConfig(type="command", command=[{sys.executable!r}, "-c", {writes!r}])
+asyncio.run(CommandAgent(config).run(Task("t", {{}}), AgentSession("s", "http://127.0.0.1:9/v1", "k")))
+"""
+    rollout = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    async with asyncio.timeout(20):
+        while not (pids.is_file() and pids.read_text()):  # noqa: ASYNC110 - another process's file
+            await asyncio.sleep(0.02)
+    rollout.kill()
+    await rollout.wait()
+    await until_gone(int(pids.read_text()))
+
+
 async def test_the_deadline_kills_grandchildren_too(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     agent = script(tmp_path, GRANDCHILD + "time.sleep(600)\n", str(pids))
