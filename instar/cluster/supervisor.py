@@ -30,15 +30,12 @@ FORGIVEN_AFTER = 120.0
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket that children inherit."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.socket(family, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    from instar.gateway.serve import bind  # with uvicorn, which most verbs do without
+
     try:
-        server.bind((host, port))
+        server = bind(host, port)
     except OSError as error:
-        server.close()
         raise InstarError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
-    server.listen(1024)
     server.set_inheritable(True)
     return server
 
