@@ -45,9 +45,9 @@ from instar.types import Channel, Json, Policy, Reward, RewardSource, Sample
 Rule = Callable[[Json, str], float]
 
 NAME = "minimal"
-GROUPS, GROUP_SIZE = 6, 8
+GROUPS, GROUP_SIZE = 3, 8
 LOSS = LossConfig(name="importance_sampling")
-ADAM = AdamConfig(lr=2e-4)
+ADAM = AdamConfig(lr=3e-4)
 
 
 async def agent(task: Json, session: AgentSession) -> str:
@@ -74,7 +74,7 @@ def is_right(task: Json, answer: str) -> float:
     return float(bool(numbers) and int(numbers[-1]) == task["answer"])
 
 
-async def main(folder: Path, model: str, steps: int = 20, reward: Rule = is_right) -> None:
+async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_right) -> None:
     config = ModelConfig(name=model)
     tasks = train_tasks(size=steps * GROUPS)
 
