@@ -405,6 +405,16 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> Self:
+        estimator = self.trainer.advantage.estimator
+        if self.rollout is not None and self.rollout.group_size == 1 and estimator != "running":
+            raise ValueError(
+                f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
+                "sessions of a group, so it learns nothing from one. Use 2 or more, or 'running'"
+            )
+        return self
+
     @property
     def max_staleness(self) -> int:
         """Versions that a trained token may be behind, the default filled in."""

@@ -65,8 +65,10 @@ def load_object(path: str) -> Any:
         raise ConfigError(f"{path!r} is not of the form 'package.module:attribute'")
     try:
         value: Any = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot import {module_name!r} (from {path!r}): {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"cannot import {module_name!r} (from {path!r}): {type(error).__name__}: {error}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise ConfigError(f"{module_name!r} has no {attribute!r} (from {path!r})")

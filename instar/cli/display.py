@@ -167,5 +167,5 @@ def _roles(endpoints: Sequence[Endpoint]) -> Table:
     by_role = {endpoint.role: endpoint for endpoint in endpoints}
     for role in ROLE_ORDER:
         if role in by_role:
-            table.add_row(Text(role, style="cyan"), by_role[role].doing)
+            table.add_row(Text(role, style="cyan"), Text(by_role[role].doing))
     return table

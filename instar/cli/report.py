@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from instar.cluster.layout import RunFolder
+from instar.cluster.layout import RunFolder, public_settings
 from instar.config import RunConfig
 from instar.errors import InstarError
 from instar.store.base import SessionRow
@@ -165,7 +165,7 @@ def _page(
         parts.append("<h2>What it did, before and after</h2>")
         parts += [_example(*example) for example in examples]
     parts += ["<h2>Steps</h2>", _step_table(steps), "<h2>Settings</h2>"]
-    settings = html.escape(json.dumps(config.model_dump(mode="json"), indent=2))
+    settings = html.escape(json.dumps(public_settings(config), indent=2))
     parts.append(f"<details><summary>config.json</summary><pre>{settings}</pre></details>")
     return "\n".join(parts)
 

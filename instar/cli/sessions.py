@@ -67,11 +67,11 @@ async def _ls(
             session.session_id,
             session.channel,
             session.status,
-            session.task_id or "",
+            Text(session.task_id or ""),
             str(row.calls),
             str(row.sampled_tokens),
             "" if row.reward is None else f"{row.reward:g}",
-            session.reason or "",
+            Text(session.reason or ""),
         )
     Console().print(table)
 

@@ -1,9 +1,9 @@
 """How an engine and a trainer share the cores of one machine.
 
 Threads of two processes on the same cores slow each other down by far more than half: they wait for
-one another in every operation. So each computes on half of the cores while the other is busy, and on
-all of them while it is not. In sync mode the two take turns anyway, and the number of threads, which
-can change the last bits of a sum, stays as it is.
+one another in every operation. So each computes on half of the cores while the other may be busy: the
+engine as long as a trainer is up, the trainer whenever replies are being sampled. In sync mode the two
+take turns anyway, and the number of threads, which can change the last bits of a sum, stays as it is.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from instar.types import Endpoint
 INTERVAL = 0.25
 FRESH = 5.0
 """Seconds after which what a role said of itself no longer counts."""
-BUSY = {"engine": "running", "trainer": "step "}
-"""What a role's own words contain while it computes."""
+AT_REST = {"engine": "idle", "trainer": "finished"}
+"""What a role says of itself when it leaves the cores to others."""
 
 
 def is_busy(endpoint: Endpoint, now: float) -> bool:
-    return BUSY[endpoint.role] in endpoint.doing and now - endpoint.heartbeat < FRESH
+    return endpoint.doing != AT_REST[endpoint.role] and now - endpoint.heartbeat < FRESH
+
+
+def _usable_cores() -> int:
+    """Those this process may run on, where the system tells."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 async def share_cores(config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None]) -> None:
     """Follow what the other role does, until cancelled."""
-    cores = os.cpu_count() or 1
+    cores = _usable_cores()
     granted = cores
     while config.trainer.mode == "async":
         endpoints = await store.endpoints(config.name)

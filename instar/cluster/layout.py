@@ -11,6 +11,12 @@ from pydantic import ValidationError
 
 from instar.config import RunConfig
 from instar.errors import ConfigError, InstarError
+from instar.types import Json
+
+
+def public_settings(config: RunConfig) -> Json:
+    """The settings without what an agent's environment holds: keys, often."""
+    return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
 
 
 class RunFolder:
@@ -28,6 +34,7 @@ class RunFolder:
         """Write the resolved config, from which every role reads its own part."""
         self.logs.mkdir(parents=True, exist_ok=True)
         scratch = self.config_file.with_suffix(".partial")
+        scratch.touch(mode=0o600)  # an agent's environment may hold keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
 

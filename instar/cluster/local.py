@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from instar.cluster.layout import RunFolder
+from instar.cluster.layout import RunFolder, public_settings
 from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN, ENGINE_URL, GATEWAY_URL
 from instar.cluster.supervisor import Supervisor, listen, url_of
 from instar.config import RunConfig
@@ -66,7 +66,7 @@ async def serving(
         Run(
             config.name,
             config.name,
-            config.model_dump(mode="json"),
+            public_settings(config),
             created_at=known.created_at if known else 0,
         )
     )
@@ -163,12 +163,6 @@ async def train(
     cannot go on; on Ctrl-C it drains, checkpoints and returns with ``stopped_by_user`` set."""
     if config.rollout is None:
         raise ConfigError("rollout: needed to train; name the tasks and the agent that tries them")
-    estimator = config.trainer.advantage.estimator
-    if config.rollout.group_size == 1 and estimator != "running":
-        raise ConfigError(
-            f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the sessions "
-            "of a group, so it learns nothing from one. Use 2 or more, or the estimator 'running'"
-        )
     async with serving(config, resume=resume, log=log) as run:
         if observe is not None:
             observe(run)
@@ -208,7 +202,12 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
         supervisor.signal("trainer")
     stopped.cancel()
     try:
-        await ended
+        if (code := await ended) != 0:
+            role = supervisor.roles["trainer"]
+            raise InstarError(
+                f"trainer: ended with exit code {code} while stopping; its last steps may not be saved\n"
+                f"(log: {role.log})\n{role.tail()}"
+            )
     finally:
         await supervisor.stop("rollout")
 

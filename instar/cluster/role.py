@@ -277,7 +277,9 @@ async def rollout(context: Context) -> None:
     assert config.rollout is not None
     store = context.open_store()
     await context.announce(store, "loading tasks")
-    client = GatewayClient(os.environ[GATEWAY_URL], os.environ[ADMIN_KEY])
+    # Out of the environment before any agent's code runs: what that starts inherits the rest.
+    os.environ.pop(ENGINE_TOKEN)
+    client = GatewayClient(os.environ[GATEWAY_URL], os.environ.pop(ADMIN_KEY))
     agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None

@@ -135,7 +135,12 @@ class Supervisor:
             if role.stopping:
                 role.exit.set_result(code)
                 return
-            await self._spawn(role)
+            try:
+                await self._spawn(role)
+            except OSError as error:
+                self.log(f"{role.name} cannot be started: {error}")
+                self._fail(role, code)
+                return
 
     def _fail(self, role: Role, code: int) -> None:
         role.exit.set_result(code)

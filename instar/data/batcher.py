@@ -37,6 +37,7 @@ from instar.types import (
     Group,
     GroupStatus,
     Json,
+    RewardSource,
     Sample,
     Session,
     SessionStatus,
@@ -177,6 +178,9 @@ class Batcher:
 
     async def _entry(self, session: Session) -> _Entry:
         rewards = await self.store.rewards(session.session_id)
+        if self.config.reward.type == "rule":
+            # The agent's own word does not stand in for a scorer that never saw the session.
+            rewards = [reward for reward in rewards if reward.source is not RewardSource.AGENT]
         reward = pick_reward(rewards)
         if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
             reward = self.config.rollout.failed_reward

@@ -27,6 +27,7 @@ from instar.gateway.base import (
     FailSession,
     OpenedSession,
     OpenSession,
+    bad_request,
     from_validation,
 )
 from instar.gateway.calls import Calls, Exchange
@@ -291,6 +292,8 @@ def _decode(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as error:
         raise from_validation(error) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def _failure(dialect: Dialect, error: ApiError) -> Response:

@@ -10,6 +10,8 @@ Keys go in ``Authorization: Bearer``. Ending a session that has ended changes no
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from instar.types import Channel, Json, RewardSource, SessionStatus
@@ -19,15 +21,19 @@ SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """Settings that a session may force on its calls."""
 
 
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""What a store's whole numbers hold."""
+
+
 class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     channel: Channel = Channel.LIVE
     task_id: str | None = None
     task: Json | None = None
     """The task itself; kept in the session's metadata under ``task``."""
     group_id: str | None = None
-    slot: int = 0
-    attempt: int = 0
-    seed: int | None = None
+    slot: Int64 = 0
+    attempt: Int64 = 0
+    seed: Int64 | None = None
     """Makes the calls' own seeds, where the agent gives none."""
     sampling: Json = msgspec.field(default_factory=dict)
     """Settings forced on every call: ``temperature``, ``top_p``, ``top_k``, ``max_tokens``."""

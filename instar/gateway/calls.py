@@ -155,8 +155,11 @@ class Exchange:
         request, calls = self.request, self._calls
         params = calls.params(self._state, request, len(placement.prompt_ids))
         prompt = placement.prompt_ids.tolist()
+        session = self._state.session
+        # A group's sessions must differ, whatever the agent asks for.
+        forced = session.channel is Channel.TRAIN and session.seed is not None
         for index in range(request.n):
-            seed = _seed(request.seed, self._state.session.seed, ordinal, index)
+            seed = _seed(None if forced else request.seed, session.seed, ordinal, index)
             parser = calls.renderer.stream(request.tools, request.stop, prompt)
             self._replies.append(Reply(parser, _with_seed(params, seed)))
 

@@ -35,6 +35,12 @@ from instar.types import (
     new_id,
 )
 
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "max_tokens": (1, math.inf),
+}
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -126,7 +132,8 @@ class Sessions:
     def _evict(self) -> None:
         if len(self._states) <= self._limit:
             return
-        for session_id in [key for key, state in self._states.items() if not state.in_flight]:
+        # Not the newest: its request is about to use it.
+        for session_id in [key for key in list(self._states)[:-1] if not self._states[key].in_flight]:
             del self._states[session_id]
             if len(self._states) <= self._limit:
                 return
@@ -237,6 +244,9 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         whole = name in ("top_k", "max_tokens")
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value < 0:
             raise bad_request(f"'sampling.{name}' is not a number of its kind.", f"sampling.{name}")
+        low, high = SAMPLING_RANGES.get(name, (0, math.inf))
+        if not low <= value <= high:
+            raise bad_request(f"'sampling.{name}' is {value}, out of range.", f"sampling.{name}")
 
 
 def _reward(session_id: str, given: GivenReward) -> Reward:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from instar.config import AgentRewardConfig
+from instar.errors import InstarError
 from instar.rewards.base import Scorer, Transcript
 from instar.types import Reward, RewardSource, Task
 
@@ -14,4 +17,8 @@ class AgentReward(Scorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if transcript.returned is None:
             return []
+        if not math.isfinite(transcript.returned):
+            raise InstarError(
+                f"the agent returned {transcript.returned} as its reward, which is no finite number"
+            )
         return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer="returned")]

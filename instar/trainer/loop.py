@@ -18,6 +18,7 @@ from instar.backends.base import Backend, ForwardBackward, OptimStep
 from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
 from instar.engines.base import Engine
+from instar.errors import EngineError, EngineUnavailable
 from instar.store.base import Store
 from instar.sync.base import Sync
 from instar.trainer.checkpoint import (
@@ -98,9 +99,12 @@ class Trainer:
                 version=head.version,
                 stop=self.stopping,
                 finished=lambda: self.rollout_finished,
+                wait=self._patience(),
             )
             if batch is None:
-                break
+                if self.rollout_finished:
+                    break
+                continue
             await self.train_step(batch, waited=time.monotonic() - waited)
         if self.step > self.saved_step:
             await self._save_and_commit(self.step)
@@ -109,6 +113,11 @@ class Trainer:
     def stop(self) -> None:
         """Finish the step under way, checkpoint, and return from `run`."""
         self.stopping.set()
+
+    def _patience(self) -> float | None:
+        """How long to wait for data: no longer than the run's time allows."""
+        limit = self.config.trainer.seconds
+        return None if limit is None else max(0.0, limit - self.clock.seconds)
 
     def _done(self) -> bool:
         limit = self.config.trainer.seconds
@@ -217,8 +226,12 @@ class Trainer:
     async def _push(self, policy: Policy) -> None:
         """A failure leaves that engine on the version it reports; the agent goes on meanwhile."""
         for failure in await self.sync.push(policy, await self.engines()):
-            if failure is not None:
-                self.log(f"version {policy.version} did not reach an engine: {failure}")
+            if failure is None:
+                continue
+            cause = failure.__cause__
+            if isinstance(cause, EngineError) and not isinstance(cause, EngineUnavailable):
+                raise failure  # it would refuse the next version too, and every sample would be stale
+            self.log(f"version {policy.version} did not reach an engine: {failure}")
 
     # --- after a crash ---------------------------------------------------------------------------
 

@@ -281,9 +281,9 @@ class ChatStreamWriter(StreamWriter):
                 out += self._call(index, delta.call)
             elif delta.reasoning:
                 out.append(self._chunk(index, {"reasoning_content": delta.reasoning}))
-            elif not (self._request.logprobs and delta is deltas[-1]):
+            elif not (logprobs and delta is deltas[-1]):
                 out.append(self._chunk(index, {"content": delta.text}))
-        if self._request.logprobs and logprobs:
+        if logprobs:
             last = deltas[-1].text if deltas else ""
             out.append(self._chunk(index, {"content": last}, logprobs=_logprobs(logprobs)))
         return b"".join(out)

@@ -78,6 +78,11 @@ MISTAKES = {
         "rollout.tasks.type: missing; it says which kind this is; "
         "allowed: jsonl, python, reasoning_gym, plugin",
     ),
+    "groups of one": (
+        f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x}}, group_size: 1}}",
+        "rollout.group_size: given 1; trainer.advantage.estimator 'grpo' compares the sessions of a group, "
+        "so it learns nothing from one. Use 2 or more, or 'running'",
+    ),
     "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
     "too large": (
         "gateway: {port: 70000}",
@@ -98,7 +103,8 @@ MISTAKES = {
     ),
     "no such function": (
         "reward: {type: rule, function: 'nowhere:score'}",
-        "reward.function: cannot import 'nowhere' (from 'nowhere:score'): No module named 'nowhere'",
+        "reward.function: cannot import 'nowhere' (from 'nowhere:score'): "
+        "ModuleNotFoundError: No module named 'nowhere'",
     ),
 }
 

@@ -144,7 +144,6 @@ def test_the_doctor_says_what_there_is(instar: Instar) -> None:
 FAILURES = {
     "train without a file": ("train no.yaml", "no.yaml: no such file"),
     "train without a rollout": ("train run.yaml", "rollout: needed to train"),
-    "train with groups of one": ("train alone.yaml", "rollout.group_size: given 1"),
     "train over an older run": ("train there.yaml", "Continue it with --resume"),
     "resume of nothing": ("train fresh.yaml --resume", "nothing to resume"),
     "serve without a file": ("serve no.yaml", "no.yaml: no such file"),
@@ -171,7 +170,6 @@ def test_a_failure_is_one_line_and_exit_code_1(
     (model / "config.json").write_text("{}")
     head = "engine: {type: scripted}\nmodel: {name: model}\n"
     (tmp_path / "run.yaml").write_text(head)
-    (tmp_path / "alone.yaml").write_text(f"{head}{rollout}1}}")
     (tmp_path / "there.yaml").write_text(f"dir: there\n{head}{rollout}2}}")
     (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{head}{rollout}2}}")
     (tmp_path / "there").mkdir()

@@ -111,7 +111,7 @@ async def test_a_restarted_role_gets_the_same_socket(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     server = listen("127.0.0.1", 0)
-    program = script('echo "$@" >> $FOLDER/arguments; ls /proc/self/fd >> $FOLDER/fds; exit 1')
+    program = script('echo "$@" >> $FOLDER/arguments; ls /dev/fd >> $FOLDER/fds; exit 1')
     role = await supervisor.start("gateway", python=program, server=server)
     await until(lambda: role.restarts == 2)
     first, second = (tmp_path / "arguments").read_text().splitlines()[:2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from instar.config import RuleRewardConfig
 from instar.data.batcher import Batch, Batcher
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
@@ -163,6 +164,18 @@ async def test_failed_sessions_by_failed_reward(
     assert ended[f"{group}/3/0"] == ("failed" if failed_reward is None else "no_tokens")
     if failed_reward is None:
         assert batch.report["reward_mean"] == 0.5, "kept out of the mean"
+
+
+async def test_an_agent_does_not_pay_itself_where_a_rule_scores(store: Store) -> None:
+    group = await add_group(store, 0, [1.0, 0.0], status=GroupStatus.OPEN)
+    await add_session(store, group, 2, None)
+    await store.add_rewards([Reward(f"{group}:2.0", 1.0, RewardSource.AGENT)])
+    await store.close_group(group, GroupStatus.READY)
+    rule = RuleRewardConfig(type="rule", function="instar.demo.tasks:score")
+    config = make_config(groups_per_step=1).model_copy(update={"reward": rule})
+    batch = await take(store, Batcher(store, RUN, config))
+    assert (await outcomes(store))[f"{group}/2/0"] == "no_reward"
+    assert batch.report["reward_mean"] == 0.5
 
 
 async def test_only_the_final_session_of_a_slot_counts(store: Store) -> None:

@@ -158,6 +158,21 @@ async def test_logprobs(gateway: Served) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
+async def test_text_held_back_for_a_stop_string_is_streamed_beside_logprobs(gateway: Served) -> None:
+    session = await gateway.open()
+    chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True, stop=["hi there"])
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
+
+
+async def test_sessions_of_a_group_differ_whatever_seed_the_agent_asks_for(gateway: Served) -> None:
+    seeds: list[int | None] = []
+    for seed in (1, 2):
+        session = await gateway.open(channel="train", seed=seed)
+        await ask(gateway, session, [user("hi")], seed=42)
+        seeds += [call.params.seed for call in await gateway.calls(session)]
+    assert len(set(seeds)) == 2
+
+
 async def test_rewritten_history_branches_and_the_same_again_is_a_sibling(gateway: Served) -> None:
     session = await gateway.open()
     await ask(gateway, session, [user("one")])

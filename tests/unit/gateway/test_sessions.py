@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from instar.config import GatewayConfig
 from instar.gateway.auth import key_hash
 from instar.types import Channel, Link, RewardSource, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
@@ -140,8 +142,6 @@ async def test_live_sessions_are_found_by_what_is_said(gateway: Served) -> None:
 
 
 async def test_sessions_beyond_the_limit_are_read_back(serving: Serve) -> None:
-    from instar.config import GatewayConfig
-
     gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open() for _ in range(3)]
     for session in sessions:
@@ -156,6 +156,26 @@ async def test_sessions_beyond_the_limit_are_read_back(serving: Serve) -> None:
         assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS]
 
 
+async def test_more_sessions_in_flight_than_fit_in_memory(serving: Serve) -> None:
+    gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
+    sessions = [await gateway.open() for _ in range(6)]
+    answers = await asyncio.gather(*(chat(gateway, session.api_key) for session in sessions))
+    assert [answer.status_code for answer in answers] == [200] * 6
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"metadata": {"a": "\xff"}}', b'{"metadata": {"a": ' + b"[" * 3000 + b"]" * 3000 + b"}}"]
+)
+async def test_a_control_body_that_cannot_be_read_is_the_callers_fault(gateway: Served, body: bytes) -> None:
+    session = await gateway.open()
+    answer = await gateway.http.post(
+        f"/sessions/{session.session_id}/complete",
+        content=body,
+        headers={"Authorization": f"Bearer {session.api_key}"},
+    )
+    assert answer.status_code == 400
+
+
 async def test_health_needs_no_key(gateway: Served) -> None:
     assert (await gateway.http.get("/healthz")).json() == {"status": "ok", "engine": "up", "version": 0}
 
@@ -167,7 +187,10 @@ async def test_health_needs_no_key(gateway: Served) -> None:
         ({"colour": 1}, "colour"),
         ({"sampling": {"temprature": 0}}, "sampling.temprature"),
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ({"sampling": {"top_p": 0}}, "sampling.top_p"),
+        ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
         ({"seed": "x"}, "seed"),
+        ({"slot": 10**22}, "slot"),
     ],
 )
 async def test_bad_open(gateway: Served, body: Any, param: str) -> None:

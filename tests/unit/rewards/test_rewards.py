@@ -67,3 +67,8 @@ async def test_the_agents_own_word() -> None:
     assert await scorer.score(TASK, transcript("x", 0.5)) == [
         Reward("s", 0.5, RewardSource.AGENT, scorer="returned")
     ]
+
+
+async def test_an_agents_reward_that_is_no_number_fails_its_session_alone() -> None:
+    with pytest.raises(InstarError, match="the agent returned nan as its reward"):
+        await create_scorer(config(type="agent")).score(TASK, transcript("x", float("nan")))
