@@ -1,6 +1,8 @@
 # `make demo` and `make test` are all a newcomer needs; each creates the environment once.
 PYTHON ?= python3
 VENV ?= .venv
+# Further options for installing torch, such as an index with CPU builds.
+TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -22,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Instar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing into $(VENV): a few minutes the first time"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX) torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
 	@touch $@
 
