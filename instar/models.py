@@ -105,6 +105,7 @@ def _convert(gguf: Path, target: Path) -> None:
         "folder, name, target = sys.argv[1:]\n"
         "loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)\n"
         "loaded.config._name_or_path = ''\n"
+        "vars(loaded.config).pop('quantization_config', None)\n"  # what is saved is plain
         "fresh = LlamaForCausalLM(loaded.config).to(torch.bfloat16)\n"
         "fresh.load_state_dict(loaded.state_dict())\n"
         "fresh.save_pretrained(target)\n"

@@ -1,0 +1,29 @@
+"""The default model, fetched and converted for real into an empty cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from instar.models import DEFAULT_MODEL, is_cached, load_tokenizer, resolve_model
+
+
+def test_the_default_model_becomes_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTAR_CACHE", str(tmp_path))
+    assert not is_cached(DEFAULT_MODEL)
+    folder = resolve_model(DEFAULT_MODEL)
+    assert is_cached(DEFAULT_MODEL)
+    assert resolve_model(DEFAULT_MODEL) == folder
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [DEFAULT_MODEL], "nothing left behind"
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert model.dtype == torch.bfloat16
+    tokenizer = load_tokenizer(folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    reply = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    assert "Paris" in tokenizer.decode(reply[0])
