@@ -31,7 +31,7 @@ async def test_the_minimal_loop_trains_and_publishes(
     sessions = await store.sessions("minimal")
     await store.close()
     assert published == [1, 2]
-    assert len(sessions) == 2 * 6 * 8
+    assert len(sessions) == 2 * 3 * 8
     assert all(row.reward in (0.0, 1.0) and row.calls for row in sessions)
 
 

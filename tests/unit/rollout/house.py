@@ -162,14 +162,15 @@ def make_config(
         "agent": {"type": "function", "function": agent if ":" in agent else f"{HERE}:{agent}", "args": args},
         "group_size": 2,
         "timeout": 20,
-    }
+    } | rollout
+    alone = {"advantage": {"estimator": "running"}} if section["group_size"] == 1 else {}
     return RunConfig.model_validate(
         {
             "name": RUN,
             "dir": folder,
             "model": {"name": str(folder / "model")},
-            "trainer": {"groups_per_step": 2, "steps": 2, "mode": "sync", **(trainer or {})},
-            "rollout": section | rollout,
+            "trainer": {"groups_per_step": 2, "steps": 2, "mode": "sync", **alone, **(trainer or {})},
+            "rollout": section,
             "reward": reward or {"type": "rule", "function": f"{HERE}:is_right"},
             "eval": {"tasks": held_out},
         }
