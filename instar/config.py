@@ -71,6 +71,15 @@ class SqliteStoreConfig(Section):
     """The database file. Default: `store.db` in the run's folder."""
 
 
+class RedactConfig(Section):
+    """What is cut out of messages before they are stored. A call that held such a span is not trained on."""
+
+    secrets: bool = True
+    """Cut out what looks like an API key, a token or a private key."""
+    patterns: list[str] = []
+    """Further regular expressions; what they match is cut out."""
+
+
 class GatewayConfig(Section):
     """The server that agents talk to."""
 
@@ -84,6 +93,19 @@ class GatewayConfig(Section):
     """Largest request body, in bytes."""
     max_sessions_in_memory: Positive = 1024
     """Message graphs kept at hand; older ones are read back from the store when needed."""
+    max_in_flight: Positive = 1024
+    """Model calls at once; one more is answered with 429."""
+    max_messages: Positive = 20_000
+    """Most messages of one request."""
+    max_tools: Positive = 2048
+    """Most tools of one request."""
+    max_header: Positive = 64 * 1024
+    """Largest request line and headers, in bytes."""
+    read_timeout: Seconds = 60.0
+    """Deadline for a request's body to arrive."""
+    idle_timeout: Seconds = 1800.0
+    """A live session without a call for so long is closed."""
+    redact: RedactConfig = RedactConfig()
 
 
 class LocalEngineConfig(Section):
@@ -98,6 +120,8 @@ class LocalEngineConfig(Section):
     """Tokens the KV cache holds, live and kept for reuse. Default: by the memory there is."""
     threads: Positive | None = None
     """CPU threads of torch. Default: the cores there are, shared with a trainer that runs beside it."""
+    count: Positive = 1
+    """How many of them to run; the gateway spreads the sessions over them."""
     python: str | None = None
     """Interpreter to run this role with. Default: the running one."""
 
@@ -112,11 +136,49 @@ class ScriptedEngineConfig(Section):
     """`package.module:function` called with (prompt text, seed) for each reply, instead of `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
+    count: Positive = 1
+    """How many of them to run; the gateway spreads the sessions over them."""
     python: str | None = None
     """Interpreter to run this role with. Default: the running one."""
 
 
-EngineConfig = Annotated[LocalEngineConfig | ScriptedEngineConfig | PluginConfig, Field(discriminator="type")]
+class UpstreamEngineConfig(Section):
+    """A model that someone else serves, for agents to be recorded. Nothing is trained on a call unless the
+    provider returns its token ids and logprobs."""
+
+    type: Literal["upstream"] = "upstream"
+    base_url: str
+    """As its own clients are given it: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
+    dialect: Literal["chat", "responses", "messages", "completions"] = "chat"
+    """What it speaks. Requests in this dialect are passed on as they are, others are translated: to and from
+    `chat` and `messages`."""
+    also: list[Literal["chat", "responses", "messages", "completions"]] = []
+    """Further dialects that it speaks at the same address."""
+    api_key_env: str | None = None
+    """Environment variable with its key. Default: the key the agent sent, where that is not one of ours."""
+    model: str | None = None
+    """The model to ask it for. Default: the one that the agent asks for."""
+    token_ids: bool = False
+    """Ask for token ids and logprobs, as vLLM returns them: such calls are exact, and trainable."""
+    headers: dict[str, str] = {}
+    """Sent with every request."""
+    python: str | None = None
+    """Unused: it has no process of its own."""
+
+
+EngineConfig = Annotated[
+    LocalEngineConfig | ScriptedEngineConfig | UpstreamEngineConfig | PluginConfig,
+    Field(discriminator="type"),
+]
+
+
+class ModelRoute(Section):
+    """What answers when an agent asks for a model by some name."""
+
+    upstream: str | None = None
+    """One of `upstreams`. Default: the run's engine."""
+    trainable: bool = True
+    """False: recorded, never trained on."""
 
 
 class LoraConfig(Section):
@@ -381,6 +443,11 @@ class RunConfig(Section):
     store: SqliteStoreConfig = SqliteStoreConfig()
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
+    upstreams: dict[str, UpstreamEngineConfig] = {}
+    """Providers beside the engine, by a name of your choice."""
+    models: dict[str, ModelRoute] = {}
+    """The names that agents ask for (`*` stands for anything) and what answers them; the first that fits
+    counts. Default: the run's engine answers every name."""
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig | None = None
@@ -403,6 +470,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"trainer.max_staleness: given {given}; it is 0, or left out, when trainer.mode is sync"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _upstreams_are_known(self) -> Self:
+        for name, route in self.models.items():
+            if route.upstream is not None and route.upstream not in self.upstreams:
+                known = ", ".join(self.upstreams) or "none"
+                raise ValueError(f"models.{name}.upstream: given {route.upstream!r}; upstreams: {known}")
         return self
 
     @model_validator(mode="after")

@@ -197,6 +197,8 @@ class Session:
     sampling: Json = field(default_factory=dict[str, Any])
     """Sampling settings forced on every call of the session (``{"temperature": 0}``)."""
     metadata: Json = field(default_factory=dict[str, Any])
+    external_id: str | None = None
+    """What the agent itself calls this session, where it sends such an id."""
     created_at: float = 0.0
     ended_at: float | None = None
 
@@ -252,6 +254,13 @@ class Call:
     reason: str | None = None
     """Why it is not trainable, or was aborted."""
     dialect: str = "chat"
+    model: str = ""
+    """The name that the agent asked for."""
+    client_key: str | None = None
+    """The idempotency key of the request: the same one again is the same request again."""
+    digests: bytes = b""
+    """What requests are compared by (`record.chain`): keyed hashes of the tools, then of each message
+    beyond ``base_messages`` and of the reply, as they were before redaction. Empty: made from the messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so one for all is safe
     started_at: float = 0.0
     first_token_at: float | None = None

@@ -12,12 +12,24 @@ from instar.types import Call, Ids, Link, Message, Tool, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call. The first piece of a call has its id and name; the arguments of all its
+    pieces add up to its own."""
+
+    index: int
+    """Which tool call of the reply, from 0."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a reply. One of the three is set; a tool call comes whole, once it is closed and valid."""
+    """A piece of a reply. One of the three is set."""
 
     text: str = ""
     reasoning: str = ""
-    call: ToolCall | None = None
+    call: CallDelta | None = None
 
 
 class StreamParser(ABC):
@@ -68,8 +80,20 @@ class Renderer(ABC):
 
     @abstractmethod
     def stream(
-        self, tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
-    ) -> StreamParser: ...
+        self,
+        tools: Sequence[Tool] = (),
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        *,
+        eager: bool = False,
+    ) -> StreamParser:
+        """``eager``: let the arguments of a tool call out as they come, not when the call is closed. What
+        turns out malformed is plain text, unless a piece of it was let out already: then the call stands
+        as it was written."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Plain text → tokens, nothing added."""
 
     def parse(
         self,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from instar.gateway.base import ApiError
 from instar.record.base import Delta
-from instar.types import FinishReason, Message, Tool
+from instar.types import FinishReason, Floats, Ids, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,15 @@ class Request:
     model: str
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    """In the place of messages: a prompt to be continued, as text or as token ids."""
+    previous: str | None = None
+    """The id of an earlier answer that these messages continue; its messages and reply go before them."""
+    instructions: int = 0
+    """How many of the leading messages are this request's own instructions: they stay in front of, and are
+    not inherited from, the messages of ``previous``."""
+    identity: tuple[str, ...] = ()
+    """Ids in the body by which the agent may mean its session, the most telling first."""
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -28,6 +38,8 @@ class Request:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    wire: Any = None
+    """The decoded body, for what only its own dialect knows how to say back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,14 @@ class Choice:
     prompt_tokens: int
     sampled_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
+    stop: str | None = None
+    """The stop string that ended it."""
+    cached_tokens: int | None = None
+    """Prompt tokens that did not have to be computed, where that is known."""
+    prompt_ids: Ids | None = None
+    sampled_ids: Ids | None = None
+    """The exact tokens, where they are known."""
+    sampled_logprobs: Floats | None = None
 
 
 class StreamWriter(ABC):
@@ -70,6 +90,10 @@ class Dialect(ABC):
     name: str
     path: str
     """Behind ``/v1``."""
+    id_prefix: str
+    """Answers are named by ids that begin so."""
+    count_path: str | None = None
+    """Where it counts the tokens of a prompt, where it does."""
 
     @abstractmethod
     def read(self, body: bytes) -> Request:
@@ -83,3 +107,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def error(self, error: ApiError) -> bytes: ...
+
+    def read_count(self, body: bytes) -> Request:
+        """A request to ``count_path``."""
+        raise NotImplementedError
+
+    def count(self, tokens: int) -> bytes:
+        """The answer of ``count_path``."""
+        raise NotImplementedError
