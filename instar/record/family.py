@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from instar.errors import RenderError
 from instar.record.base import Delta, Renderer, StreamParser
 from instar.record.render import template_message
+from instar.record.stream import whole_call
 from instar.types import Message, Tool, ToolCall, new_id
 
 if TYPE_CHECKING:
@@ -55,9 +56,17 @@ class FamilyRenderer(Renderer):
         return list(bridged.token_ids)
 
     def stream(
-        self, tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
+        self,
+        tools: Sequence[Tool] = (),
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        *,
+        eager: bool = False,
     ) -> StreamParser:
         return FamilyStreamParser(self._library, self._decode, tools, stop, prompt_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id])
@@ -112,7 +121,7 @@ class FamilyStreamParser(StreamParser):
             self._message["reasoning"] = self._sent[0]
         if calls:
             self._message["tool_calls"] = calls
-        return [*deltas, *(Delta(call=call) for call in calls)]
+        return [*deltas, *(whole_call(i, call) for i, call in enumerate(calls))]
 
     @property
     def message(self) -> Message:

@@ -99,7 +99,7 @@ class TemplateRenderer(Renderer):
         self._opens_reasoning = self._prompt_text().rstrip().endswith(THINK_OPEN)
         self._bridge = TemplateBridge(
             self._ids,
-            self._encode,
+            self.encode,
             self._stop_token_ids,
             structured_calls=not self._generic,
             tool_formats=[()] if self._generic else [(), (PROBE_TOOL,)],
@@ -137,7 +137,12 @@ class TemplateRenderer(Renderer):
         return self._bridge.extend(prompt_ids, sampled_ids, new_messages, tools)
 
     def stream(
-        self, tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
+        self,
+        tools: Sequence[Tool] = (),
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        *,
+        eager: bool = False,
     ) -> StreamParser:
         scanner = Scanner(calls=bool(tools), reasoning=self._opens_reasoning)
         return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, scanner)
@@ -159,7 +164,7 @@ class TemplateRenderer(Renderer):
             # A template refuses by raise_exception, or trips over a role or field it was not written for.
             raise RenderError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _decode(self, ids: list[int]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from instar.record.base import Delta, StreamParser
+from instar.record.base import CallDelta, Delta, StreamParser
 from instar.record.tools import CLOSE, OPEN, parse_call
 from instar.types import Message, ToolCall
 
@@ -80,6 +80,10 @@ def overlap(text: str, marker: str) -> int:
         if text.endswith(marker[:length]):
             return length
     return 0
+
+
+def whole_call(index: int, call: ToolCall) -> Delta:
+    return Delta(call=CallDelta(index, call["id"], call["name"], call["arguments"]))
 
 
 class Scanner:
@@ -169,8 +173,8 @@ class Scanner:
             return False
         if closed and (call := parse_call(body)):
             self._space, self._trim_next = "", True
+            self._out.append(whole_call(len(self.tool_calls), call))
             self.tool_calls.append(call)
-            self._out.append(Delta(call=call))
             self._buffer = after
         else:
             self._say(OPEN)

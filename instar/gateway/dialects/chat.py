@@ -12,7 +12,7 @@ import orjson
 
 from instar.gateway.base import ApiError, bad_request, from_validation
 from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
-from instar.record.base import Delta
+from instar.record.base import CallDelta, Delta
 from instar.types import Json, Message, Tool, ToolCall
 
 # --- the wire, in -------------------------------------------------------------------------------
@@ -269,7 +269,6 @@ class ChatStreamWriter(StreamWriter):
         }
         if request.include_usage:
             self._head["usage"] = None
-        self._calls: dict[int, int] = {}
 
     def begin(self, index: int) -> bytes:
         return self._chunk(index, {"role": "assistant", "content": ""})
@@ -303,13 +302,15 @@ class ChatStreamWriter(StreamWriter):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return _event({**self._head, "choices": [choice]})
 
-    def _call(self, index: int, call: ToolCall) -> list[bytes]:
+    def _call(self, index: int, call: CallDelta) -> list[bytes]:
         """The name first, then the arguments, as clients expect to put them together."""
-        at = self._calls.get(index, 0)
-        self._calls[index] = at + 1
-        opening = {**_wire_call(call), "index": at, "function": {"name": call["name"], "arguments": ""}}
-        arguments = {"index": at, "function": {"arguments": call["arguments"]}}
-        return [self._chunk(index, {"tool_calls": [part]}) for part in (opening, arguments)]
+        parts: list[Json] = []
+        if call.id:
+            function = {"name": call.name, "arguments": ""}
+            parts.append({"index": call.index, "id": call.id, "type": "function", "function": function})
+        if call.arguments:
+            parts.append({"index": call.index, "function": {"arguments": call.arguments}})
+        return [self._chunk(index, {"tool_calls": [part]}) for part in parts]
 
 
 def _error(error: ApiError) -> Json:

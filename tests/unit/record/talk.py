@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+from instar.record.base import Delta
 from instar.record.tools import format_call
 from instar.types import Message, Tool, ToolCall
 
@@ -48,6 +49,16 @@ def follow_up(rng: random.Random, reply: Message) -> list[Message]:
     if results and rng.random() < 0.8:
         return results
     return [*results, Message(role="user", content=words(rng))]
+
+
+def calls_of(deltas: list[Delta]) -> list[ToolCall]:
+    """What the pieces of tool calls add up to."""
+    calls: list[ToolCall] = []
+    for piece in (delta.call for delta in deltas if delta.call):
+        if piece.index == len(calls):
+            calls.append(ToolCall(id=piece.id, name=piece.name, arguments=""))
+        calls[piece.index]["arguments"] += piece.arguments
+    return calls
 
 
 def echo(rng: random.Random, reply: Message) -> Message:

@@ -9,7 +9,7 @@ import pytest
 from instar.record.family import FamilyRenderer
 from instar.types import Message
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.record.talk import CALC
+from tests.unit.record.talk import CALC, calls_of
 
 QUESTION = Message(role="user", content="What is 24 * 310?")
 REPLY = (
@@ -27,7 +27,7 @@ def qwen3() -> FamilyRenderer:
 
 
 def ids_of(renderer: FamilyRenderer, text: str) -> list[int]:
-    return renderer._tokenizer.encode(text, add_special_tokens=False)
+    return renderer.encode(text)
 
 
 def test_parse_and_stream_agree(qwen3: FamilyRenderer) -> None:
@@ -45,7 +45,7 @@ def test_parse_and_stream_agree(qwen3: FamilyRenderer) -> None:
         deltas += parser.finish()
         assert "".join(delta.text for delta in deltas) == whole["content"] == parser.message["content"]
         assert "".join(delta.reasoning for delta in deltas) == "hm"
-        assert [delta.call for delta in deltas if delta.call] == parser.message.get("tool_calls")
+        assert calls_of(deltas) == parser.message.get("tool_calls")
         assert len(deltas) > 4, "it does stream"
 
 

@@ -77,7 +77,7 @@ class Talk:
 
     def ids(self, text: str) -> list[int]:
         assert isinstance(self.renderer, TemplateRenderer)
-        return [*self.renderer._encode(text), self.renderer.stop_token_ids[0]]
+        return [*self.renderer.encode(text), self.renderer.stop_token_ids[0]]
 
 
 def test_random_sessions_extend_exactly(tiny: TemplateRenderer) -> None:

@@ -42,7 +42,7 @@ def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> Non
         canonical = True
         for _ in range(rng.randint(1, 4)):
             text = reply_text(rng)
-            sampled = renderer._encode(text)
+            sampled = renderer.encode(text)
             ended = rng.random() < 0.7
             if ended:
                 sampled.append(renderer.stop_token_ids[0])
@@ -63,7 +63,7 @@ def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> Non
 
 def test_cut_reply_is_closed_by_unsampled_tokens(renderer: TemplateRenderer) -> None:
     prompt = renderer.render([QUESTION])
-    sampled = renderer._encode("It is")
+    sampled = renderer.encode("It is")
     new = [Message(role="user", content="Go on")]
     cut = renderer.extend(prompt, sampled, new)
     ended = renderer.extend(prompt, [*sampled, renderer.stop_token_ids[0]], new)
@@ -85,7 +85,7 @@ def test_template_that_knows_tools_is_used(load: Load) -> None:
     renderer = load(HERMES)
     assert not renderer.generic_tools
     assert renderer.bridged_roles == {"user", "tool"}
-    sampled = renderer._encode('<tool_call>{"name":"calc","arguments":{"expression":"1"}}</tool_call>')
+    sampled = renderer.encode('<tool_call>{"name":"calc","arguments":{"expression":"1"}}</tool_call>')
     sampled.append(renderer.stop_token_ids[0])
     prompt = renderer.render([QUESTION], [CALC])
     reply = renderer.parse(sampled, [CALC])

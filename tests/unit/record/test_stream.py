@@ -8,13 +8,13 @@ from instar.record.base import Delta, StreamParser
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call, parse_call
 from instar.types import Message, ToolCall
-from tests.unit.record.talk import CALC, reply_text
+from tests.unit.record.talk import CALC, calls_of, reply_text
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
 
 
 def ids_of(renderer: TemplateRenderer, text: str) -> list[int]:
-    return renderer._encode(text)
+    return renderer.encode(text)
 
 
 def fed(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[Delta]:
@@ -46,7 +46,7 @@ def test_any_chunking_gives_the_same_reply(renderer: TemplateRenderer) -> None:
         assert without_ids(parser.message) == without_ids(whole)
         assert "".join(delta.text for delta in deltas) == whole["content"]
         assert "".join(delta.reasoning for delta in deltas) == whole.get("reasoning", "")
-        assert [delta.call for delta in deltas if delta.call] == parser.message.get("tool_calls", [])
+        assert calls_of(deltas) == parser.message.get("tool_calls", [])
 
 
 def test_characters_are_never_split(tiny: TemplateRenderer) -> None:
