@@ -1,0 +1,236 @@
+"""A server that plays a script to an agent in the agent's own dialect, and keeps what the agent sent.
+
+It knows nothing of Instar: what is recorded with it are the requests of real agents. Chat completions,
+Responses and Messages, streamed or not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+Json = dict[str, Any]
+DIALECTS = {"/chat/completions": "chat", "/responses": "responses", "/messages": "messages"}
+SECRET_HEADERS = {"authorization", "x-api-key", "cookie"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model says: a text, then calls of tools. ``prompt_tokens`` is the length it claims the prompt
+    has: agents compact their context by it."""
+
+    text: str = ""
+    calls: tuple[tuple[str, Json], ...] = ()
+    prompt_tokens: int = 1000
+
+
+Script = Callable[[str, Json], Reply]
+"""From a dialect and the body of a request to the reply."""
+
+
+@dataclass
+class Exchange:
+    path: str
+    headers: dict[str, str]
+    body: Json
+    reply: Json
+    """The answer, as it is when it is not streamed."""
+
+
+@dataclass
+class Capture:
+    script: Script
+    exchanges: list[Exchange] = field(default_factory=list[Exchange])
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/{path:path}", self._serve, methods=["POST"]),
+                Route("/{path:path}", self._models, methods=["GET", "HEAD"]),
+            ]
+        )
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "instar", "object": "model"}]})
+
+    async def _serve(self, request: Request) -> Response:
+        path = request.url.path
+        body = json.loads(await request.body() or b"{}")
+        if path.endswith("/count_tokens"):
+            return JSONResponse({"input_tokens": 1000})
+        dialect = next((name for end, name in DIALECTS.items() if path.endswith(end)), None)
+        if dialect is None:
+            return JSONResponse({"error": {"message": f"no such path: {path}"}}, status_code=404)
+        reply = self.script(dialect, body)
+        number = len(self.exchanges)
+        whole, events = {"chat": _chat, "responses": _responses, "messages": _messages}[dialect](
+            reply, number, body.get("model", "")
+        )
+        headers = {key: value for key, value in request.headers.items() if key not in SECRET_HEADERS}
+        self.exchanges.append(Exchange(path, headers, body, whole))
+        if body.get("stream"):
+            return StreamingResponse(_sse(events), media_type="text/event-stream")
+        return JSONResponse(whole)
+
+
+async def _sse(events: Iterator[tuple[str | None, Json | str]]) -> AsyncIterator[bytes]:
+    for name, data in events:
+        text = data if isinstance(data, str) else json.dumps(data)
+        yield f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
+
+
+Events = Iterator[tuple[str | None, Json | str]]
+
+
+def _chat(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
+    calls = [
+        {
+            "id": f"call_{number:04d}{index}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
+        for index, (name, arguments) in enumerate(reply.calls)
+    ]
+    usage = {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": 20,
+        "total_tokens": reply.prompt_tokens + 20,
+    }
+    head = {"id": f"chatcmpl-{number:04d}", "created": 1, "model": model}
+    finish = "tool_calls" if calls else "stop"
+    message = {"role": "assistant", "content": reply.text or None, **({"tool_calls": calls} if calls else {})}
+    choice = {"index": 0, "message": message, "finish_reason": finish}
+    whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+
+    def chunk(delta: Json, finish: str | None = None) -> Json:
+        return {
+            **head,
+            "object": "chat.completion.chunk",
+            "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+        }
+
+    def events() -> Events:
+        yield None, chunk({"role": "assistant", "content": ""})
+        if reply.text:
+            yield None, chunk({"content": reply.text})
+        for index, call in enumerate(calls):
+            yield None, chunk({"tool_calls": [{"index": index, **call}]})
+        yield None, chunk({}, finish)
+        yield None, {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        yield None, "[DONE]"
+
+    return whole, events()
+
+
+def _messages(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
+    blocks: list[Json] = [{"type": "text", "text": reply.text}] if reply.text else []
+    blocks += [
+        {"type": "tool_use", "id": f"toolu_{number:04d}{index}", "name": name, "input": arguments}
+        for index, (name, arguments) in enumerate(reply.calls)
+    ]
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 20}
+    whole: Json = {
+        "id": f"msg_{number:04d}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": blocks,
+        "stop_reason": "tool_use" if reply.calls else "end_turn",
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+    def events() -> Events:
+        start = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
+        yield "message_start", {"type": "message_start", "message": start}
+        for index, block in enumerate(blocks):
+            if block["type"] == "text":
+                empty: Json = {"type": "text", "text": ""}
+                delta: Json = {"type": "text_delta", "text": block["text"]}
+            else:
+                empty = {**block, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield (
+                "content_block_start",
+                {"type": "content_block_start", "index": index, "content_block": empty},
+            )
+            yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+            yield "content_block_stop", {"type": "content_block_stop", "index": index}
+        ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        yield "message_delta", {"type": "message_delta", "delta": ended, "usage": usage}
+        yield "message_stop", {"type": "message_stop"}
+
+    return whole, events()
+
+
+def _responses(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
+    items: list[Json] = []
+    if reply.text:
+        part = {"type": "output_text", "text": reply.text, "annotations": []}
+        items.append(
+            {
+                "id": f"msg_{number:04d}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
+        )
+    items += [
+        {
+            "id": f"fc_{number:04d}{index}",
+            "type": "function_call",
+            "call_id": f"call_{number:04d}{index}",
+            "name": name,
+            "arguments": json.dumps(arguments),
+            "status": "completed",
+        }
+        for index, (name, arguments) in enumerate(reply.calls)
+    ]
+    usage = {
+        "input_tokens": reply.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 20,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.prompt_tokens + 20,
+    }
+    whole: Json = {
+        "id": f"resp_{number:04d}",
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "model": model,
+        "output": items,
+        "usage": usage,
+    }
+
+    def typed() -> Iterator[Json]:
+        started = {**whole, "status": "in_progress", "output": [], "usage": None}
+        yield {"type": "response.created", "response": started}
+        for index, item in enumerate(items):
+            at = {"output_index": index, "item_id": item["id"]}
+            if item["type"] == "message":
+                opened = {**item, "content": [], "status": "in_progress"}
+                yield {"type": "response.output_item.added", "output_index": index, "item": opened}
+                text = {"type": "response.output_text.delta", "content_index": 0, "delta": reply.text}
+                yield {**text, **at}
+            else:
+                opened = {**item, "arguments": "", "status": "in_progress"}
+                yield {"type": "response.output_item.added", "output_index": index, "item": opened}
+                delta = item["arguments"]
+                yield {"type": "response.function_call_arguments.delta", "delta": delta, **at}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        yield {"type": "response.completed", "response": whole}
+
+    def events() -> Events:
+        for sequence, event in enumerate(typed()):
+            yield event["type"], {**event, "sequence_number": sequence}
+
+    return whole, events()

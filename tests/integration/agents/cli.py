@@ -1,0 +1,224 @@
+"""The command-line agents of npm that are tested, as they are: how each is installed, pointed at a server and
+given a task without a person at the keyboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CACHE = Path(__file__).parents[3] / ".cache" / "agents"
+NODE = "24.21.0"
+"""OpenClaw needs at least 24.16; the others are content with it."""
+INSTALL_TIMEOUT = 540
+
+
+class NotInstalled(Exception):
+    """Why an agent could not be had."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an agent is pointed."""
+
+    url: str
+    """Without ``/v1``."""
+    key: str
+    model: str = "instar"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A command, and what it is given besides a clean HOME."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True)
+class CliAgent:
+    name: str
+    package: str
+    version: str
+    prepare: Callable[[Path, Target, str], Prepared]
+    """From its HOME, the server and the task; may write settings into the HOME."""
+
+    @property
+    def folder(self) -> Path:
+        return CACHE / f"{self.name}-{self.version}"
+
+    def install(self) -> None:
+        install("node", "node", NODE)
+        install(self.name, self.package, self.version)
+
+    def run(self, home: Path, work: Path, target: Target, task: str, timeout: float = 120) -> str:
+        """Its output. Raises CalledProcessError or TimeoutExpired, both with what it said."""
+        home.mkdir(parents=True, exist_ok=True)
+        prepared = self.prepare(home, target, task)
+        done = subprocess.run(
+            [str(self.folder / "node_modules" / ".bin" / prepared.argv[0]), *prepared.argv[1:]],
+            cwd=work,
+            env=_environment(home, prepared.env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, prepared.argv, done.stdout)
+        return done.stdout
+
+
+def install(name: str, package: str, version: str) -> None:
+    """Into the cache, once. A half-made folder is never taken for a whole one."""
+    folder = CACHE / f"{name}-{version}"
+    if folder.exists():
+        return
+    npm = shutil.which("npm")
+    if npm is None:
+        raise NotInstalled("npm is not installed")
+    fresh = CACHE / f".{name}-{os.getpid()}"
+    fresh.mkdir(parents=True)
+    command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(fresh), f"{package}@{version}"]
+    env = {**os.environ, "PATH": _path()}
+    try:
+        subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
+        fresh.rename(folder)
+    except subprocess.CalledProcessError as error:
+        raise NotInstalled(f"npm refused {package}@{version}: {error.stderr[-500:]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NotInstalled(f"npm did not install {package}@{version} in {INSTALL_TIMEOUT} s") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _path() -> str:
+    """With our Node in front of the machine's."""
+    return f"{CACHE / f'node-{NODE}' / 'node_modules' / 'node' / 'bin'}:{os.environ['PATH']}"
+
+
+def _environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """Nothing of the machine's own settings reaches an agent."""
+    return {
+        "HOME": str(home),
+        "PATH": _path(),
+        "TMPDIR": str(home),
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        **more,
+    }
+
+
+def _claude_code(home: Path, target: Target, task: str) -> Prepared:
+    return Prepared(
+        ["claude", "-p", task, "--dangerously-skip-permissions", "--model", target.model],
+        {
+            "ANTHROPIC_BASE_URL": target.url,
+            "ANTHROPIC_API_KEY": target.key,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": target.model,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "IS_SANDBOX": "1",
+        },
+    )
+
+
+def _codex(home: Path, target: Target, task: str) -> Prepared:
+    settings = home / ".codex" / "config.toml"
+    settings.parent.mkdir(exist_ok=True)
+    settings.write_text(
+        f"""
+model = "{target.model}"
+model_provider = "instar"
+
+[model_providers.instar]
+name = "Instar"
+base_url = "{target.url}/v1"
+env_key = "INSTAR_KEY"
+wire_api = "responses"
+"""
+    )
+    return Prepared(
+        ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", task],
+        {"INSTAR_KEY": target.key},
+    )
+
+
+def _qwen_code(home: Path, target: Target, task: str) -> Prepared:
+    return Prepared(
+        ["qwen", "-y", "--auth-type", "openai", "-p", task],
+        {
+            "OPENAI_BASE_URL": f"{target.url}/v1",
+            "OPENAI_API_KEY": target.key,
+            "OPENAI_MODEL": target.model,
+            "QWEN_TELEMETRY_ENABLED": "0",
+        },
+    )
+
+
+def _opencode(home: Path, target: Target, task: str) -> Prepared:
+    settings = home / ".config" / "opencode" / "opencode.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Instar",
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key},
+        "models": {target.model: {"name": target.model, "limit": {"context": 200000, "output": 8192}}},
+    }
+    settings.write_text(
+        json.dumps(
+            {
+                "provider": {"instar": provider},
+                "model": f"instar/{target.model}",
+                "autoupdate": False,
+                "share": "disabled",
+            }
+        )
+    )
+    return Prepared(["opencode", "run", task], {"OPENCODE_DISABLE_MODELS_FETCH": "1"})
+
+
+def _openclaw(home: Path, target: Target, task: str) -> Prepared:
+    settings = home / ".openclaw" / "openclaw.json"
+    settings.parent.mkdir(exist_ok=True)
+    model = {"id": target.model, "name": target.model, "contextWindow": 200000, "maxTokens": 8192}
+    settings.write_text(
+        json.dumps(
+            {
+                "models": {
+                    "providers": {
+                        "instar": {
+                            "baseUrl": f"{target.url}/v1",
+                            "apiKey": target.key,
+                            "api": "openai-completions",
+                            "models": [model],
+                        }
+                    }
+                },
+                "agents": {"defaults": {"model": {"primary": f"instar/{target.model}"}}},
+            }
+        )
+    )
+    return Prepared(["openclaw", "agent", "--local", "--session-id", "tests", "--message", task])
+
+
+AGENTS = {
+    agent.name: agent
+    for agent in (
+        CliAgent("claude-code", "@anthropic-ai/claude-code", "2.1.325", _claude_code),
+        CliAgent("codex", "@openai/codex", "0.166.0", _codex),
+        CliAgent("qwen-code", "@qwen-code/qwen-code", "0.24.4", _qwen_code),
+        CliAgent("opencode", "opencode-ai", "1.18.33", _opencode),
+        CliAgent("openclaw", "openclaw", "2026.9.6", _openclaw),
+    )
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or AGENTS:
+        AGENTS[name].install()
