@@ -33,7 +33,10 @@ BUILTIN: dict[str, dict[str, str]] = {
         "agent": "instar.rewards.agent:AgentReward",
         "rule": "instar.rewards.rule:RuleReward",
     },
-    "dialects": {"chat": "instar.gateway.dialects.chat:ChatDialect"},
+    "dialects": {
+        "chat": "instar.gateway.dialects.chat:ChatDialect",
+        "messages": "instar.gateway.dialects.messages:MessagesDialect",
+    },
 }
 
 
