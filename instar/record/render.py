@@ -144,7 +144,7 @@ class TemplateRenderer(Renderer):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        scanner = Scanner(calls=bool(tools), reasoning=self._opens_reasoning)
+        scanner = Scanner(calls=bool(tools), reasoning=self._opens_reasoning, eager=eager)
         return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, scanner)
 
     def token_text(self, token_id: int) -> str:

@@ -2,13 +2,15 @@
 
 Three stages: ids → text that never ends inside a character; text → text up to a stop string; text →
 reasoning, content and tool calls. Each holds back what it cannot tell yet: the bytes of half a
-character, what may be the start of a stop string, what may become a tool call.
+character, what may be the start of a stop string, what may become a tool call (or, when eager, the part of a
+call that has no argument yet).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from instar.record.arguments import EagerCall
 from instar.record.base import CallDelta, Delta, StreamParser
 from instar.record.tools import CLOSE, OPEN, parse_call
 from instar.types import Message, ToolCall
@@ -89,8 +91,10 @@ def whole_call(index: int, call: ToolCall) -> Delta:
 class Scanner:
     """Text → reasoning, content and tool calls. White space beside a call belongs to neither."""
 
-    def __init__(self, *, calls: bool, reasoning: bool = False) -> None:
+    def __init__(self, *, calls: bool, reasoning: bool = False, eager: bool = False) -> None:
         self._look_for_calls = calls
+        self._eager = eager
+        self._open: EagerCall | None = None
         self._state = "reasoning" if reasoning else "start"
         self._buffer = ""
         self._space = ""
@@ -110,6 +114,9 @@ class Scanner:
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
             self._reason(rest)
+        elif self._open is not None:
+            self._out += self._open.feed(rest)
+            self._close_call(self._open)
         else:
             self._say(rest)
             if not self.tool_calls:
@@ -128,6 +135,8 @@ class Scanner:
             return self._begin()
         if self._state == "reasoning":
             return self._in_reasoning()
+        if self._open is not None:
+            return self._in_open_call(self._open)
         return self._in_content()
 
     def _begin(self) -> bool:
@@ -170,16 +179,41 @@ class Scanner:
         begun = rest.lstrip()
         body, closed, after = rest.partition(CLOSE)
         if (not begun or begun.startswith("{")) and not closed:
-            return False
+            return self._eager and self._begin_call(rest)
         if closed and (call := parse_call(body)):
-            self._space, self._trim_next = "", True
             self._out.append(whole_call(len(self.tool_calls), call))
-            self.tool_calls.append(call)
+            self._called(call)
             self._buffer = after
         else:
             self._say(OPEN)
             self._buffer = rest
         return True
+
+    def _begin_call(self, rest: str) -> bool:
+        sure = len(rest) - overlap(rest, CLOSE)
+        if begun := EagerCall.begin(rest[:sure], len(self.tool_calls)):
+            self._open, deltas = begun
+            self._out += deltas
+            self._called(self._open.call)
+            self._buffer = rest[sure:]
+        return False
+
+    def _in_open_call(self, call: EagerCall) -> bool:
+        body, closed, after = self._buffer.partition(CLOSE)
+        sure = len(body) if closed else len(body) - overlap(body, CLOSE)
+        self._out += call.feed(body[:sure])
+        self._buffer = after if closed else body[sure:]
+        if closed:
+            self._close_call(call)
+        return bool(closed)
+
+    def _close_call(self, call: EagerCall) -> None:
+        self._out += call.finish()
+        self._open = None
+
+    def _called(self, call: ToolCall) -> None:
+        self.tool_calls.append(call)
+        self._space, self._trim_next = "", True
 
     def _reason(self, text: str) -> None:
         if text:

@@ -69,13 +69,23 @@ def parse_call(body: str) -> ToolCall | None:
     """The text between the tags → a call, its arguments as written; None when it is not a valid call."""
     try:
         members = _raw_members(body.strip())
-        name = json.loads(members["name"])
+        name = call_name(members["name"])
         arguments = members.get("arguments", "{}")
     except (ValueError, KeyError, RecursionError):
         return None
-    if not isinstance(name, str) or not name or not arguments.startswith("{"):
+    if name is None or not arguments.startswith("{"):
         return None
     return ToolCall(id=new_id("call"), name=name, arguments=arguments)
+
+
+def call_name(text: str) -> str | None:
+    """The JSON text of a tool's name → the name; None when it is empty or could not be sent to anyone."""
+    try:
+        name: Any = json.loads(text)
+        # Half a surrogate pair is valid JSON and no text.
+        return name if isinstance(name, str) and name.encode() else None
+    except ValueError:
+        return None
 
 
 def to_generic(

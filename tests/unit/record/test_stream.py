@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from instar.record.base import Delta, StreamParser
+from instar.record.arguments import JsonObject
+from instar.record.base import CallDelta, Delta, StreamParser
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call, parse_call
 from instar.types import Message, ToolCall
-from tests.unit.record.talk import CALC, calls_of, reply_text
+from tests.unit.record.talk import CALC, call_text, calls_of, reply_text, words
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
 
@@ -126,3 +128,100 @@ def test_arguments_keep_their_text() -> None:
 def test_invalid_arguments_are_quoted() -> None:
     written = format_call(ToolCall(id="", name="f", arguments="{oops"))
     assert written == '<tool_call>{"name": "f", "arguments": "{oops"}</tool_call>'
+
+
+def eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[Delta], Message]:
+    parser = renderer.stream([CALC], eager=True)
+    ids = ids_of(renderer, text)
+    deltas = fed(parser, ids, [size] * (len(ids) // size))
+    assert calls_of(deltas) == parser.message.get("tool_calls", [])
+    assert "".join(delta.text for delta in deltas) == parser.message["content"]
+    return deltas, parser.message
+
+
+def test_eager_replies_are_the_same_when_their_calls_are_valid(renderer: TemplateRenderer) -> None:
+    rng = random.Random(3)
+    for _ in range(150):
+        text = f"{words(rng).replace('<', '')}{call_text(rng)}\n{call_text(rng)}"
+        _, message = eagerly(renderer, text, rng.choice([1, 1, 2, 7]))
+        assert without_ids(message) == without_ids(renderer.parse(ids_of(renderer, text), [CALC]))
+
+
+def test_arguments_come_as_they_are_written(tiny: TemplateRenderer) -> None:
+    written = json.dumps({"code": "print('日本', \"x\")\n" * 20, "n": -1.5e3, "deep": [{"a": None}, []]})
+    deltas, message = eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}}}</tool_call>')
+    pieces = [delta.call for delta in deltas if delta.call]
+    assert (pieces[0].name, pieces[0].arguments) == ("calc", "")
+    assert len(pieces) > 200, "they come token by token"
+    assert message.get("tool_calls", [])[0]["arguments"] == written
+
+
+def test_a_call_is_announced_with_its_first_value_and_not_before(tiny: TemplateRenderer) -> None:
+    parser = tiny.stream([CALC], eager=True)
+    assert not parser.feed(ids_of(tiny, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
+    first, second = parser.feed(ids_of(tiny, ","))
+    assert first.call == CallDelta(0, first.call.id if first.call else "", "calc")
+    assert second.call == CallDelta(0, arguments='{"n": 1,')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "calc", "arguments": {}',
+        '<tool_call>{"name": "calc", "arguments": {"a": oops}}</tool_call>',
+        '<tool_call>{"name": "calc", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {"a": "x"}}</tool_call>',
+        '<tool_call>{"name": "\\ud800", "arguments": {"a": "x"}}</tool_call>',
+        '<tool_call>{"arguments": {"a": "x"}, "name": 5}</tool_call>',
+    ],
+)
+def test_what_is_malformed_before_its_first_value_is_text(tiny: TemplateRenderer, text: str) -> None:
+    assert eagerly(tiny, text)[1] == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"a": "cut of', '{"a": "cut of'),
+        ('{"a": "x", "b": 12', '{"a": "x", "b": 12'),
+        ('{"a": "x" oops}}</tool_call>', '{"a": "x" oops}}'),
+        ('{"a": "two\nlines"}}</tool_call>', '{"a": "two\nlines"}'),
+        ('{"a": "x"}} and more</tool_call>', '{"a": "x"}'),
+        ('{"a": "x"}', '{"a": "x"}'),
+        ('{"a": "\\u12"}}</tool_call>', '{"a": "\\u12"}'),
+    ],
+)
+def test_what_was_let_out_stands(tiny: TemplateRenderer, written: str, arguments: str) -> None:
+    _, message = eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}')
+    assert [call["arguments"] for call in message.get("tool_calls", ())] == [arguments]
+    assert message["content"] == "Hm."
+
+
+def test_arguments_before_the_name_wait_for_the_end(tiny: TemplateRenderer) -> None:
+    deltas, message = eagerly(tiny, '<tool_call>{"arguments": {"a": "x"}, "name": "calc"}</tool_call>')
+    assert len(deltas) == 1
+    assert len(message.get("tool_calls", ())) == 1
+
+
+def test_an_object_is_followed_as_python_reads_it() -> None:
+    rng = random.Random(4)
+    alphabet = '{}[]",:\\u0a1-.eE \ntrue null\x01'
+    for _ in range(3000):
+        text = json.dumps(
+            {"k": [rng.choice([1, -2.5e9, "é\n", None, True, {}, [], {"a": [[]]}])] * 2, "": ""}
+        )
+        for _ in range(rng.choice([0, 1, 2])):
+            at = rng.randrange(1, len(text))
+            text = text[:at] + rng.choice(alphabet) + text[at + rng.choice([0, 1]) :]
+        followed, held = JsonObject(), ""
+        for char in text:
+            held = (held + char)[followed.feed(held + char) :]
+        valid = followed.done and not followed.flawed and not held
+        assert valid == is_object(text), text
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
