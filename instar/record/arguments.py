@@ -125,8 +125,8 @@ class JsonObject:
 
 
 class EagerCall:
-    """A call, ``{"name": ..., "arguments": {...}}``, as it is written. Its arguments are let out from their first
-    value on, each character as it was generated.
+    """A call, ``{"name": ..., "arguments": {...}}``, as it is written. Its arguments are let out from their
+    first value on, each character as it was generated.
 
     Once something was let out, the call stands. Where the arguments stop being JSON, all that follows is
     taken for a part of them, for no one can tell where they end.
