@@ -1,0 +1,463 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from anthropic.types import Message as AnthropicMessage
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from instar.gateway.base import ApiError
+from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.dialects.messages import MessagesDialect, models_answer
+from instar.record.base import CallDelta, Delta
+from instar.record.chain import canonical
+from instar.types import Message, ToolCall
+
+DIALECT = MessagesDialect()
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+ASK: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
+SESSION = "6a05e087-8870-4876-a543-7e6f03946a05"
+
+
+def read(**fields: Any) -> Request:
+    return DIALECT.read(json.dumps({**ASK, **fields}).encode())
+
+
+def read_messages(*messages: Any) -> tuple[Message, ...]:
+    return read(messages=messages).messages
+
+
+def text(said: str, **marks: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said, **marks}
+
+
+def choice(message: Message, **options: Any) -> Choice:
+    return Choice(
+        **{"message": message, "finish_reason": "stop", "prompt_tokens": 9, "sampled_tokens": 5, **options}
+    )
+
+
+def answered(message: Message, *, request: Request | None = None, **options: Any) -> AnthropicMessage:
+    body = DIALECT.answer("msg_1", request or read(), [choice(message, **options)])
+    return AnthropicMessage.model_validate_json(body, strict=True)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def test_a_request_of_claude_code() -> None:
+    """The shape of its traffic, version 2.1.197: blocks, marks, hints and a changing line for billing."""
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    request = read(
+        system=[
+            text("x-anthropic-billing-header: cc_version=2.1.197.fc3; cc_entrypoint=cli; cch=71fea;"),
+            text("You are a Claude agent.", **cached),
+            text("\nBe brief.", **cached),
+        ],
+        messages=[
+            {"role": "user", "content": [text("<system-reminder>"), text("Fix it.", **cached)]},
+            {"role": "system", "content": "Agents: none"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Read first.", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    text("Let me see."),
+                    {"type": "tool_use", "id": "t1", "name": "Read", "input": {"path": "a", "n": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [text("1"), text("2")]},
+                    text("Go on."),
+                ],
+            },
+        ],
+        tools=[
+            {
+                "name": "Read",
+                "description": "Reads.",
+                "input_schema": {"type": "object", "properties": {}},
+                "eager_input_streaming": True,
+                "defer_loading": True,
+                **cached,
+            },
+            {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+        ],
+        metadata={"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": SESSION})},
+        thinking={"type": "adaptive"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+        service_tier="auto",
+        stream=True,
+    )
+    assert request.messages == (
+        {"role": "system", "content": "You are a Claude agent.\n\n\nBe brief."},
+        {"role": "user", "content": "<system-reminder>\n\nFix it."},
+        {"role": "system", "content": "Agents: none"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning": "Read first.",
+            "tool_calls": [ToolCall(id="t1", name="Read", arguments='{"path": "a", "n": 1}')],
+        },
+        {"role": "tool", "content": "1\n\n2", "tool_call_id": "t1"},
+        {"role": "user", "content": "Go on."},
+    )
+    assert [tool["name"] for tool in request.tools] == ["Read"]
+    assert request.identity == (f"claude-session:{SESSION}",)
+    assert request.stream
+    assert request.max_tokens == 64
+
+
+def test_the_line_for_billing_is_not_part_of_the_prompt() -> None:
+    first, second = (read(system=f"x-anthropic-billing-header: cch={i};\nBe brief.") for i in range(2))
+    assert first.messages == second.messages
+    assert first.messages[0] == {"role": "system", "content": "Be brief."}
+    assert read(system=[text("x-anthropic-billing-header: cch=1;")]).messages[0]["role"] == "user"
+
+
+def test_text_before_a_tool_result_stays_before_it() -> None:
+    results = [{"type": "tool_result", "tool_use_id": i, "content": i, "is_error": i == "b"} for i in "ab"]
+    messages = read_messages({"role": "user", "content": [text("First."), results[0], text(""), results[1]]})
+    assert [(m["role"], m["content"]) for m in messages if m["content"]] == [
+        ("user", "First."),
+        ("tool", "a"),
+        ("tool", "Error: b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("user_id", "identity"),
+    [
+        (f"user_ab_account_cd_session_{SESSION}", (f"claude-session:{SESSION}",)),
+        (json.dumps({"session_id": SESSION}), (f"claude-session:{SESSION}",)),
+        ("bob", ("user_id:bob",)),
+        ("{bob", ("user_id:{bob",)),
+        ('{"session_id": 3}', ('user_id:{"session_id": 3}',)),
+        ("", ()),
+        (None, ()),
+    ],
+)
+def test_identity(user_id: str | None, identity: tuple[str, ...]) -> None:
+    assert read(metadata={"user_id": user_id}).identity == identity
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"stop_sequences": ["a", ""]}, "stop_sequences[1]"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+    ({"logprobs": True}, "logprobs"),
+    ({"n": 2}, "n"),
+    ({"seed": 2}, "seed"),
+    ({"container": "c"}, "container"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"thinking": {"type": "deep"}}, "thinking.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits[0].type",
+    ),
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+    (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "tool_choice.disable_parallel_tool_use",
+    ),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{"name": "a", "input_schema": {"properties": 3}}]}, "tools[0].input_schema.properties"),
+    ({"system": [IMAGE]}, "system[0]"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [text("a"), IMAGE]}]}, "messages[0].content[1]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+        "messages[0].content[0].tool_use_id",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}
+            ]
+        },
+        "messages[0].content[0].content[0]",
+    ),
+    ({"messages": [*ASK["messages"], {"role": "assistant", "content": "So"}]}, "messages[1]"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}, *ASK["messages"]]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": "x"}]}]},
+        "messages[0].content[0].input",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "path"), REFUSED, ids=[path for _, path in REFUSED])
+def test_what_is_not_supported_is_named(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read(**fields)
+    assert refused.value.status == 400
+    assert refused.value.param == path
+    error = json.loads(DIALECT.error(refused.value))
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert path in error["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"a":' * 9000], ids=range(5))
+def test_a_body_that_is_not_a_request(body: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        DIALECT.read(body)
+    assert refused.value.status == 400
+
+
+def test_counting_needs_no_max_tokens_and_may_end_with_a_reply() -> None:
+    messages = [*ASK["messages"], {"role": "assistant", "content": "Hello."}]
+    request = DIALECT.read_count(json.dumps({"model": "m", "messages": messages}).encode())
+    assert [message["role"] for message in request.messages] == ["user", "assistant"]
+    assert json.loads(DIALECT.count(7)) == {"input_tokens": 7}
+
+
+def test_no_tools_when_none_is_chosen() -> None:
+    tools = [{"name": "a", "input_schema": {}}]
+    assert read(tools=tools, tool_choice={"type": "none"}).tools == ()
+    assert len(read(tools=tools, tool_choice={"type": "auto"}).tools) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (410, "invalid_request_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_errors_have_their_types(status: int, kind: str) -> None:
+    assert json.loads(DIALECT.error(ApiError(status, "No.")))["error"] == {"type": kind, "message": "No."}
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+SAID = Message(role="assistant", content="Hello.", reasoning="A greeting.")
+
+
+def test_an_answer() -> None:
+    answer = answered(SAID, cached_tokens=4)
+    assert [block.type for block in answer.content] == ["text"]
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    assert answer.usage.input_tokens == 5
+    assert answer.usage.cache_read_input_tokens == 4
+    assert answer.usage.output_tokens == 5
+    assert answered(SAID, finish_reason="length").stop_reason == "max_tokens"
+    stopped = answered(SAID, stop="END")
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
+
+
+def test_thinking_is_answered_to_those_who_ask_for_it() -> None:
+    whole = answered(SAID, request=read(thinking={"type": "enabled", "budget_tokens": 1024})).content[0]
+    assert whole.type == "thinking"
+    assert whole.thinking == "A greeting."
+    assert whole.signature
+    omitted = answered(SAID, request=read(thinking={"type": "adaptive", "display": "omitted"})).content[0]
+    assert omitted.type == "thinking"
+    assert omitted.thinking == ""
+    assert len(answered(SAID, request=read(thinking={"type": "disabled"})).content) == 1
+
+
+def test_an_empty_reply_is_an_empty_text() -> None:
+    (block,) = answered(Message(role="assistant", content="")).content
+    assert block.type == "text"
+    assert block.text == ""
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "3", '{"a": ', '{"a": NaN}', '{"a": 1e999}'])
+def test_arguments_that_are_no_object_are_answered_as_text(arguments: str) -> None:
+    call = ToolCall(id="t", name="calc", arguments=arguments)
+    answer = answered(Message(role="assistant", content="", tool_calls=[call]))
+    (block,) = answer.content
+    assert block.type == "text"
+    assert arguments in block.text
+    assert answer.stop_reason == "end_turn"
+
+
+def test_arguments_beyond_what_most_parsers_hold() -> None:
+    call = ToolCall(id="t", name="calc", arguments='{"a": 123456789012345678901234567890, "b": "\\ud800"}')
+    body = DIALECT.answer("msg_1", read(), [choice(Message(role="assistant", content="", tool_calls=[call]))])
+    assert json.loads(body)["content"][0]["input"]["a"] == 123456789012345678901234567890
+
+
+def test_models() -> None:
+    listed = json.loads(models_answer(["a", "b"]))
+    assert [model["id"] for model in listed["data"]] == ["a", "b"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("a", "b", False)
+    assert json.loads(models_answer([]))["first_id"] is None
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+
+def events(body: bytes) -> Iterator[Any]:
+    """As a strict client reads them: every event has its name and its type's fields."""
+    for part in body.decode().split("\n\n")[:-1]:
+        head, data = part.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert head == f"event: {value['type']}"
+        if value["type"] != "ping":
+            EVENT.validate_json(data.removeprefix("data: "), strict=True)
+            yield value
+
+
+def put_together(stream: Sequence[Any]) -> dict[str, Any]:
+    """What a client makes of the events; blocks come one after another and each is closed."""
+    assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
+    assert stream[0]["type"] == "message_start"
+    blocks: list[dict[str, Any]] = []
+    closed = 0
+    for event in stream[1:-2]:
+        match event:
+            case {"type": "content_block_start"}:
+                assert event["index"] == len(blocks) == closed
+                blocks.append({**event["content_block"]})
+            case {"type": "content_block_stop"}:
+                closed += 1
+                assert event["index"] == closed - 1
+            case {"delta": {"type": "input_json_delta"}}:
+                blocks[event["index"]].setdefault("json", "")
+                blocks[event["index"]]["json"] += event["delta"]["partial_json"]
+            case {"delta": delta}:
+                assert event["index"] == closed
+                (name,) = set(delta) - {"type"}
+                blocks[event["index"]][name] += delta[name]
+            case _:
+                pytest.fail(f"{event}")
+    assert closed == len(blocks)
+    for block in blocks:
+        if "json" in block:
+            block["input"] = json.loads(block.pop("json"))
+    return {**stream[0]["message"], "content": blocks, **stream[-2]["delta"], "usage": stream[-2]["usage"]}
+
+
+def streamed(deltas: Sequence[Delta], message: Message, request: Request) -> dict[str, Any]:
+    writer = DIALECT.writer("msg_1", request)
+    body = writer.begin(0) + b"".join(writer.delta(0, [delta], ()) for delta in deltas)
+    assert not {e["type"] for e in events(body)} & {"message_delta", "message_stop"}
+    return put_together(list(events(body + writer.end([choice(message)]))))
+
+
+def test_a_stream_carries_arguments_as_they_come() -> None:
+    deltas = [
+        Delta(reasoning="Hm"),
+        Delta(reasoning="."),
+        Delta(text="\n\n"),
+        Delta(call=CallDelta(0, "t0", "calc")),
+        *(Delta(call=CallDelta(0, arguments=piece)) for piece in ('{"a"', ": 1", "}")),
+        Delta(text="\n"),
+        Delta(call=CallDelta(1, "t1", "now")),
+    ]
+    calls = [
+        ToolCall(id="t0", name="calc", arguments='{"a": 1}'),
+        ToolCall(id="t1", name="now", arguments=""),
+    ]
+    message = Message(role="assistant", content="\n\n\n", reasoning="Hm.", tool_calls=calls)
+    answer = streamed(deltas, message, read(thinking={"type": "adaptive"}))
+    assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use", "tool_use"]
+    assert answer["content"][1]["input"] == {"a": 1}
+    assert answer["content"][2]["input"] == {}
+    assert answer["stop_reason"] == "tool_use"
+    assert answer["usage"]["input_tokens"] == 9
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    body = DIALECT.writer("msg_1", read()).failure(ApiError(503, "No engine."))
+    assert body.startswith(b"event: error\ndata: {")
+    assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
+
+
+# --- what was answered comes back ---------------------------------------------------------------
+
+PIECES = ["Hello", " world", "\n", "  ", ".\n\n", "é😀", '"quoted"', "<tag>", ""]
+VALUES: list[Any] = [1, 1.5, -3, True, None, "x\ny", "é😀\\", [1, {"a": []}], {"k": "v"}, 2**70]
+
+
+def random_reply(dice: random.Random) -> tuple[list[Delta], Message]:
+    """Any order of reasoning first, then text and tool calls; the deltas add up to the message."""
+    deltas = [Delta(reasoning=dice.choice(PIECES[:1])) for _ in range(dice.randrange(3))]
+    calls: list[ToolCall] = []
+    for _ in range(dice.randrange(5)):
+        if dice.random() < 0.6:
+            deltas += [Delta(text=dice.choice(PIECES)) for _ in range(dice.randrange(4))]
+            continue
+        index, arguments = (
+            len(calls),
+            json.dumps({f"k{i}": dice.choice(VALUES) for i in range(dice.randrange(4))}),
+        )
+        calls.append(ToolCall(id=f"t{index}", name="calc", arguments=arguments))
+        cut = dice.randrange(len(arguments) + 1)
+        deltas.append(Delta(call=CallDelta(index, f"t{index}", "calc")))
+        deltas += [
+            Delta(call=CallDelta(index, arguments=part)) for part in (arguments[:cut], arguments[cut:])
+        ]
+    message = Message(role="assistant", content="".join(delta.text for delta in deltas))
+    if reasoning := "".join(delta.reasoning for delta in deltas):
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return deltas, message
+
+
+def echoed(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
+    """As clients give a reply back: thinking left out, the ends of the text trimmed, empty texts dropped or
+    added, a text cut in two, keys in another order."""
+    blocks = [block for block in blocks if block["type"] != "thinking" or dice.random() < 0.5]
+    out: list[dict[str, Any]] = []
+    texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
+    trim = dice.random() < 0.5
+    for i, block in enumerate(blocks):
+        if block["type"] != "text":
+            out.append(dict(reversed(block.items())))
+            continue
+        said = block["text"]
+        if trim and i == texts[0]:
+            said = said.lstrip()
+        if trim and i == texts[-1]:
+            said = said.rstrip()
+        cut = dice.randrange(len(said) + 1)
+        parts = [said[:cut], said[cut:]] if dice.random() < 0.3 else [said]
+        out += [text(part) for part in parts if part or dice.random() < 0.5]
+    return out
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_reply_that_is_given_back_is_the_recorded_one(shown: bool) -> None:
+    request = read(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
+    for seed in range(400):
+        dice = random.Random(seed)
+        deltas, message = random_reply(dice)
+        body = DIALECT.answer("msg_1", request, [choice(message)])
+        for answer in (json.loads(body), streamed(deltas, message, request)):
+            back = {"role": "assistant", "content": echoed(answer["content"], dice)}
+            (read_back,) = read_messages(back, *ASK["messages"])[:-1]
+            assert canonical(read_back) == canonical(message), (seed, answer)
+            ids = [call["id"] for call in message.get("tool_calls", ())]
+            assert [call["id"] for call in read_back.get("tool_calls", ())] == ids
