@@ -7,25 +7,32 @@ and groups concurrent writes into one commit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from instar.types import (
     Call,
+    CallStatus,
     Channel,
     Claim,
     Endpoint,
     Group,
     GroupStatus,
+    Ids,
     Json,
+    Link,
+    Message,
     Policy,
     Reward,
     Session,
     SessionStatus,
     Step,
     StepState,
+    Tool,
 )
+
+KeyKind = Literal["admin", "agent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,45 @@ class SessionRow:
     sampled_tokens: int
     reward: float | None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A call without what it shares with its base: what a session's message graph is made from."""
+
+    call_id: str
+    request_id: str
+    parent_id: str | None
+    link: Link
+    base_id: str | None
+    base_tokens: int
+    base_messages: int
+    prompt_tail: Ids
+    """The prompt beyond ``base_tokens``. Not to be written to, nor are the sampled ids."""
+    sampled_ids: Ids
+    message_count: int
+    status: CallStatus
+    trainable: bool
+    reason: str | None
+    client_key: str | None
+    digests: bytes
+    reply: Message
+    messages: tuple[Message, ...] = ()
+    """Those beyond ``base_messages``, and the tools: given only where there are no digests."""
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """An API key as it is kept: by its hash. Session keys are kept with their sessions."""
+
+    key_hash: str
+    kind: KeyKind
+    agent_id: str | None = None
+    """Whose sessions an ``agent`` key opens; None for an ``admin`` key."""
+    name: str = ""
+    created_at: float = 0.0
+    revoked_at: float | None = None
 
 
 class Store(ABC):
@@ -110,6 +156,20 @@ class Store(ABC):
     async def session_by_key(self, key_hash: str) -> Session | None: ...
 
     @abstractmethod
+    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+        """The newest open one that the agent calls so."""
+
+    @abstractmethod
+    async def session_by_tail(self, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
+        """The id of the open live session with a call of one of these tail keys: of the first key that
+        has one, and the newest such call."""
+
+    @abstractmethod
+    async def silent_sessions(self, run_id: str, before: float) -> list[str]:
+        """Open live sessions whose last call ended before that time, or which were created before it and
+        have none."""
+
+    @abstractmethod
     async def end_session(
         self,
         session_id: str,
@@ -135,9 +195,19 @@ class Store(ABC):
 
     # calls
     @abstractmethod
-    async def add_calls(self, calls: Sequence[Call]) -> None:
+    async def add_calls(
+        self,
+        calls: Sequence[Call],
+        *,
+        opening: Session | None = None,
+        key_hash: str | None = None,
+        tail_keys: Mapping[str, bytes] | None = None,
+    ) -> None:
         """All or none. A call's ``base_id`` must be stored before or earlier in the sequence.
-        Adding a call to a session that has ended is allowed: it happened."""
+        Adding a call to a session that has ended is allowed: it happened.
+
+        ``opening`` is opened first, in the same transaction, with ``key_hash`` as its key; raises Conflict
+        when its id is taken. ``tail_keys`` gives calls, by id, what `session_by_tail` finds them by."""
 
     @abstractmethod
     async def call(self, call_id: str) -> Call | None: ...
@@ -145,6 +215,14 @@ class Store(ABC):
     @abstractmethod
     async def calls(self, session_id: str) -> list[Call]:
         """In the order they were committed, prompts and messages whole."""
+
+    @abstractmethod
+    async def calls_of_request(self, request_id: str) -> list[Call]:
+        """The calls of one request, several where it asked for several replies."""
+
+    @abstractmethod
+    async def graph_rows(self, session_id: str) -> list[CallPart]:
+        """In the order they were committed. Costs what was stored, not the sum of the prompts."""
 
     # rewards
     @abstractmethod
@@ -220,6 +298,28 @@ class Store(ABC):
 
     @abstractmethod
     async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress: ...
+
+    # keys and secrets
+    @abstractmethod
+    async def put_key(self, key: KeyRow) -> None:
+        """Raises Conflict when a key of this hash is there, or one of this name that is not revoked."""
+
+    @abstractmethod
+    async def key(self, key_hash: str) -> KeyRow | None:
+        """Also one that was revoked."""
+
+    @abstractmethod
+    async def keys(self) -> list[KeyRow]:
+        """Oldest first."""
+
+    @abstractmethod
+    async def revoke_key(self, prefix_or_name: str) -> int:
+        """Revoke the keys with this name, or whose hash begins so (eight digits at least); returns how
+        many were not revoked before."""
+
+    @abstractmethod
+    async def secret(self, name: str) -> bytes:
+        """32 random bytes, made when they are first asked for and the same ever after."""
 
     # roles that are up
     @abstractmethod

@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from instar.errors import StoreCorrupt, StoreError
+from instar.store.base import CallPart
 from instar.store.codec import (
     Row,
     checksum,
-    dump_json,
-    load_json,
+    dump_message,
+    load_message,
     pack_floats,
     pack_ids,
     pack_runs,
@@ -28,6 +29,7 @@ from instar.store.codec import (
     unpack_floats,
     unpack_ids,
     unpack_runs,
+    view_ids,
 )
 from instar.types import Call, CallStatus, Ids, Link, Message, SamplingParams, Tool
 
@@ -41,7 +43,7 @@ class EncodedCall:
     """The prompt beyond the base."""
 
 
-def encode_call(call: Call) -> EncodedCall:
+def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     _check_lengths(call)
     tail = call.prompt_ids[call.base_tokens :]
     prompt_crc = checksum(call.prompt_ids)
@@ -78,8 +80,12 @@ def encode_call(call: Call) -> EncodedCall:
         "sampled_ids": pack_ids(call.sampled_ids),
         "logprobs": pack_floats(call.logprobs),
         "behavior_logprobs": None if call.behavior_logprobs is None else pack_floats(call.behavior_logprobs),
-        "messages": dump_json(call.messages[call.base_messages :]),
-        "reply": dump_json(call.reply),
+        "messages": dump_message(call.messages[call.base_messages :]),
+        "reply": dump_message(call.reply),
+        "model": plain(call.model),
+        "client_key": plain(call.client_key),
+        "digests": call.digests,
+        "tail_key": tail_key,
     }
     return EncodedCall(row, tools, tail)
 
@@ -125,7 +131,7 @@ def check_base(call: EncodedCall, base: Row | None) -> None:
 def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:
     if not tools:
         return None
-    body = dump_json(tools)
+    body = dump_message(tools)
     return hashlib.sha256(body.encode()).hexdigest(), body
 
 
@@ -171,13 +177,15 @@ def decode_calls(rows: Iterable[Row], tools: Mapping[str, str], wanted: Iterable
     rebuilt: dict[str, _Rebuilt] = {}
     for row in rows:
         rebuilt[row["call_id"]] = _rebuild(row, rebuilt)
-    decoded_tools: dict[str, tuple[Tool, ...]] = {key: tuple(load_json(body)) for key, body in tools.items()}
+    decoded_tools: dict[str, tuple[Tool, ...]] = {
+        key: tuple(load_message(body)) for key, body in tools.items()
+    }
     return [_to_call(rebuilt[call_id], decoded_tools) for call_id in wanted]
 
 
 def _rebuild(row: Row, known: Mapping[str, _Rebuilt]) -> _Rebuilt:
     tail, sampled = unpack_ids(row["prompt_ids"]), unpack_ids(row["sampled_ids"])
-    messages: list[Message] = load_json(row["messages"])
+    messages: list[Message] = load_message(row["messages"])
     strand, crc = _Strand(), 0
     if row["base_id"] is not None:
         base = known.get(row["base_id"])
@@ -199,7 +207,7 @@ def _rebuild(row: Row, known: Mapping[str, _Rebuilt]) -> _Rebuilt:
     crc = checksum(sampled, crc)
     if crc != row["sequence_crc"]:
         raise _damaged(row, "its sampled tokens are not those that were written")
-    return _Rebuilt(row, strand, crc, messages, load_json(row["reply"]), sampled)
+    return _Rebuilt(row, strand, crc, messages, load_message(row["reply"]), sampled)
 
 
 def _damaged(row: Row, detail: str) -> StoreCorrupt:
@@ -239,8 +247,44 @@ def _to_call(rebuilt: _Rebuilt, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
         trainable=bool(row["trainable"]),
         reason=row["reason"],
         dialect=row["dialect"],
+        model=row["model"],
+        client_key=row["client_key"],
+        digests=row["digests"],
         params=msgspec.json.decode(row["params"], type=SamplingParams),
         started_at=row["started_at"],
         first_token_at=row["first_token_at"],
         ended_at=row["ended_at"],
+    )
+
+
+PART_COLUMNS = (
+    "call_id, request_id, parent_id, link, base_id, base_tokens, base_messages, message_count, status, "
+    "trainable, reason, tools_hash, prompt_ids, sampled_ids, reply, client_key, digests, "
+    "CASE WHEN digests = x'' THEN messages END AS messages"
+)
+"""What `decode_part` reads, of the table of calls."""
+
+
+def decode_part(row: Row, tools: Mapping[str, tuple[Tool, ...]]) -> CallPart:
+    """``tools`` by hash: those of the rows without digests."""
+    bare = row["messages"] is not None
+    return CallPart(
+        call_id=row["call_id"],
+        request_id=row["request_id"],
+        parent_id=row["parent_id"],
+        link=Link(row["link"]),
+        base_id=row["base_id"],
+        base_tokens=row["base_tokens"],
+        base_messages=row["base_messages"],
+        prompt_tail=view_ids(row["prompt_ids"]),
+        sampled_ids=view_ids(row["sampled_ids"]),
+        message_count=row["message_count"],
+        status=CallStatus(row["status"]),
+        trainable=bool(row["trainable"]),
+        reason=row["reason"],
+        client_key=row["client_key"],
+        digests=row["digests"],
+        reply=load_message(row["reply"]),
+        messages=tuple(load_message(row["messages"])) if bare else (),
+        tools=tools[row["tools_hash"]] if bare and row["tools_hash"] is not None else (),
     )

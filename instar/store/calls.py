@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from instar.errors import StoreError
-from instar.store.call_rows import EncodedCall, check_base, decode_calls
-from instar.store.schema import CALLS
-from instar.types import Call
+from instar.store.base import CallPart
+from instar.store.call_rows import (
+    PART_COLUMNS,
+    EncodedCall,
+    check_base,
+    decode_calls,
+    decode_part,
+    encode_call,
+)
+from instar.store.codec import load_message
+from instar.store.rows import encode_session
+from instar.store.schema import CALLS, SESSIONS, Table
+from instar.store.writer import Joint
+from instar.types import Call, Channel, Session, SessionStatus, Tool
 
 # A call with every call it stands on, the furthest first.
 _CHAIN = """
@@ -19,6 +32,107 @@ _CHAIN = """
       SELECT calls.call_id, calls.base_id, depth + 1 FROM chain JOIN calls ON calls.call_id = chain.base_id
     )
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
+
+BASE_FACTS = ("call_id", "prompt_tokens", "sampled_tokens", "sequence_crc", "message_count")
+# One row for all, since each row that is stepped to gives other threads a turn.
+_BASES = (
+    f"SELECT json_group_array(json_array({', '.join(BASE_FACTS)})) FROM calls "
+    "WHERE call_id IN (SELECT value FROM json_each(?))"
+)
+ROWS_AT_ONCE = 32
+TAIL_KEY_BYTES = 16
+
+# The keys come as one value, so that the statement is the same for any number of them. The newest call
+# of a key has the highest row number, which is how the index of tail keys is ordered.
+_BY_TAIL = f"""
+    WITH RECURSIVE wanted (place, tail_key) AS (
+      SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
+      UNION ALL
+      SELECT place + 1, substr(:keys, {TAIL_KEY_BYTES} * (place + 1) + 1, {TAIL_KEY_BYTES}) FROM wanted
+      WHERE {TAIL_KEY_BYTES} * (place + 1) < length(:keys)
+    )
+    SELECT (
+      SELECT s.session_id FROM calls CROSS JOIN sessions s ON s.session_id = calls.session_id
+      WHERE calls.tail_key = wanted.tail_key AND s.run_id = :run_id AND s.agent_id = :agent_id
+        AND s.channel = :live AND s.status = :open
+      ORDER BY calls.seq DESC LIMIT 1) AS session_id
+    FROM wanted WHERE session_id IS NOT NULL ORDER BY place LIMIT 1"""
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+class AddCalls(Joint):
+    """A write of calls, and of the session that they open. Many of them are done as one."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        opening: Session | None,
+        key_hash: str | None,
+        tail_keys: Mapping[str, bytes],
+    ) -> None:
+        self._given = (calls, opening, key_hash, tail_keys)
+        self._calls: list[EncodedCall] = []
+        self._opening: dict[str, Any] | None = None
+
+    def prepare(self) -> None:
+        calls, opening, key_hash, tail_keys = self._given
+        self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
+        self._opening = None if opening is None else encode_session(opening, key_hash)
+
+    def __call__(self, db: sqlite3.Connection) -> None:
+        try:
+            self.together(db, ())
+        except sqlite3.IntegrityError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
+                raise
+            raise _without_session(db, self._calls) from error
+
+    def together(self, db: sqlite3.Connection, others: Sequence[AddCalls]) -> None:
+        works = [self, *others]
+        calls = [call for work in works for call in work._calls]
+        _check_bases(db, calls)
+        if tools := dict(call.tools for call in calls if call.tools is not None):
+            db.executemany("INSERT OR IGNORE INTO tools (hash, body) VALUES (?, ?)", tools.items())
+        insert_rows(db, SESSIONS, [work._opening for work in works if work._opening is not None])
+        insert_rows(db, CALLS, [call.row for call in calls])
+
+
+def _check_bases(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> None:
+    wanted = [call.row["base_id"] for call in calls if call.row["base_id"] is not None]
+    if not wanted:
+        return
+    found = json.loads(db.execute(_BASES, (json.dumps(wanted),)).fetchone()[0])
+    bases: dict[str, Mapping[str, Any]] = {
+        facts[0]: dict(zip(BASE_FACTS, facts, strict=True)) for facts in found
+    }
+    for call in calls:
+        if call.row["base_id"] is not None:
+            check_base(call, bases.get(call.row["base_id"]))
+        bases.setdefault(call.row["call_id"], call.row)
+
+
+def _without_session(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> StoreError:
+    for call in calls:
+        named = (call.row["session_id"],)
+        if db.execute("SELECT 1 FROM sessions WHERE session_id = ?", named).fetchone() is None:
+            return StoreError(f"call {call.row['call_id']}: there is no session {named[0]}")
+    return StoreError("a call refers to a row that is not there")
+
+
+def insert_rows(db: sqlite3.Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """In statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
+    start, size = 0, ROWS_AT_ONCE
+    while start < len(rows):
+        while size > len(rows) - start:
+            size //= 2
+        values = [row[name] for row in rows[start : start + size] for name in table.inserted]
+        db.execute(table.insert_rows(size), values)
+        start += size
+
+
+# --- reading ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -32,26 +146,11 @@ class Fetched:
     def decode(self) -> list[Call]:
         return decode_calls(self.rows, self.tools, self.wanted)
 
-
-def add_calls(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> None:
-    for call in calls:
-        if call.row["base_id"] is not None:
-            base = db.execute(
-                "SELECT prompt_tokens, sampled_tokens, sequence_crc, message_count FROM calls "
-                "WHERE call_id = ?",
-                (call.row["base_id"],),
-            ).fetchone()
-            check_base(call, base)
-        if call.tools is not None:
-            db.execute("INSERT OR IGNORE INTO tools (hash, body) VALUES (?, ?)", call.tools)
-        try:
-            db.execute(CALLS.insert, call.row)
-        except sqlite3.IntegrityError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
-                raise
-            raise StoreError(
-                f"call {call.row['call_id']}: there is no session {call.row['session_id']}"
-            ) from error
+    def decode_parts(self) -> list[CallPart]:
+        tools: dict[str, tuple[Tool, ...]] = {
+            key: tuple(load_message(body)) for key, body in self.tools.items()
+        }
+        return [decode_part(row, tools) for row in self.rows]
 
 
 def fetch_call(db: sqlite3.Connection, call_id: str) -> Fetched:
@@ -59,8 +158,9 @@ def fetch_call(db: sqlite3.Connection, call_id: str) -> Fetched:
     return _with_tools(db, Fetched(rows, [call_id] if rows else []))
 
 
-def fetch_calls(db: sqlite3.Connection, session_id: str) -> Fetched:
-    own = db.execute("SELECT * FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)).fetchall()
+def fetch_calls(db: sqlite3.Connection, column: str, value: str) -> Fetched:
+    """Those with this value in ``column``, and what they stand on."""
+    own = db.execute(f"SELECT * FROM calls WHERE {column} = ? ORDER BY seq", (value,)).fetchall()
     there = {row["call_id"] for row in own}
     outside: dict[str, sqlite3.Row] = {}
     for base_id in {row["base_id"] for row in own} - there - {None}:
@@ -72,8 +172,38 @@ def fetch_calls(db: sqlite3.Connection, session_id: str) -> Fetched:
     return _with_tools(db, Fetched(rows, [row["call_id"] for row in own]))
 
 
+def fetch_parts(db: sqlite3.Connection, session_id: str) -> Fetched:
+    rows = db.execute(
+        f"SELECT {PART_COLUMNS} FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
+    ).fetchall()
+    fetched = Fetched(rows, [])
+    _add_tools(db, fetched, [row for row in rows if row["messages"] is not None])
+    return fetched
+
+
 def _with_tools(db: sqlite3.Connection, fetched: Fetched) -> Fetched:
-    for digest in {row["tools_hash"] for row in fetched.rows} - {None}:
+    _add_tools(db, fetched, fetched.rows)
+    return fetched
+
+
+def _add_tools(db: sqlite3.Connection, fetched: Fetched, rows: Iterable[sqlite3.Row]) -> None:
+    for digest in {row["tools_hash"] for row in rows} - {None}:
         body = db.execute("SELECT body FROM tools WHERE hash = ?", (digest,)).fetchone()
         fetched.tools[digest] = body["body"]
-    return fetched
+
+
+def session_by_tail(db: sqlite3.Connection, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
+    """The keys are looked up in their order, and the first that is found ends it."""
+    if not keys:
+        return None
+    if any(len(key) != TAIL_KEY_BYTES for key in keys):
+        raise StoreError(f"a tail key has {TAIL_KEY_BYTES} bytes")
+    values = {
+        "keys": b"".join(keys),
+        "run_id": run_id,
+        "agent_id": agent_id,
+        "live": Channel.LIVE.value,
+        "open": SessionStatus.OPEN.value,
+    }
+    row = db.execute(_BY_TAIL, values).fetchone()
+    return None if row is None else row["session_id"]

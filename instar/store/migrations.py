@@ -15,7 +15,29 @@ from instar.errors import StoreError, StoreNewer
 from instar.store.connection import BUSY_TIMEOUT, corrupt, is_busy
 from instar.store.schema import APPLICATION_ID, INDEXES, TABLES, TRIGGERS, VERSION
 
-MIGRATIONS: Mapping[int, Sequence[str]] = {}
+MIGRATIONS: Mapping[int, Sequence[str]] = {
+    1: (
+        "ALTER TABLE sessions ADD COLUMN external_id TEXT",
+        "ALTER TABLE calls ADD COLUMN model TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE calls ADD COLUMN client_key TEXT",
+        "ALTER TABLE calls ADD COLUMN digests BLOB NOT NULL DEFAULT x''",
+        "ALTER TABLE calls ADD COLUMN tail_key BLOB",
+        "ALTER TABLE groups ADD COLUMN claimed_epoch INTEGER NOT NULL DEFAULT -1",
+        "UPDATE groups SET claimed_epoch = COALESCE((SELECT MAX(epoch) FROM claims "
+        "WHERE claims.group_id = groups.group_id AND claims.run_id = groups.run_id), -1)",
+        "CREATE TABLE keys (key_hash TEXT PRIMARY KEY, kind TEXT NOT NULL, agent_id TEXT, "
+        "name TEXT NOT NULL, created_at REAL NOT NULL, revoked_at REAL)",
+        "CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL)",
+        "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
+        "CREATE INDEX sessions_by_external ON sessions (run_id, agent_id, external_id) "
+        "WHERE external_id IS NOT NULL",
+        "DROP INDEX calls_by_session",
+        "CREATE INDEX calls_by_session ON calls (session_id, ended_at, sampled_tokens)",
+        "CREATE INDEX calls_by_request ON calls (request_id)",
+        "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
+        "CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL AND name != ''",
+    ),
+}
 
 
 def prepare(

@@ -101,6 +101,7 @@ def encode_session(session: Session, key_hash: str | None) -> dict[str, Any]:
         "key_hash": key_hash,
         "created_at": session.created_at or time.time(),
         "ended_at": ended_at,
+        "external_id": plain(session.external_id),
     }
 
 
@@ -120,6 +121,7 @@ def decode_session(row: Row) -> Session:
         seed=row["seed"],
         sampling=load_json(row["sampling"]),
         metadata=load_json(row["metadata"]),
+        external_id=row["external_id"],
         created_at=row["created_at"],
         ended_at=row["ended_at"],
     )

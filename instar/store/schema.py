@@ -1,13 +1,14 @@
 """The SQLite store's tables, each column declared once. `migrations` brings older files to this.
 
-Wide blobs stand last in a row, so that reading the narrow columns does not touch them.
+Wide blobs stand behind the narrow columns, so that reading those does not touch them. Columns of a
+later version stand last, where a migration puts them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSION = 1
+VERSION = 2
 """Written to ``PRAGMA user_version``; one more with every change of what is declared here."""
 
 APPLICATION_ID = 0x494E5354
@@ -29,10 +30,19 @@ class Table:
         return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
 
     @property
+    def inserted(self) -> tuple[str, ...]:
+        return tuple(name for name in self.columns if name not in self.generated)
+
+    @property
     def insert(self) -> str:
-        names = [name for name in self.columns if name not in self.generated]
-        values = ", ".join(f":{name}" for name in names)
-        return f"INSERT INTO {self.name} ({', '.join(names)}) VALUES ({values})"
+        values = ", ".join(f":{name}" for name in self.inserted)
+        return f"INSERT INTO {self.name} ({', '.join(self.inserted)}) VALUES ({values})"
+
+    def insert_rows(self, count: int) -> str:
+        """Several rows in one statement, each value by its place."""
+        values = f"({', '.join('?' for _ in self.inserted)})"
+        rows = ", ".join([values] * count)
+        return f"INSERT INTO {self.name} ({', '.join(self.inserted)}) VALUES {rows}"
 
 
 ORDER = "INTEGER PRIMARY KEY"
@@ -72,8 +82,11 @@ GROUPS = Table(
         # is a lookup.
         "consumed": "INTEGER NOT NULL DEFAULT 0",
         "created_at": REAL,
+        # The last epoch with a claim of the group's own run, -1 without: derived as `consumed` is, so
+        # that the groups still to be claimed are found without a look at those that were.
+        "claimed_epoch": "INTEGER NOT NULL DEFAULT -1",
     },
-    generated=("seq", "consumed"),
+    generated=("seq", "consumed", "claimed_epoch"),
 )
 
 SESSIONS = Table(
@@ -97,6 +110,7 @@ SESSIONS = Table(
         "key_hash": "TEXT UNIQUE",
         "created_at": REAL,
         "ended_at": "REAL",
+        "external_id": "TEXT",
     },
     generated=("seq",),
 )
@@ -141,6 +155,11 @@ CALLS = Table(
         "behavior_logprobs": "BLOB",
         "messages": TEXT,
         "reply": TEXT,
+        "model": "TEXT NOT NULL DEFAULT ''",
+        "client_key": "TEXT",
+        "digests": "BLOB NOT NULL DEFAULT x''",
+        # What a request that continues this call is found by; only calls of live sessions have one.
+        "tail_key": "BLOB",
     },
     generated=("seq",),
 )
@@ -229,6 +248,20 @@ ENDPOINTS = Table(
     constraints=("PRIMARY KEY (run_id, role, name)",),
 )
 
+KEYS = Table(
+    "keys",
+    {
+        "key_hash": "TEXT PRIMARY KEY",
+        "kind": TEXT,
+        "agent_id": "TEXT",
+        "name": TEXT,
+        "created_at": REAL,
+        "revoked_at": "REAL",
+    },
+)
+
+SECRETS = Table("secrets", {"name": "TEXT PRIMARY KEY", "value": BLOB})
+
 # Kept by triggers: progress is polled, and counting rows would cost more with every group.
 GROUP_COUNTS = Table(
     "group_counts",
@@ -252,6 +285,8 @@ TABLES = (
     STEPS,
     CLAIMS,
     ENDPOINTS,
+    KEYS,
+    SECRETS,
     GROUP_COUNTS,
     SESSION_COUNTS,
 )
@@ -259,14 +294,20 @@ TABLES = (
 INDEXES = (
     "CREATE INDEX groups_by_index ON groups (run_id, channel, idx)",
     "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
+    "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
     "CREATE INDEX sessions_by_run ON sessions (run_id, channel, status)",
     "CREATE INDEX sessions_by_group ON sessions (group_id)",
-    "CREATE INDEX calls_by_session ON calls (session_id, sampled_tokens)",
+    "CREATE INDEX sessions_by_external ON sessions (run_id, agent_id, external_id) "
+    "WHERE external_id IS NOT NULL",
+    "CREATE INDEX calls_by_session ON calls (session_id, ended_at, sampled_tokens)",
+    "CREATE INDEX calls_by_request ON calls (request_id)",
+    "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
     "CREATE INDEX rewards_by_session ON rewards (session_id)",
     "CREATE INDEX claims_by_step ON claims (run_id, step)",
     "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
     "CREATE INDEX claims_by_session ON claims (session_id)",
     "CREATE INDEX steps_by_state ON steps (run_id, state)",
+    "CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL AND name != ''",
 )
 
 

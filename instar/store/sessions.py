@@ -85,11 +85,13 @@ def get_groups(
         values.append(status.value)
     arguments: list[Any] = list(values)
     if unclaimed_in_epoch is not None:
+        # Two ranges of an index: what was claimed in that very epoch, which is nearly all, is not looked at.
         sql += (
-            " AND NOT EXISTS (SELECT 1 FROM claims WHERE claims.group_id = groups.group_id"
-            " AND claims.run_id = groups.run_id AND claims.epoch = ?)"
+            " AND (claimed_epoch < ? OR claimed_epoch > ? AND NOT EXISTS ("
+            "SELECT 1 FROM claims WHERE claims.group_id = groups.group_id"
+            " AND claims.run_id = groups.run_id AND claims.epoch = ?))"
         )
-        arguments.append(unclaimed_in_epoch)
+        arguments += [unclaimed_in_epoch] * 3
     return [decode_group(row) for row in db.execute(sql + " ORDER BY idx, seq", arguments)]
 
 
@@ -100,6 +102,29 @@ def open_session(db: sqlite3.Connection, row: dict[str, Any]) -> None:
 def get_session(db: sqlite3.Connection, column: str, value: str) -> Session | None:
     row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (value,)).fetchone()
     return decode_session(row) if row else None
+
+
+def get_session_by_external(
+    db: sqlite3.Connection, run_id: str, agent_id: str, external_id: str
+) -> Session | None:
+    row = db.execute(
+        "SELECT * FROM sessions WHERE run_id = ? AND agent_id = ? AND external_id = ? AND status = ? "
+        "ORDER BY seq DESC LIMIT 1",
+        (run_id, agent_id, plain(external_id), SessionStatus.OPEN.value),
+    ).fetchone()
+    return decode_session(row) if row else None
+
+
+def silent_sessions(db: sqlite3.Connection, run_id: str, before: float) -> list[str]:
+    rows = db.execute(
+        """
+        SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
+          AND COALESCE((SELECT MAX(ended_at) FROM calls WHERE calls.session_id = s.session_id),
+            created_at) < ?
+        ORDER BY seq""",
+        (run_id, Channel.LIVE.value, SessionStatus.OPEN.value, before),
+    )
+    return [row["session_id"] for row in rows]
 
 
 def end_session(

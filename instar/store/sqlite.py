@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
 from instar.config import RunConfig
 from instar.errors import StoreError
 from instar.store import calls as call_queries
+from instar.store import keys as key_queries
 from instar.store import migrations, policies, sessions, steps
-from instar.store.base import Progress, Run, SessionRow, Store
-from instar.store.call_rows import encode_call
+from instar.store.base import CallPart, KeyRow, Progress, Run, SessionRow, Store
 from instar.store.connection import connect, translate
 from instar.store.reader import Readers
 from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
@@ -74,7 +74,7 @@ class SqliteStore(Store):
     async def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
         if self._writer is None:
             raise StoreError(f"{self.path} was opened for reading only")
-        return await asyncio.wrap_future(self._writer.submit(work))
+        return await self._writer.submit(work)
 
     async def _read(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
         return await asyncio.wrap_future(self._readers.submit(fetch))
@@ -121,6 +121,17 @@ class SqliteStore(Store):
     async def session_by_key(self, key_hash: str) -> Session | None:
         return await self._read(lambda db: sessions.get_session(db, "key_hash", key_hash))
 
+    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+        return await self._read(
+            lambda db: sessions.get_session_by_external(db, run_id, agent_id, external_id)
+        )
+
+    async def session_by_tail(self, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
+        return await self._read(lambda db: call_queries.session_by_tail(db, run_id, agent_id, keys))
+
+    async def silent_sessions(self, run_id: str, before: float) -> list[str]:
+        return await self._read(lambda db: sessions.silent_sessions(db, run_id, before))
+
     async def end_session(
         self,
         session_id: str,
@@ -152,9 +163,15 @@ class SqliteStore(Store):
 
     # calls
 
-    async def add_calls(self, calls: Sequence[Call]) -> None:
-        encoded = [encode_call(call) for call in calls]
-        await self._write(lambda db: call_queries.add_calls(db, encoded))
+    async def add_calls(
+        self,
+        calls: Sequence[Call],
+        *,
+        opening: Session | None = None,
+        key_hash: str | None = None,
+        tail_keys: Mapping[str, bytes] | None = None,
+    ) -> None:
+        await self._write(call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}))
 
     async def call(self, call_id: str) -> Call | None:
         fetched = await self._read(lambda db: call_queries.fetch_call(db, call_id))
@@ -162,8 +179,16 @@ class SqliteStore(Store):
         return decoded[0] if decoded else None
 
     async def calls(self, session_id: str) -> list[Call]:
-        fetched = await self._read(lambda db: call_queries.fetch_calls(db, session_id))
+        fetched = await self._read(lambda db: call_queries.fetch_calls(db, "session_id", session_id))
         return await asyncio.to_thread(fetched.decode)
+
+    async def calls_of_request(self, request_id: str) -> list[Call]:
+        fetched = await self._read(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
+        return await asyncio.to_thread(fetched.decode)
+
+    async def graph_rows(self, session_id: str) -> list[CallPart]:
+        fetched = await self._read(lambda db: call_queries.fetch_parts(db, session_id))
+        return await asyncio.to_thread(fetched.decode_parts)
 
     # rewards
 
@@ -237,6 +262,24 @@ class SqliteStore(Store):
 
     async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress:
         return await self._read(lambda db: steps.progress(db, run_id, channel))
+
+    # keys and secrets
+
+    async def put_key(self, key: KeyRow) -> None:
+        await self._write(lambda db: key_queries.put_key(db, key))
+
+    async def key(self, key_hash: str) -> KeyRow | None:
+        return await self._read(lambda db: key_queries.get_key(db, key_hash))
+
+    async def keys(self) -> list[KeyRow]:
+        return await self._read(key_queries.get_keys)
+
+    async def revoke_key(self, prefix_or_name: str) -> int:
+        return await self._write(lambda db: key_queries.revoke_key(db, prefix_or_name))
+
+    async def secret(self, name: str) -> bytes:
+        found = await self._read(lambda db: key_queries.get_secret(db, name))
+        return found or await self._write(lambda db: key_queries.make_secret(db, name))
 
     # roles that are up
 

@@ -139,11 +139,14 @@ def get_claims(db: sqlite3.Connection, run_id: str, step: int | None, session_id
 def refresh_consumed(db: sqlite3.Connection, group_ids: Iterable[str | None]) -> None:
     """A group is consumed when it was dropped, or when it has claims and each is of a step that is
     committed or has published its version, or of no step at all. Claims of another run that trains on
-    the same groups do not count."""
+    the same groups do not count. The last epoch with a claim is kept beside it."""
     for group_id in group_ids:
         db.execute(
             """
-            UPDATE groups SET consumed = status = :dropped_group OR (
+            UPDATE groups SET
+              claimed_epoch = COALESCE((SELECT MAX(c.epoch) FROM claims c
+                WHERE c.group_id = :group AND c.run_id = groups.run_id), -1),
+              consumed = status = :dropped_group OR (
               EXISTS (SELECT 1 FROM claims c WHERE c.group_id = :group AND c.run_id = groups.run_id)
               AND NOT EXISTS (
                 SELECT 1 FROM claims c LEFT JOIN steps s ON s.run_id = c.run_id AND s.step = c.step

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -106,25 +105,24 @@ def make_room(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def put(writer: Writer, size: int) -> Future[int]:
+def put(writer: Writer, size: int) -> asyncio.Future[int]:
     return writer.submit(lambda db: db.execute("INSERT INTO things VALUES (zeroblob(?))", (size,)).rowcount)
 
 
-def test_a_locked_file_is_told(tmp_path: Path) -> None:
+async def test_a_locked_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "room.db"
     writer = Writer(make_room(path), path, busy_timeout=0.2)
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
-    error = put(writer, 1).exception(timeout=30)
-    assert isinstance(error, StoreError)
-    assert "room.db stayed locked by another process" in str(error)
+    with pytest.raises(StoreError, match=r"room\.db stayed locked by another process"):
+        await asyncio.wait_for(put(writer, 1), 30)
     blocker.execute("ROLLBACK")
     blocker.close()
-    assert put(writer, 1).result(timeout=30) == 1
+    assert await asyncio.wait_for(put(writer, 1), 30) == 1
     writer.close()
 
 
-def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
+async def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
     """In one group with others, which are written, also when SQLite gives up the transaction."""
     path = tmp_path / "room.db"
     connection = make_room(path)
@@ -135,8 +133,8 @@ def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
     sizes = [10, 20, 10_000_000, 30, 20_000_000, 40]
     futures = [put(writer, size) for size in sizes]
     blocker.execute("ROLLBACK")
-    errors = [future.exception(timeout=30) for future in futures]
-    assert [isinstance(error, StoreFull) for error in errors] == [size > 1000 for size in sizes]
+    results = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), 30)
+    assert [isinstance(result, StoreFull) for result in results] == [size > 1000 for size in sizes]
     found = blocker.execute("SELECT LENGTH(body) FROM things ORDER BY 1").fetchall()
     assert [row[0] for row in found] == [10, 20, 30, 40]
     blocker.close()
