@@ -36,6 +36,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     "dialects": {
         "chat": "instar.gateway.dialects.chat:ChatDialect",
         "messages": "instar.gateway.dialects.messages:MessagesDialect",
+        "responses": "instar.gateway.dialects.responses:ResponsesDialect",
     },
 }
 

@@ -1,0 +1,319 @@
+"""OpenAI's Responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+
+from instar.gateway.base import ApiError, bad_request, from_validation
+from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
+from instar.gateway.dialects.openai_errors import openai_error
+from instar.gateway.dialects.responses_items import Item, Toolbox, ToolSpec, read_items, read_tools
+from instar.gateway.dialects.responses_output import Output, of_text, whole
+from instar.record.base import Delta
+from instar.types import Json, Message
+
+# --- the wire, in -------------------------------------------------------------------------------
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: str
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextConfig | None = None
+    # By these an agent may mean its session.
+    metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    # Hints that cannot change what is sampled here: a model has the one way of thinking that it was trained
+    # with, everything is stored, and no hosted tool runs whose calls could be counted.
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    # Taken at the one value that we do anyway.
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    background: bool | None = None
+    truncation: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: list[Any] | None = None
+    moderation: Any = None
+
+
+_decode_body = msgspec.json.Decoder(Body).decode
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (None, True),
+    "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto", "none"),
+    "background": (None, False),
+    "truncation": (None, "disabled"),
+    "conversation": (None,),
+    "prompt": (None,),
+    "context_management": (None, []),
+    "moderation": (None,),
+}
+_MANY = (1 << 31) - 1
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_output_tokens": (1, _MANY),
+    "max_tool_calls": (1, _MANY),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+}
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDE = (_LOGPROBS, "reasoning.encrypted_content")
+"""The second adds nothing: our reasoning is said openly."""
+_SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The body, and its tools as they were read."""
+
+    body: Body
+    tools: Toolbox
+
+
+def _check(body: Body) -> None:
+    for name, allowed in _ONLY.items():
+        if (value := getattr(body, name)) not in allowed:
+            raise _unsupported(name, value, [choice for choice in allowed if choice is not None])
+    for name, (low, high) in _RANGES.items():
+        value = getattr(body, name)
+        if value is not None and not low <= value <= high:
+            raise bad_request(f"'{name}' is {value}, out of [{low}, {high}].", name, "invalid_value")
+    if body.top_p == 0:
+        raise bad_request("'top_p' must be greater than 0.", "top_p", "invalid_value")
+    if body.text and body.text.format and body.text.format.type != "text":
+        raise _unsupported("text.format.type", body.text.format.type, ["text"])
+    for i, included in enumerate(body.include or ()):
+        if included not in _INCLUDE:
+            raise _unsupported(f"include[{i}]", included, _INCLUDE)
+
+
+def _unsupported(path: str, value: Any, allowed: Sequence[Any]) -> ApiError:
+    if not allowed:
+        return bad_request(f"Unsupported parameter: '{path}'.", path, "unsupported_parameter")
+    said = ", ".join(map(repr, allowed))
+    return bad_request(
+        f"Unsupported value for '{path}': {value!r}; supported: {said}.", path, "unsupported_value"
+    )
+
+
+def _identity(body: Body) -> Iterable[str]:
+    for named in (body.metadata or {}, body.client_metadata or {}):
+        for key in _SESSION_KEYS:
+            if isinstance(value := named.get(key), str) and value:
+                yield f"{key}:{value}"
+    for kind in ("prompt_cache_key", "safety_identifier", "user"):
+        if value := getattr(body, kind):
+            yield f"{kind}:{value}"
+
+
+def _messages(body: Body) -> list[Message]:
+    if isinstance(body.input, str):
+        return [Message(role="user", content=body.input)]
+    messages = read_items(body.input or ())
+    if not messages and body.previous_response_id is None:
+        raise bad_request("Missing required parameter: 'input'.", "input", "missing_required_parameter")
+    return messages
+
+
+def _request(body: Body) -> Request:
+    _check(body)
+    leading = [Message(role="system", content=body.instructions)] if body.instructions else []
+    tools = read_tools(() if body.tool_choice == "none" else body.tools or ())
+    return Request(
+        model=body.model,
+        messages=(*leading, *_messages(body)),
+        tools=tools.offered,
+        previous=body.previous_response_id,
+        instructions=len(leading),
+        identity=tuple(dict.fromkeys(_identity(body))),
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stream=bool(body.stream),
+        include_usage=True,
+        logprobs=_LOGPROBS in (body.include or ()),
+        wire=Asked(body, tools),
+    )
+
+
+# --- the wire, out ------------------------------------------------------------------------------
+
+
+def _head(request_id: str, request: Request) -> Json:
+    """What every telling of one response shares."""
+    asked: Asked = request.wire
+    body = asked.body
+    reasoning = body.reasoning or Reasoning()
+    return {
+        "id": request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": request.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": True,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        # Told three times in a stream, and long: written once. Numbers may be longer than orjson's.
+        "tools": orjson.Fragment(msgspec.json.encode(asked.tools.echo)),
+        "top_logprobs": 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _ended(output: Output, choice: Choice) -> Json:
+    """What a response has gained at its end."""
+    cut = choice.finish_reason == "length"
+    return {
+        "status": "incomplete" if cut else "completed",
+        "completed_at": None if cut else int(time.time()),
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output.items,
+        "usage": _usage(choice),
+    }
+
+
+def _item_status(choice: Choice) -> str:
+    return "incomplete" if choice.finish_reason == "length" else "completed"
+
+
+def _usage(choice: Choice) -> Json:
+    return {
+        "input_tokens": choice.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, "cache_write_tokens": 0},
+        "output_tokens": choice.sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": choice.prompt_tokens + choice.sampled_tokens,
+    }
+
+
+class ResponsesStreamWriter(StreamWriter):
+    def __init__(self, request_id: str, request: Request) -> None:
+        self._head = _head(request_id, request)
+        self._output = Output(request_id, request.wire.tools.by_name)
+        self._told = 0
+
+    def begin(self, index: int) -> bytes:
+        return self._tell(
+            [{"type": f"response.{word}", "response": self._head} for word in ("created", "in_progress")]
+        )
+
+    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
+        return self._tell(self._output.take(deltas, logprobs))
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        events = self._output.close(_item_status(choices[0]))
+        response = {**self._head, **_ended(self._output, choices[0])}
+        return self._tell([*events, {"type": f"response.{response['status']}", "response": response}])
+
+    def failure(self, error: ApiError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": error.message}}
+        response = {**self._head, **failed, "output": self._output.items}
+        return self._tell([{"type": "response.failed", "response": response}])
+
+    def _tell(self, events: Iterable[Json]) -> bytes:
+        told: list[bytes] = []
+        for event in events:
+            numbered = orjson.dumps({**event, "sequence_number": self._told})
+            told.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), numbered))
+            self._told += 1
+        return b"".join(told)
+
+
+class ResponsesDialect(Dialect):
+    name = "responses"
+    path = "/responses"
+    id_prefix = "resp"
+    count_path = "/responses/input_tokens"
+
+    def read(self, body: bytes) -> Request:
+        try:
+            wire = _decode_body(body)
+        except msgspec.DecodeError as error:
+            raise from_validation(error) from error
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
+        return _request(wire)
+
+    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
+        choice = choices[0]
+        output = Output(request_id, request.wire.tools.by_name)
+        output.take(whole(choice.message), of_text(choice.logprobs, choice.message["content"]))
+        output.close(_item_status(choice))
+        return orjson.dumps({**_head(request_id, request), **_ended(output, choice)})
+
+    def writer(self, request_id: str, request: Request) -> StreamWriter:
+        return ResponsesStreamWriter(request_id, request)
+
+    def error(self, error: ApiError) -> bytes:
+        return orjson.dumps(openai_error(error))
+
+    def read_count(self, body: bytes) -> Request:
+        return self.read(body)
+
+    def count(self, tokens: int) -> bytes:
+        return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})

@@ -1,0 +1,271 @@
+"""The Responses API, in: its items → messages, its tools → those that the model is offered.
+
+The items of one turn of the model (reasoning, message, calls) are one message here. Which items make up one
+turn is told by their ids, which carry the id of our answer, and without ids by what stands side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from instar.gateway.base import ApiError, bad_request
+from instar.types import Json, Message, Tool, ToolCall
+
+T = TypeVar("T")
+
+# --- the wire -----------------------------------------------------------------------------------
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct):
+    """Any kind of item. Fields that agents echo from our own answers and that say nothing (``status``,
+    ``phase``, ``annotations``, ``encrypted_content``, ...) are passed over."""
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[Part] | None = None
+
+
+class ToolSpec(msgspec.Struct):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: list[ToolSpec] | None = None
+
+
+# --- tools --------------------------------------------------------------------------------------
+
+LEFT_OUT = {
+    "web_search": "runs at OpenAI; Codex lists it by default",
+    "image_generation": "runs at OpenAI; Codex lists it where it may draw",
+    "tool_search": "finds tools that are not in the request; Codex lists it when it has many",
+}
+"""Tools that agents list as a matter of course and that the model is not offered: it then never calls them,
+and the agent runs as it is. The answer's ``tools`` are those that were offered. Any other hosted tool is
+refused by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A tool by the words of the client."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+    """Takes text, not JSON. The model is offered a function of one string, ``input``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    offered: tuple[Tool, ...]
+    by_name: dict[str, ClientTool]
+    """By the name that the model knows."""
+    echo: list[Json]
+    """The offered ones, as an answer lists them."""
+
+
+def read_tools(specs: Sequence[ToolSpec]) -> Toolbox:
+    offered: list[Tool] = []
+    by_name: dict[str, ClientTool] = {}
+    listed = [(i, spec) for i, spec in enumerate(specs) if spec.type not in LEFT_OUT]
+    for i, spec in listed:
+        path = f"tools[{i}]"
+        if spec.type != "namespace":
+            offered.append(_offer(spec, None, path, by_name))
+            continue
+        namespace = _needed(spec.name, f"{path}.name")
+        for k, inner in enumerate(spec.tools or ()):
+            offered.append(_offer(inner, namespace, f"{path}.tools[{k}]", by_name))
+    return Toolbox(tuple(offered), by_name, [_echo(spec) for _, spec in listed])
+
+
+def model_name(name: str, namespace: str | None) -> str:
+    """The name under which the model knows a tool."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def custom_arguments(text: str) -> str:
+    """A custom tool's input as the arguments of the function that the model was offered."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def _offer(spec: ToolSpec, namespace: str | None, path: str, by_name: dict[str, ClientTool]) -> Tool:
+    if spec.type not in ("function", "custom"):
+        raise bad_request(
+            f"Unsupported tool {spec.type!r}; supported: 'function', 'custom', 'namespace'.",
+            f"{path}.type",
+            "unsupported_value",
+        )
+    client = ClientTool(_needed(spec.name, f"{path}.name"), namespace, spec.type == "custom")
+    name = model_name(client.name, namespace)
+    if by_name.setdefault(name, client) != client:
+        raise bad_request(f"Two tools are named {name!r}.", f"{path}.name", "invalid_value")
+    parameters = _custom_parameters(spec) if client.custom else spec.parameters or {}
+    if not isinstance(parameters.get("properties", {}), dict):
+        where = f"{path}.parameters.properties"
+        raise bad_request(f"'{where}' is not an object.", where, "invalid_type")
+    return Tool(name=name, description=spec.description or "", parameters=parameters)
+
+
+def _custom_parameters(spec: ToolSpec) -> Json:
+    schema = {"type": "string"}
+    if spec.format and (grammar := spec.format.get("definition")):
+        schema["description"] = f"Text of this {spec.format.get('syntax', '')} grammar:\n{grammar}"
+    return {"type": "object", "properties": {"input": schema}, "required": ["input"]}
+
+
+def _echo(spec: ToolSpec) -> Json:
+    head: Json = {"type": spec.type, "name": spec.name, "description": spec.description}
+    if spec.type == "namespace":
+        return {**head, "tools": [_echo(inner) for inner in spec.tools or ()]}
+    if spec.type == "custom":
+        return {**head, "format": spec.format or {"type": "text"}}
+    return {**head, "parameters": spec.parameters, "strict": spec.strict}
+
+
+# --- items --------------------------------------------------------------------------------------
+
+_OURS = re.compile(r"(?:rs|msg|fc|ctc)_(?P<answer>[0-9a-f]{8,})_\d+")
+_TEXT = frozenset({"input_text", "output_text", "text"})
+_THOUGHT = frozenset({"reasoning_text", "summary_text", "text"})
+
+
+def item_id(prefix: str, request_id: str, index: int) -> str:
+    """An id that tells which answer the item was part of."""
+    return f"{prefix}_{request_id.replace('_', '-').rpartition('-')[2]}_{index}"
+
+
+def read_items(items: Sequence[Item]) -> list[Message]:
+    reader = _Reader()
+    for i, item in enumerate(items):
+        reader.read(item, f"input[{i}]")
+    return reader.messages
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._turn: Message | None = None
+        """The model's turn that is being put together."""
+        self._answer = ""
+        """Our answer that the turn came from, where the ids tell."""
+        self._last = ""
+        """The kind of the item before."""
+
+    def read(self, item: Item, path: str) -> None:
+        kind = item.type or "message"
+        match kind:
+            case "message":
+                self._message(item, path)
+            case "reasoning":
+                self._reasoning(item, path)
+            case "function_call" | "custom_tool_call":
+                self._call(item, path)
+            case "function_call_output" | "custom_tool_call_output":
+                call_id = _needed(item.call_id, f"{path}.call_id")
+                said = _text(_needed(item.output, f"{path}.output"), f"{path}.output")
+                self.messages.append(Message(role="tool", content=said, tool_call_id=call_id))
+            case _:
+                raise bad_request(
+                    f"Unsupported item {kind!r}; supported: 'message', 'reasoning', 'function_call', "
+                    "'function_call_output', 'custom_tool_call', 'custom_tool_call_output'.",
+                    f"{path}.type",
+                    "unsupported_value",
+                )
+        self._last = kind
+
+    def _message(self, item: Item, path: str) -> None:
+        role = _needed(item.role, f"{path}.role")
+        text = _text(_needed(item.content, f"{path}.content"), f"{path}.content")
+        if role == "assistant":
+            self._turn_of(item)["content"] += text
+            return
+        self._turn = None
+        self.messages.append(Message(role="user" if role == "user" else "system", content=text))
+
+    def _reasoning(self, item: Item, path: str) -> None:
+        field = "content" if item.content else "summary"
+        text = _text(getattr(item, field) or "", f"{path}.{field}", _THOUGHT)
+        turn = self._turn_of(item)
+        if text:
+            turn["reasoning"] = turn.get("reasoning", "") + text
+
+    def _call(self, item: Item, path: str) -> None:
+        custom = item.type == "custom_tool_call"
+        field = "input" if custom else "arguments"
+        given = _needed(getattr(item, field), f"{path}.{field}")
+        call = ToolCall(
+            id=_needed(item.call_id, f"{path}.call_id"),
+            name=model_name(_needed(item.name, f"{path}.name"), item.namespace),
+            arguments=custom_arguments(given) if custom else given,
+        )
+        self._turn_of(item).setdefault("tool_calls", []).append(call)
+
+    def _turn_of(self, item: Item) -> Message:
+        ours = _OURS.fullmatch(item.id or "")
+        answer = ours["answer"] if ours else ""
+        if self._turn is None or not self._same_turn(item, answer):
+            self._turn = Message(role="assistant", content="")
+            self._answer = ""
+            self.messages.append(self._turn)
+        self._answer = answer or self._answer
+        return self._turn
+
+    def _same_turn(self, item: Item, answer: str) -> bool:
+        if answer and self._answer:
+            return answer == self._answer
+        if self._last.endswith("_output"):
+            return False
+        # We never say two messages side by side: these are two turns.
+        return not (self._last == "message" and item.type in (None, "message"))
+
+
+def _text(content: str | list[Part], path: str, kinds: frozenset[str] = _TEXT) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_part(part, f"{path}[{i}]", kinds) for i, part in enumerate(content))
+
+
+def _part(part: Part, path: str, kinds: frozenset[str]) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type not in kinds or part.text is None:
+        said = ", ".join(map(repr, sorted(kinds)))
+        raise bad_request(
+            f"Unsupported content part {part.type!r}; supported: {said} with a 'text'.",
+            path,
+            "unsupported_value",
+        )
+    return part.text
+
+
+def _needed(value: T | None, path: str) -> T:
+    if value is None:
+        raise _missing(path)
+    return value
+
+
+def _missing(path: str) -> ApiError:
+    return bad_request(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
