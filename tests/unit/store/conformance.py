@@ -24,6 +24,7 @@ from instar.types import (
     SessionStatus,
 )
 
+from .conformance_gateway import Gateway
 from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
 from .make import (
     CALCULATOR,
@@ -213,6 +214,9 @@ class Calls(Conformance):
             link=Link.BRANCH,
             parent_id="elsewhere",
             dialect="messages",
+            model="some/model",
+            client_key="key \u4e2d",
+            digests=bytes(range(48)),
             params=SamplingParams(
                 max_tokens=5, temperature=0.5, seed=2**63, stop=("x",), stop_token_ids=(2,)
             ),
@@ -347,5 +351,5 @@ class Sharing(Conformance):
         await again.close()
 
 
-class StoreConformance(RunsAndSessions, Calls, Policies, GroupsAndSteps, ProgressOfRun, Sharing):
+class StoreConformance(RunsAndSessions, Calls, Gateway, Policies, GroupsAndSteps, ProgressOfRun, Sharing):
     """All of it."""

@@ -13,7 +13,7 @@ from instar.store import migrations
 from instar.store.connection import connect
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
 from instar.store.sqlite import SqliteStore
-from instar.types import RewardSource
+from instar.types import Channel, RewardSource
 
 from .make import make_call, make_session
 
@@ -204,6 +204,8 @@ async def test_file_of_each_released_version_opens(path: Path, fixture: Path) ->
     assert [message["content"] for message in second.messages] == ["hello", "hi", "go on"]
     assert [reward.source for reward in await store.rewards("s")] == [RewardSource.RULE]
     assert (await store.progress("run")).groups_ready == 1
+    assert await store.groups("run", Channel.TRAIN, unclaimed_in_epoch=0) == []
+    assert [part.call_id for part in await store.graph_rows("s")] == ["first", "second"]
     await store.close()
     database = sqlite3.connect(path)
     for table in TABLES:
