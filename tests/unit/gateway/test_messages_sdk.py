@@ -1,0 +1,186 @@
+"""The official `anthropic` SDK against a live gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from instar.gateway.base import OpenedSession
+from instar.types import Link
+from tests.unit.gateway.conftest import ADMIN, Served
+
+TOOL: Any = {
+    "name": "calc",
+    "description": "Evaluate arithmetic.",
+    "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}},
+}
+
+
+def user(content: Any) -> Any:
+    return {"role": "user", "content": content}
+
+
+def options(gateway: Served, session: OpenedSession) -> dict[str, Any]:
+    """The SDK adds `/v1` itself."""
+    return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
+
+
+async def ask_async(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+        return await client.messages.create(**asked)
+
+
+async def ask_async_streamed(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+        async with client.messages.stream(**asked) as stream:
+            return await stream.get_final_message()
+
+
+async def ask_sync(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+    def ask() -> Any:
+        with anthropic.Anthropic(**options(gateway, session)) as client:
+            return client.messages.create(**asked)
+
+    return await asyncio.to_thread(ask)
+
+
+async def ask_sync_streamed(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+    def ask() -> Any:
+        with anthropic.Anthropic(**options(gateway, session)) as client:
+            with client.messages.stream(**asked) as stream:
+                return stream.get_final_message()
+
+    return await asyncio.to_thread(ask)
+
+
+WAYS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
+
+
+@pytest.mark.parametrize("ask", WAYS)
+async def test_turns_with_a_tool_are_exact(gateway: Served, ask: Callable[..., Any]) -> None:
+    session = await gateway.open(channel="train")
+    asked: dict[str, Any] = {"model": "instar", "max_tokens": 200, "system": "Be exact.", "tools": [TOOL]}
+    messages = [user("What is 24 * 310?")]
+    first = await ask(gateway, session, messages=messages, **asked)
+    said, called = first.content
+    assert said.text.strip() == "Let me see."
+    assert (called.name, called.input) == ("calc", {"expression": "24 * 310"})
+    assert first.stop_reason == "tool_use"
+    assert first.id.startswith("msg")
+    result = {"type": "tool_result", "tool_use_id": called.id, "content": [{"type": "text", "text": "7440"}]}
+    messages += [first.to_param(), user([result])]
+    second = await ask(gateway, session, messages=messages, **asked)
+    assert second.content[0].text == "The answer is 7440."
+    assert second.stop_reason == "end_turn"
+    messages += [second.to_param(), user([{"type": "text", "text": "thanks"}])]
+    third = await ask(gateway, session, messages=messages, **asked)
+    assert third.content[0].text == "You said: thanks"
+    calls = await gateway.calls(session)
+    assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
+    for before, after, answer in zip(calls, calls[1:], [first, second], strict=False):
+        sequence = before.sequence.tolist()
+        assert after.prompt_ids[: len(sequence)].tolist() == sequence
+        assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(before.prompt_ids)
+        assert answer.usage.output_tokens == len(before.sampled_ids)
+        assert before.request_id == answer.id
+        assert before.dialect == "messages"
+        assert before.trainable
+
+
+async def test_streams_token_by_token(gateway: Served) -> None:
+    session = await gateway.open()
+    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+        stream = await client.messages.create(
+            model="instar", max_tokens=200, messages=[user("What is 24 * 310?")], tools=[TOOL], stream=True
+        )
+        events = [event async for event in stream]
+    assert [event.type for event in events[-2:]] == ["message_delta", "message_stop"]
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert sum(delta.type == "text_delta" for delta in deltas) > 3
+    arguments = [delta.partial_json for delta in deltas if delta.type == "input_json_delta"]
+    assert "".join(arguments) == '{"expression": "24 * 310"}'
+    assert len(arguments) > 3
+
+
+async def test_why_a_reply_ended(gateway: Served) -> None:
+    session = await gateway.open()
+    asked: dict[str, Any] = {"model": "instar", "messages": [user("long")]}
+    cut = await ask_async(gateway, session, max_tokens=3, **asked)
+    assert cut.stop_reason == "max_tokens"
+    stopped = await ask_async_streamed(gateway, session, max_tokens=99, stop_sequences=["rd w"], **asked)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rd w")
+    assert stopped.content[0].text == "wo"
+
+
+async def test_errors_are_the_sdks_own(gateway: Served) -> None:
+    session = await gateway.open()
+    asked: dict[str, Any] = {"model": "instar", "max_tokens": 8}
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]") as refused:
+        await ask_async(gateway, session, messages=[user([image])], **asked)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    session.api_key = "sk-wrong"
+    with pytest.raises(anthropic.AuthenticationError) as unknown:
+        await ask_async(gateway, session, messages=[user("hi")], **asked)
+    assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    assert await gateway.calls(session) == []
+
+
+async def test_tokens_are_counted(gateway: Served) -> None:
+    session = await gateway.open()
+    asked: dict[str, Any] = {
+        "model": "instar",
+        "system": "Be exact.",
+        "messages": [user("hi")],
+        "tools": [TOOL],
+    }
+    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+        counted = await client.messages.count_tokens(**asked)
+        answer = await client.messages.create(max_tokens=8, **asked)
+    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert len(await gateway.calls(session)) == 1
+
+
+async def test_models_are_listed_in_its_shape(gateway: Served) -> None:
+    session = await gateway.open()
+    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+        models = [model async for model in client.models.list()]
+    assert [model.type for model in models] == ["model"]
+
+
+async def test_the_beta_route_and_its_headers(gateway: Served) -> None:
+    """As Claude Code asks: `?beta=true`, betas in a header, hints in the body."""
+    session = await gateway.open()
+    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+        answer = await client.beta.messages.create(
+            model="instar",
+            max_tokens=64,
+            messages=[user("hi")],
+            betas=["context-management-2025-06-27"],
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            thinking={"type": "adaptive"},
+        )
+    assert answer.content[0].text == "You said: hi"  # type: ignore[union-attr]
+
+
+async def test_the_session_is_known_by_the_id_that_claude_code_sends(gateway: Served) -> None:
+    body = {"model": "instar", "max_tokens": 8, "messages": [user("hi")]}
+    headers = {"x-api-key": ADMIN}
+
+    async def ask(session: str) -> httpx.Response:
+        metadata = {"user_id": f"user_1_account_2_session_{session}"}
+        return await gateway.http.post("/v1/messages", json={**body, "metadata": metadata}, headers=headers)
+
+    for session in ("a-1", "b-2", "a-1"):
+        assert (await ask(session)).status_code == 200
+    sessions = {
+        name: await gateway.store.session_by_external("run", "agent", f"claude-session:{name}")
+        for name in ("a-1", "b-2")
+    }
+    counts = [len(await gateway.store.calls(opened.session_id)) for opened in sessions.values() if opened]
+    assert counts == [2, 1]
