@@ -7,11 +7,14 @@ Each engine is a process of its own behind `instar.engines.server`; others reach
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from instar.types import ArtifactKind, Policy, SamplingParams, TokenChunk
+from instar.types import ArtifactKind, Ids, Policy, SamplingParams, TokenChunk
+
+Prompt = Sequence[int] | Ids
+"""Token ids. An int32 array is passed on as it is."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -46,9 +49,18 @@ class Engine(ABC):
     def info(self) -> EngineInfo: ...
 
     @abstractmethod
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         """Stream a reply. The last chunk, and only that, has a ``finish_reason``. Closing the
-        iterator (``aclose``) or cancelling its consumer cancels the request."""
+        iterator (``aclose``) or cancelling its consumer cancels the request. Tokens that are there
+        together may come as one chunk."""
+
+    def route(self, session: str) -> Engine:
+        """What should sample for this session: one that has computed its earlier turns, if any has."""
+        return self
+
+    async def refresh(self) -> EngineInfo:
+        """``info``, asked for again: what is behind an address may have been replaced."""
+        return self.info
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from instar.engines.base import EngineInfo
+import numpy as np
+
+from instar.engines.base import EngineInfo, Prompt
 from instar.errors import EngineError, PromptTooLong
-from instar.types import SamplingParams
+from instar.types import Ids, SamplingParams
+
+INT32 = np.iinfo(np.int32)
 
 
-def check_request(info: EngineInfo, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+def as_ids(prompt: Prompt) -> Ids:
+    """The prompt as an array; itself, where it is one. Raises EngineError where a number does not fit."""
+    if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32:
+        return prompt
+    try:
+        wide = np.asarray(prompt, np.int64)
+    except OverflowError as error:
+        raise EngineError("token ids must fit into 32 bits") from error
+    if len(wide) and (wide.min() < INT32.min or wide.max() > INT32.max):
+        raise EngineError("token ids must fit into 32 bits")
+    return wide.astype(np.int32)
+
+
+def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> None:
     """Raise EngineError, or PromptTooLong where the context has no room for a single new token."""
     if len(prompt_ids) == 0:
         raise EngineError("the prompt is empty")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= info.vocab_size:
+    if prompt_ids.min() < 0 or prompt_ids.max() >= info.vocab_size:
         raise EngineError(f"token ids must be from 0 to {info.vocab_size - 1}")
     if params.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, not {params.max_tokens}")

@@ -1,27 +1,33 @@
 """An engine that plays given replies, token by token, through the model's real tokenizer.
 
-It is deterministic: the logprob of a token is made from the ids before it, its position and the
-seed. Policies are accepted and stamped without being read.
+It is deterministic: the logprob of a token is made from the ids up to it and the seed. Policies are
+accepted and stamped without being read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
+import numpy as np
+
 from instar.config import ModelConfig, ScriptedEngineConfig
-from instar.engines.base import Engine, EngineInfo, EngineStatus
-from instar.engines.checks import check_request
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.checks import as_ids, check_request
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
+BURST = 64
+"""Tokens played without a pause, where no delay is asked for; then others have their turn."""
+KEPT_REPLIES = 256
+"""Replies of a function whose tokens are kept at hand."""
 
 
 class ScriptedEngine(Engine):
@@ -33,7 +39,10 @@ class ScriptedEngine(Engine):
             raise ConfigError("engine.replies: give at least one reply, or a function")
         self._config = config
         self._script = cast(Script, load_object(config.function)) if config.function else None
+        self._eos: int = self._tokenizer.eos_token_id
+        self._encoded = lru_cache(KEPT_REPLIES)(self._encode)
         self._reply_ids = [self._encode(reply) for reply in config.replies]
+        self._written_replies = [np.asarray(ids, np.int32).tobytes() for ids in self._reply_ids]
         self._info = EngineInfo(
             kind="scripted",
             model=model.name,
@@ -49,29 +58,30 @@ class ScriptedEngine(Engine):
     def info(self) -> EngineInfo:
         return self._info
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
-        check_request(self._info, prompt_ids, params)
+    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        prompt = as_ids(prompt_ids)
+        check_request(self._info, prompt, params)
         self._check_open()
-        reply = self._reply(prompt_ids, params.seed)
-        stop = StopRule(
-            params, self._info.max_context - len(prompt_ids), [self._tokenizer.eos_token_id], self._tokenizer
-        )
-        digest = blake2b(_pack(prompt_ids), key=str(params.seed).encode())
-        self._prompted += len(prompt_ids)
+        stop = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
+        written = prompt.tobytes()
+        reply = self._reply(prompt, written, params.seed)
+        state, truncates, delay = _state(written, params.seed), params.truncates, self._config.delay
+        self._prompted += len(prompt)
         self._running += 1
         try:
-            for token in reply:
-                await asyncio.sleep(self._config.delay)
-                self._check_open()
-                digest.update(_pack([token]))
+            for position, token in enumerate(reply):
+                if delay or position % BURST == 0:
+                    await asyncio.sleep(delay)
+                    self._check_open()
+                state = _next_state(state, token)
                 reason, stop_string = stop.push(token)
                 self._generated += 1
-                logprob = _logprob(digest.digest())
+                logprob = _logprob(state)
                 yield TokenChunk(
                     token_ids=[token],
                     logprobs=[logprob],
                     versions=[self._version],
-                    behavior_logprobs=[logprob] if params.truncates else None,
+                    behavior_logprobs=[logprob] if truncates else None,
                     finish_reason=reason,
                     stop=stop_string,
                 )
@@ -102,37 +112,41 @@ class ScriptedEngine(Engine):
         if self._closed:
             raise EngineUnavailable("the engine is closed")
 
-    def _reply(self, prompt_ids: Sequence[int], seed: int | None) -> list[int]:
+    def _reply(self, prompt: Ids, written: bytes, seed: int | None) -> list[int]:
         """The reply of this turn: a conversation that holds n ended replies of ours is at turn n.
         A reply is played again from the first one when they run out."""
         if self._script is not None:
-            prompt: str = self._tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
-            return self._encode(self._script(prompt, seed))
-        return self._reply_ids[_turns(list(prompt_ids), self._reply_ids) % len(self._reply_ids)]
+            text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+            return self._encoded(self._script(text, seed))
+        return self._reply_ids[_turns(written, self._written_replies) % len(self._reply_ids)]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return [*ids, self._tokenizer.eos_token_id]
+        return [*ids, self._eos]
 
 
-def _turns(prompt: list[int], replies: list[list[int]]) -> int:
-    """How many replies were played before: found in order, whole, in the prompt."""
+def _turns(prompt: bytes, replies: Sequence[bytes]) -> int:
+    """How many replies were played before: found in order, whole, in the prompt. Ids take 4 bytes each."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]
-        found = next(
-            (i for i in range(start, len(prompt) - len(reply) + 1) if prompt[i : i + len(reply)] == reply),
-            None,
-        )
-        if found is None:
+        found = prompt.find(reply, start)
+        while found >= 0 and found % 4:
+            found = prompt.find(reply, found + 1)
+        if found < 0:
             return turns
         turns, start = turns + 1, found + len(reply)
 
 
-def _pack(ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(ids)}i", *ids)
+def _state(prompt: bytes, seed: int | None) -> int:
+    return int.from_bytes(blake2b(prompt, key=str(seed).encode(), digest_size=8).digest(), "little")
 
 
-def _logprob(digest: bytes) -> float:
+def _next_state(state: int, token: int) -> int:
+    """Knuth's linear congruential step, over 64 bits."""
+    return (state * 6364136223846793005 + 2 * token + 1) & (2**64 - 1)
+
+
+def _logprob(state: int) -> float:
     """From -3 to 0, both excluded."""
-    return -3.0 * (int.from_bytes(digest[:6], "little") + 1) / (2**48 + 1)
+    return -3.0 * ((state >> 16) + 1) / (2**48 + 1)

@@ -1,8 +1,12 @@
 """Any engine behind HTTP: tokens in, tokens out.
 
-    POST /generate  {prompt_ids, params}  → one JSON TokenChunk per line, as they are sampled
+    POST /generate  params + prompt ids   → one JSON TokenChunk per line, as they are sampled
     POST /load      {policy}              → {}
     GET  /info, /status, /healthz
+
+The body of /generate is, one after the other: 4 bytes, little-endian, the length of what follows; the
+SamplingParams as JSON; the ids of the prompt as 4-byte integers, little-endian, to the end of the body.
+A line holds all tokens that were ready when it was sent. A missing logprob is null.
 
 An error is ``{"error": {"type": <class in instar.errors>, "message"}}``, as the body of a failed
 response or, once a reply has begun, as its last line. Closing the connection cancels the request.
@@ -10,31 +14,29 @@ response or, once a reply has begun, as its last line. Closing the connection ca
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from instar.engines.base import Engine
 from instar.engines.checks import check_request
+from instar.engines.wire import encode_line, joined, unpack_request
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Policy, TokenChunk
 
 MAX_BODY = 16 * 1024 * 1024
-LINES = "application/x-ndjson"
+HEADERS = [(b"content-type", b"application/x-ndjson")]
 T = TypeVar("T")
-
-
-class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    prompt_ids: list[int]
-    params: SamplingParams = SamplingParams()
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,7 +57,7 @@ def create_engine_app(engine: Engine, token: str | None = None) -> Starlette:
     routes = _Routes(engine)
     return Starlette(
         routes=[
-            Route("/generate", _answer(routes.generate), methods=["POST"]),
+            Route("/generate", _Generate(engine), methods=["POST"]),
             Route("/load", _answer(routes.load), methods=["POST"]),
             Route("/info", _answer(routes.info)),
             Route("/status", _answer(routes.status)),
@@ -65,23 +67,101 @@ def create_engine_app(engine: Engine, token: str | None = None) -> Starlette:
     )
 
 
+class _Generate:
+    """A plain ASGI app: what Starlette's responses would add costs more than playing a short reply."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            prompt, params = unpack_request(await _read_body(receive))
+            check_request(self._engine.info, prompt, params)
+        except ClientDisconnect:
+            return
+        except EngineError as error:
+            await _error(400, error)(scope, receive, send)
+            return
+        refused = await _Reply(self._engine.generate(prompt, params), receive, send).run()
+        if refused is not None:
+            await _error(_status_of(refused), refused)(scope, receive, send)
+
+
+class _Reply:
+    """One reply on its way: what the engine has sampled while the last line was sent goes out as the next
+    one. A client that goes away, also one that still waits for its first token, closes the engine's iterator.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[TokenChunk, None], receive: Receive, send: Send) -> None:
+        self._chunks = chunks
+        self._receive = receive
+        self._send = send
+        self._ready: list[TokenChunk] = []
+        self._news = asyncio.Event()
+
+    async def run(self) -> InstarError | None:
+        """Returns the error that came in the place of a first token."""
+        sampling = self._start(self._sample())
+        leaving = self._start(_disconnected(self._receive))
+        began = False
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                if leaving.done():
+                    return None
+                ended = sampling.done()
+                error = sampling.result() if ended else None
+                if error is not None and not began and not self._ready:
+                    return error
+                if not began:
+                    began = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await self._send(
+                    {"type": "http.response.body", "body": self._take(error), "more_body": not ended}
+                )
+                if ended:
+                    return None
+        finally:
+            sampling.cancel()
+            leaving.cancel()
+            await asyncio.gather(sampling, leaving, return_exceptions=True)
+
+    def _start(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._news.set())
+        return task
+
+    async def _sample(self) -> InstarError | None:
+        try:
+            async with aclosing(self._chunks) as chunks:
+                async for chunk in chunks:
+                    self._ready.append(chunk)
+                    self._news.set()
+        except InstarError as error:
+            return error
+        return None
+
+    def _take(self, error: InstarError | None) -> bytes:
+        lines = encode_line(joined(self._ready)) if self._ready else b""
+        self._ready.clear()
+        return lines if error is None else lines + msgspec.json.encode(_error_body(error)) + b"\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class _Routes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def generate(self, request: Request) -> Response:
-        body = await _read(request, GenerateBody)
-        try:
-            check_request(self._engine.info, body.prompt_ids, body.params)
-        except EngineError as error:
-            return _error(400, error)
-        chunks = self._engine.generate(body.prompt_ids, body.params)
-        # The first chunk decides between an error status and a stream.
-        first = await anext(chunks)
-        return StreamingResponse(_lines(first, chunks), media_type=LINES)
-
     async def load(self, request: Request) -> Response:
-        body = await _read(request, LoadBody)
+        try:
+            body = msgspec.json.decode(await _read_body(request.receive), type=LoadBody)
+        except msgspec.DecodeError as error:
+            raise _BadBody(str(error)) from error
         if body.policy.artifact.kind not in self._engine.info.artifacts:
             taken = ", ".join(self._engine.info.artifacts)
             return _error(400, EngineError(f"this engine loads {taken}, not {body.policy.artifact.kind}"))
@@ -99,33 +179,22 @@ class _Routes:
         return _json({"ok": True})
 
 
-class _BadBody(Exception):
-    """The request cannot be read; the message is for the client."""
-
-
-async def _read(request: Request, kind: type[T]) -> T:
+async def _read_body(receive: Receive) -> bytes | bytearray:
     body = bytearray()
-    async for part in request.stream():
-        body += part
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
         if len(body) > MAX_BODY:
             raise _BadBody(f"the body is larger than {MAX_BODY} bytes")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise _BadBody(str(error)) from error
+    return body
 
 
-async def _lines(first: TokenChunk, rest: AsyncIterator[TokenChunk]) -> AsyncIterator[bytes]:
-    """Starlette cancels this when the client goes away, which closes the engine's iterator."""
-    encode = msgspec.json.encode
-    try:
-        yield encode(first) + b"\n"
-        async for chunk in rest:
-            yield encode(chunk) + b"\n"
-    except InstarError as error:
-        yield encode(_error_body(error)) + b"\n"
-    finally:
-        await rest.aclose()  # pyright: ignore[reportAttributeAccessIssue] # every generate() is a generator
+class _BadBody(EngineError):
+    """The request cannot be read; the message is for the client."""
 
 
 def _answer(
@@ -134,16 +203,20 @@ def _answer(
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
-        except _BadBody as error:
-            return _error(400, EngineError(str(error)))
-        except PromptTooLong as error:
-            return _error(400, error)
-        except EngineUnavailable as error:
-            return _error(503, error)
         except InstarError as error:
-            return _error(500, error)
+            return _error(_status_of(error), error)
 
     return answer
+
+
+def _status_of(error: InstarError) -> int:
+    match error:
+        case _BadBody() | PromptTooLong():
+            return 400
+        case EngineUnavailable():
+            return 503
+        case _:
+            return 500
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -151,7 +224,8 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 def _error_body(error: InstarError) -> ErrorBody:
-    return ErrorBody(ErrorDetail(type(error).__name__, str(error)))
+    kind = EngineError if isinstance(error, _BadBody) else type(error)
+    return ErrorBody(ErrorDetail(kind.__name__, str(error)))
 
 
 def _error(status: int, error: InstarError) -> Response:

@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from instar.config import LocalEngineConfig, ModelConfig
-from instar.engines.base import Engine, EngineInfo, EngineStatus
-from instar.engines.checks import check_request
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.checks import as_ids, check_request
 from instar.engines.local.model import EngineModel
 from instar.engines.local.rows import KVShape
 from instar.engines.local.scheduler import Emission, Request, Scheduler
@@ -72,15 +71,16 @@ class LocalEngine(Engine):
     def info(self) -> EngineInfo:
         return self._info
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
-        check_request(self._info, prompt_ids, params)
-        room = self._info.max_context - len(prompt_ids)
+    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        prompt = as_ids(prompt_ids)
+        check_request(self._info, prompt, params)
+        room = self._info.max_context - len(prompt)
         request = Request(
-            prompt=np.asarray(prompt_ids, np.int32),
+            prompt=prompt,
             params=params,
             stop=StopRule(params, room, self._eos, self._tokenizer),
             rng=Random(params.seed),
-            length_limit=len(prompt_ids) + min(params.max_tokens, room),
+            length_limit=len(prompt) + min(params.max_tokens, room),
         )
         inbox: Inbox = asyncio.Queue()
         loop = asyncio.get_running_loop()

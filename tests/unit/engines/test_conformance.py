@@ -26,10 +26,10 @@ def local_engine(tiny: Path) -> Engine:
     return create_engine(RunConfig(model=model, engine=LocalEngineConfig(threads=1, prefill_tokens=64)))
 
 
-def scripted_engine(tiny: Path) -> Engine:
-    model = ModelConfig(name=str(tiny), max_context=256)
+def scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256) -> Engine:
+    model = ModelConfig(name=str(tiny), max_context=max_context)
     return create_engine(
-        RunConfig(model=model, engine=ScriptedEngineConfig(replies=[LONG_REPLY], delay=0.001))
+        RunConfig(model=model, engine=ScriptedEngineConfig(replies=[LONG_REPLY], delay=delay))
     )
 
 

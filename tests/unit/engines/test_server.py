@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import io
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
-from instar.engines.base import EngineInfo, EngineStatus
+from instar.config import ModelConfig, ScriptedEngineConfig
+from instar.engines.base import EngineInfo, EngineStatus, Prompt
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
+from instar.engines.server import MAX_BODY
+from instar.engines.wire import joined
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Policy, SamplingParams, TokenChunk
-from tests.unit.engines.conformance import collect, settled
+from tests.unit.engines.conformance import collect, logprobs_of, settled
 from tests.unit.engines.test_conformance import scripted_engine, served
 
 
@@ -29,7 +35,8 @@ async def url(tiny: Path) -> AsyncIterator[str]:
 
 async def post(url: str, body: Any, token: str = "secret") -> tuple[int, Any]:
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as client:
-        async with client.post(url, json=body) as response:
+        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        async with client.post(url, **sent) as response:
             return response.status, await response.json()
 
 
@@ -45,21 +52,31 @@ async def test_every_route_but_health_wants_the_token(url: str) -> None:
         await RemoteEngine.connect(url, "wrong", timeout=5)
 
 
+def request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: int | None = None) -> bytes:
+    size = len(params) if length is None else length
+    return size.to_bytes(4, "little") + params + np.asarray(ids, "<i4").tobytes()
+
+
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        ({}, "EngineError"),
-        ({"prompt_ids": []}, "EngineError"),
-        ({"prompt_ids": [99999]}, "EngineError"),
-        ({"prompt_ids": [-1]}, "EngineError"),
-        ({"prompt_ids": "text"}, "EngineError"),
-        ({"prompt_ids": [1], "params": {"temperature": -1}}, "EngineError"),
-        ({"prompt_ids": [1], "params": {"max_tokens": "many"}}, "EngineError"),
-        ({"prompt_ids": [1], "extra": 1}, "EngineError"),
-        ({"prompt_ids": [1] * 256}, "PromptTooLong"),
+        (b"", "EngineError"),
+        (b"\x02", "EngineError"),
+        (request(length=2**31), "EngineError"),
+        (request() + b"\x00", "EngineError"),
+        (b'{"prompt_ids": [1]}', "EngineError"),
+        (request([]), "EngineError"),
+        (request([99999]), "EngineError"),
+        (request([-1]), "EngineError"),
+        (request(params=b"not json"), "EngineError"),
+        (request(params=b'{"temperature": -1}'), "EngineError"),
+        (request(params=b'{"max_tokens": "many"}'), "EngineError"),
+        (request([1] * 256), "PromptTooLong"),
+        (bytes(MAX_BODY + 1), "EngineError"),
     ],
+    ids=range(13),
 )
-async def test_bad_input_is_a_400(url: str, body: Any, kind: str) -> None:
+async def test_bad_input_is_a_400(url: str, body: bytes, kind: str) -> None:
     status, answer = await post(url + "/generate", body)
     assert status == 400
     assert answer["error"]["type"] == kind
@@ -76,13 +93,71 @@ async def test_a_client_that_disconnects_cancels(tiny: Path) -> None:
     engine = scripted_engine(tiny)
     async with served(engine, None) as url:
         async with aiohttp.ClientSession() as client:
-            body = {"prompt_ids": [5, 6], "params": {"max_tokens": 200}}
-            response = await client.post(url + "/generate", json=body)
+            body = request([5, 6], b'{"max_tokens":200}')
+            response = await client.post(url + "/generate", data=body)
             await response.content.readline()
             assert (await engine.status()).running == 1
             response.close()
         await settled(engine)
         assert (await engine.status()).generated_tokens < 150
+
+
+async def test_a_client_that_leaves_before_its_first_token_frees_its_place(tiny: Path) -> None:
+    engine = scripted_engine(tiny, delay=60)
+    async with served(engine, None) as url:
+        remote = await RemoteEngine.connect(url, timeout=10)
+        waiting = asyncio.create_task(collect(remote, [5, 6]))
+        async with asyncio.timeout(10):
+            while (await remote.status()).running == 0:  # noqa: ASYNC110 - is remote
+                await asyncio.sleep(0.001)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await settled(remote)
+        assert (await remote.status()).generated_tokens == 0
+        await remote.close()
+
+
+async def test_tokens_that_are_ready_together_travel_together(tiny: Path) -> None:
+    at_once, slow = scripted_engine(tiny, delay=0), scripted_engine(tiny, delay=0.01)
+    params = {"max_tokens": 30, "temperature": 0}
+    lone = await collect(at_once, [5, 6], **params)
+    assert len(lone) == 30
+    async with served(at_once, None) as url, served(slow, None) as slow_url:
+        for address, counts in ((url, range(1, 3)), (slow_url, range(8, 31))):
+            remote = await RemoteEngine.connect(address, timeout=10)
+            chunks = await collect(remote, [5, 6], **params)
+            assert joined(chunks) == joined(lone)
+            assert len(chunks) in counts
+            await remote.close()
+
+
+async def test_a_prompt_of_a_long_context_arrives_whole(tiny: Path) -> None:
+    prompt = np.arange(120_000, dtype=np.int32) % 300
+    engine = scripted_engine(tiny, max_context=130_000)
+    async with served(engine, None) as url:
+        remote = await RemoteEngine.connect(url, timeout=10)
+        sent = await collect(remote, prompt, max_tokens=3)
+        assert logprobs_of(sent) == logprobs_of(await collect(engine, prompt, max_tokens=3))
+        await remote.close()
+
+
+class ForgetfulEngine(ScriptedEngine):
+    """Has no logprob for its second token, and behavior logprobs of that one alone."""
+
+    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk([1], [-1.0], [0])
+        yield TokenChunk([2], [math.nan], [0], behavior_logprobs=[-0.5], finish_reason="stop")
+
+
+async def test_a_missing_logprob_is_missing_on_the_other_side(tiny: Path) -> None:
+    model = ModelConfig(name=str(tiny), max_context=256)
+    async with served(ForgetfulEngine(model, ScriptedEngineConfig()), None) as url:
+        remote = await RemoteEngine.connect(url, timeout=10)
+        chunk = joined(await collect(remote, [1]))
+        assert chunk.behavior_logprobs is not None
+        assert list(map(math.isnan, chunk.logprobs)) == [False, True]
+        assert list(map(math.isnan, chunk.behavior_logprobs)) == [True, False]
+        await remote.close()
 
 
 async def test_an_engine_that_is_not_there() -> None:
@@ -109,7 +184,7 @@ class BreakingEngine(ScriptedEngine):
     def info(self) -> EngineInfo:
         return EngineInfo("breaking", "none", 10, 100, ("base",))
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         for _ in range(self._after):
             yield TokenChunk([1], [-1.0], [0])
         raise self._error
@@ -127,7 +202,10 @@ async def test_errors_keep_their_class_on_the_wire(error: EngineError, after: in
     async with served(BreakingEngine(error, after), None) as url:
         remote = await RemoteEngine.connect(url, timeout=5)
         stream = remote.generate([1], SamplingParams())
-        assert [(await anext(stream)).token_ids for _ in range(after)] == [[1]] * after
+        received: list[int] = []
+        while len(received) < after:
+            received += (await anext(stream)).token_ids
+        assert received == [1] * after
         with pytest.raises(type(error), match=str(error)) as caught:
             await anext(stream)
         assert type(caught.value) is type(error)

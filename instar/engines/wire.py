@@ -1,0 +1,93 @@
+"""What goes between RemoteEngine and an engine's server: one request's body, the lines of its reply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from instar.errors import EngineError
+from instar.types import FinishReason, Ids, SamplingParams, TokenChunk
+
+LENGTH_BYTES = 4
+ID_TYPE = np.dtype("<i4")
+
+
+class _Line(msgspec.Struct):
+    """A TokenChunk in which a missing logprob is null: JSON has no NaN."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    versions: list[int]
+    behavior_logprobs: list[float | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+
+
+_encode = msgspec.json.encode
+_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_params = msgspec.json.Decoder(SamplingParams).decode
+
+
+def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
+    head = _encode(params)
+    return b"".join(
+        (len(head).to_bytes(LENGTH_BYTES, "little"), head, prompt.astype(ID_TYPE, copy=False).tobytes())
+    )
+
+
+def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
+    """Raises EngineError on anything that ``pack_request`` does not make."""
+    start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
+    if len(body) < start or (len(body) - start) % ID_TYPE.itemsize:
+        raise EngineError("the body is not a length, so many bytes of JSON and 4-byte token ids")
+    try:
+        params = _decode_params(body[LENGTH_BYTES:start])
+    except msgspec.DecodeError as error:
+        raise EngineError(f"params: {error}") from error
+    # A copy, for the ids may stand anywhere in the body and a view of it could not be written to.
+    return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
+
+
+def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Neighbouring chunks of one reply as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    behavior = None
+    if any(chunk.behavior_logprobs is not None for chunk in chunks):
+        behavior = [
+            value
+            for chunk in chunks
+            for value in chunk.behavior_logprobs or [math.nan] * len(chunk.token_ids)
+        ]
+    return TokenChunk(
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        logprobs=[value for chunk in chunks for value in chunk.logprobs],
+        versions=[version for chunk in chunks for version in chunk.versions],
+        behavior_logprobs=behavior,
+        finish_reason=chunks[-1].finish_reason,
+        stop=chunks[-1].stop,
+    )
+
+
+def encode_line(chunk: TokenChunk) -> bytes:
+    return _encode(chunk) + b"\n"
+
+
+def decode_line(line: bytes) -> TokenChunk:
+    read = _decode_line(line)
+    behavior = read.behavior_logprobs
+    return TokenChunk(
+        token_ids=read.token_ids,
+        logprobs=_floats(read.logprobs),
+        versions=read.versions,
+        behavior_logprobs=None if behavior is None else _floats(behavior),
+        finish_reason=read.finish_reason,
+        stop=read.stop,
+    )
+
+
+def _floats(values: list[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
