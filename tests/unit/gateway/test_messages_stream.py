@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from instar.gateway.base import ApiError
+from instar.gateway.dialects.base import Request
+from instar.record.base import CallDelta, Delta
+from instar.record.chain import canonical
+from instar.types import Message, ToolCall
+from tests.unit.gateway.test_messages import ASK, DIALECT, choice, read, read_messages, text
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def events(body: bytes) -> Iterator[Any]:
+    """As a strict client reads them: every event has its name and its type's fields."""
+    for part in body.decode().split("\n\n")[:-1]:
+        head, data = part.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert head == f"event: {value['type']}"
+        if value["type"] != "ping":
+            EVENT.validate_json(data.removeprefix("data: "), strict=True)
+            yield value
+
+
+def put_together(stream: Sequence[Any]) -> dict[str, Any]:
+    """What a client makes of the events; blocks come one after another and each is closed."""
+    assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
+    assert stream[0]["type"] == "message_start"
+    blocks: list[dict[str, Any]] = []
+    closed = 0
+    for event in stream[1:-2]:
+        match event:
+            case {"type": "content_block_start"}:
+                assert event["index"] == len(blocks) == closed
+                blocks.append({**event["content_block"]})
+            case {"type": "content_block_stop"}:
+                closed += 1
+                assert event["index"] == closed - 1
+            case {"delta": {"type": "input_json_delta"}}:
+                blocks[event["index"]].setdefault("json", "")
+                blocks[event["index"]]["json"] += event["delta"]["partial_json"]
+            case {"delta": delta}:
+                assert event["index"] == closed
+                (name,) = set(delta) - {"type"}
+                blocks[event["index"]][name] += delta[name]
+            case _:
+                pytest.fail(f"{event}")
+    assert closed == len(blocks)
+    for block in blocks:
+        if "json" in block:
+            block["input"] = json.loads(block.pop("json"))
+    return {**stream[0]["message"], "content": blocks, **stream[-2]["delta"], "usage": stream[-2]["usage"]}
+
+
+def streamed(deltas: Sequence[Delta], message: Message, request: Request) -> dict[str, Any]:
+    writer = DIALECT.writer("msg_1", request)
+    body = writer.begin(0) + b"".join(writer.delta(0, [delta], ()) for delta in deltas)
+    assert not {e["type"] for e in events(body)} & {"message_delta", "message_stop"}
+    return put_together(list(events(body + writer.end([choice(message)]))))
+
+
+def test_a_stream_carries_arguments_as_they_come() -> None:
+    deltas = [
+        Delta(reasoning="Hm"),
+        Delta(reasoning="."),
+        Delta(text="\n\n"),
+        Delta(call=CallDelta(0, "t0", "calc")),
+        *(Delta(call=CallDelta(0, arguments=piece)) for piece in ('{"a"', ": 1", "}")),
+        Delta(text="\n"),
+        Delta(call=CallDelta(1, "t1", "now")),
+    ]
+    calls = [
+        ToolCall(id="t0", name="calc", arguments='{"a": 1}'),
+        ToolCall(id="t1", name="now", arguments=""),
+    ]
+    message = Message(role="assistant", content="\n\n\n", reasoning="Hm.", tool_calls=calls)
+    answer = streamed(deltas, message, read(thinking={"type": "adaptive"}))
+    assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use", "tool_use"]
+    assert answer["content"][1]["input"] == {"a": 1}
+    assert answer["content"][2]["input"] == {}
+    assert answer["stop_reason"] == "tool_use"
+    assert answer["usage"]["input_tokens"] == 9
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    body = DIALECT.writer("msg_1", read()).failure(ApiError(503, "No engine."))
+    assert body.startswith(b"event: error\ndata: {")
+    assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
+
+
+# --- what was answered comes back ---------------------------------------------------------------
+
+PIECES = ["Hello", " world", "\n", "  ", ".\n\n", "é😀", '"quoted"', "<tag>", ""]
+VALUES: list[Any] = [1, 1.5, -3, True, None, "x\ny", "é😀\\", [1, {"a": []}], {"k": "v"}, 2**70]
+
+
+def random_reply(dice: random.Random) -> tuple[list[Delta], Message]:
+    """Any order of reasoning first, then text and tool calls; the deltas add up to the message."""
+    deltas = [Delta(reasoning=dice.choice(PIECES[:1])) for _ in range(dice.randrange(3))]
+    calls: list[ToolCall] = []
+    for _ in range(dice.randrange(5)):
+        if dice.random() < 0.6:
+            deltas += [Delta(text=dice.choice(PIECES)) for _ in range(dice.randrange(4))]
+            continue
+        index, arguments = (
+            len(calls),
+            json.dumps({f"k{i}": dice.choice(VALUES) for i in range(dice.randrange(4))}),
+        )
+        calls.append(ToolCall(id=f"t{index}", name="calc", arguments=arguments))
+        cut = dice.randrange(len(arguments) + 1)
+        deltas.append(Delta(call=CallDelta(index, f"t{index}", "calc")))
+        deltas += [
+            Delta(call=CallDelta(index, arguments=part)) for part in (arguments[:cut], arguments[cut:])
+        ]
+    message = Message(role="assistant", content="".join(delta.text for delta in deltas))
+    if reasoning := "".join(delta.reasoning for delta in deltas):
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return deltas, message
+
+
+def echoed(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
+    """As clients give a reply back: thinking left out, the ends of the text trimmed, empty texts dropped or
+    added, a text cut in two, keys in another order."""
+    blocks = [block for block in blocks if block["type"] != "thinking" or dice.random() < 0.5]
+    out: list[dict[str, Any]] = []
+    texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
+    trim = dice.random() < 0.5
+    for i, block in enumerate(blocks):
+        if block["type"] != "text":
+            out.append(dict(reversed(block.items())))
+            continue
+        said = block["text"]
+        if trim and i == texts[0]:
+            said = said.lstrip()
+        if trim and i == texts[-1]:
+            said = said.rstrip()
+        cut = dice.randrange(len(said) + 1)
+        parts = [said[:cut], said[cut:]] if dice.random() < 0.3 else [said]
+        out += [text(part) for part in parts if part or dice.random() < 0.5]
+    return out
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_reply_that_is_given_back_is_the_recorded_one(shown: bool) -> None:
+    request = read(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
+    for seed in range(400):
+        dice = random.Random(seed)
+        deltas, message = random_reply(dice)
+        body = DIALECT.answer("msg_1", request, [choice(message)])
+        for answer in (json.loads(body), streamed(deltas, message, request)):
+            back = {"role": "assistant", "content": echoed(answer["content"], dice)}
+            (read_back,) = read_messages(back, *ASK["messages"])[:-1]
+            assert canonical(read_back) == canonical(message), (seed, answer)
+            ids = [call["id"] for call in message.get("tool_calls", ())]
+            assert [call["id"] for call in read_back.get("tool_calls", ())] == ids
