@@ -79,20 +79,21 @@ def get_groups(
     status: GroupStatus | None,
     unclaimed_in_epoch: int | None,
 ) -> list[Group]:
-    sql, values = "SELECT * FROM groups WHERE run_id = ? AND channel = ?", [run_id, channel.value]
+    where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
     if status is not None:
-        sql += " AND status = ?"
+        where += " AND status = ?"
         values.append(status.value)
-    arguments: list[Any] = list(values)
     if unclaimed_in_epoch is not None:
         # Two ranges of an index: what was claimed in that very epoch, which is nearly all, is not looked at.
-        sql += (
-            " AND (claimed_epoch < ? OR claimed_epoch > ? AND NOT EXISTS ("
+        where = (
+            f"seq IN (SELECT seq FROM groups WHERE {where} AND claimed_epoch < ? UNION ALL "
+            f"SELECT seq FROM groups WHERE {where} AND claimed_epoch > ? AND NOT EXISTS ("
             "SELECT 1 FROM claims WHERE claims.group_id = groups.group_id"
             " AND claims.run_id = groups.run_id AND claims.epoch = ?))"
         )
-        arguments += [unclaimed_in_epoch] * 3
-    return [decode_group(row) for row in db.execute(sql + " ORDER BY idx, seq", arguments)]
+        values = [*values, unclaimed_in_epoch, *values, unclaimed_in_epoch, unclaimed_in_epoch]
+    rows = db.execute(f"SELECT * FROM groups WHERE {where} ORDER BY idx, seq", values)
+    return [decode_group(row) for row in rows]
 
 
 def open_session(db: sqlite3.Connection, row: dict[str, Any]) -> None:

@@ -102,6 +102,13 @@ class GroupsAndSteps:
 
         assert await unclaimed(0) == ["g2"]
         assert await unclaimed(1) == ["g0", "g1", "g2"]
+        await store.claim_step(RUN, 1, [make_claim("e", group_id="g1", epoch=2)])
+        await store.claim_step(RUN, 2, [make_claim("f", group_id="g2", epoch=2)])
+        assert await unclaimed(0) == ["g2"]
+        assert await unclaimed(1) == ["g0", "g1", "g2"]
+        assert await unclaimed(2) == ["g0"]
+        await store.release_steps(RUN, after=1)
+        assert await unclaimed(2) == ["g0", "g2"]
 
     async def test_a_sample_is_claimed_once_per_run_and_epoch(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)

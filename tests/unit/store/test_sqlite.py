@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,10 @@ import pytest
 
 from instar.config import RunConfig
 from instar.errors import Conflict, StoreCorrupt, StoreError
-from instar.store.base import Run
+from instar.store.base import Progress, Run
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
-from instar.types import Channel, GroupStatus, StepState
+from instar.types import Channel, Group, GroupStatus, StepState
 
 from .conformance import OpenStore, StoreConformance
 from .make import (
@@ -190,17 +190,42 @@ async def test_a_call_that_is_not_what_was_written_is_told(store: SqliteStore) -
         await store.calls("s")
 
 
+async def cost(read: Callable[[], Awaitable[object]]) -> float:
+    best = float("inf")
+    for _ in range(30):
+        started = time.perf_counter()
+        await read()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+async def test_unclaimed_groups_are_found_among_many(store: SqliteStore) -> None:
+    """What it costs to find them does not grow with those that were claimed."""
+
+    async def claim(indexes: range) -> None:
+        await asyncio.gather(
+            *(store.open_group(make_group(f"g{i}", i, status=GroupStatus.READY)) for i in indexes)
+        )
+        await store.claim_step(RUN, indexes[0], [make_claim(f"k{i}", group_id=f"g{i}") for i in indexes])
+
+    async def unclaimed() -> list[Group]:
+        return await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=0)
+
+    await claim(range(50))
+    few = await cost(unclaimed)
+    await claim(range(50, 8000))
+    await store.open_group(make_group("new", 8000, status=GroupStatus.READY))
+    many = await cost(unclaimed)
+    assert [group.group_id for group in await unclaimed()] == ["new"]
+    assert many < 3 * few + 0.0003, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
+
+
 async def test_progress_stays_cheap(store: SqliteStore) -> None:
     """What a poll costs does not grow with the groups and sessions there are."""
     await store.put_run(Run(RUN, POLICY, {}))
 
-    async def cost() -> float:
-        best = float("inf")
-        for _ in range(30):
-            started = time.perf_counter()
-            await store.progress(RUN)
-            best = min(best, time.perf_counter() - started)
-        return best
+    async def progress() -> Progress:
+        return await store.progress(RUN)
 
     async def fill(indexes: range) -> None:
         await asyncio.gather(
@@ -210,9 +235,9 @@ async def test_progress_stays_cheap(store: SqliteStore) -> None:
         )
 
     await fill(range(50))
-    few = await cost()
+    few = await cost(progress)
     await fill(range(50, 4000))
-    many = await cost()
+    many = await cost(progress)
     assert (await store.progress(RUN)).groups_ready == 4000
     assert many < 3 * few + 0.0005, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
     await store.advance_step(RUN, 0, StepState.COMMITTED)
