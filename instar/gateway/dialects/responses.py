@@ -14,7 +14,7 @@ from instar.gateway.base import ApiError, bad_request, from_validation
 from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
 from instar.gateway.dialects.openai_errors import openai_error
 from instar.gateway.dialects.responses_items import Item, Toolbox, ToolSpec, read_items, read_tools
-from instar.gateway.dialects.responses_output import Output, of_text, whole
+from instar.gateway.dialects.responses_output import Output, whole
 from instar.record.base import Delta
 from instar.types import Json, Message
 
@@ -302,7 +302,7 @@ class ResponsesDialect(Dialect):
     def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
         choice = choices[0]
         output = Output(request_id, request.wire.tools.by_name)
-        output.take(whole(choice.message), of_text(choice.logprobs, choice.message["content"]))
+        output.take(whole(choice.message), choice.logprobs)
         output.close(_item_status(choice))
         return orjson.dumps({**_head(request_id, request), **_ended(output, choice)})
 

@@ -102,7 +102,7 @@ class Output:
             return []
         if isinstance(item, _Text) and item.kind == "message":
             item.logprobs += self._logprobs
-        self._logprobs = []
+            self._logprobs = []
         events = item.end(status)
         self.items.append(item.item)
         return events
@@ -134,6 +134,7 @@ class _Text:
 
     def end(self, status: str) -> Events:
         text = "".join(self._pieces)
+        self.logprobs = _of_text(self.logprobs, text)
         part = self._part(text)
         self.item |= {"status": status, "content": [part]}
         return [
@@ -293,11 +294,11 @@ def whole(message: Message) -> list[Delta]:
     return deltas
 
 
-def of_text(logprobs: Sequence[TokenLogprob], text: str) -> Sequence[TokenLogprob]:
-    """Those of the tokens that make up ``text``, out of all that were sampled."""
+def _of_text(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Those of the tokens that make up ``text``; all, where the tokens alone do not tell."""
     start = "".join(token.text for token in logprobs).find(text)
-    if start < 0 or not text:
-        return logprobs if text else ()
+    if start < 0:
+        return logprobs
     chosen: list[TokenLogprob] = []
     at = 0
     for token in logprobs:

@@ -1,0 +1,427 @@
+"""The Responses dialect by itself: what it reads, what it answers, and that the two fit together."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from instar.gateway.base import ApiError
+from instar.gateway.dialects.base import Choice, Request, TokenLogprob
+from instar.gateway.dialects.responses import ResponsesDialect
+from instar.record.base import CallDelta, Delta
+from instar.record.chain import canonical
+from instar.types import FinishReason, Json, Message, ToolCall
+
+DIALECT = ResponsesDialect()
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+ID = "resp-0123456789abcdef0123"
+
+CALC = {
+    "type": "function",
+    "name": "calc",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: patch"},
+}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Sub-agents.",
+    "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}],
+}
+TOOLS = [CALC, PATCH, AGENTS]
+
+
+def read(**body: Any) -> Request:
+    return DIALECT.read(json.dumps({"model": "m", "input": "Hi", **body}).encode())
+
+
+def choice(message: Message, finish_reason: FinishReason = "stop", **more: Any) -> Choice:
+    return Choice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **more)
+
+
+def answered(request: Request, message: Message, finish_reason: FinishReason = "stop", **more: Any) -> Json:
+    """The answer, held against the SDK's model."""
+    body = json.loads(DIALECT.answer(ID, request, [choice(message, finish_reason, **more)]))
+    Response.model_validate(body)
+    return body
+
+
+def events(
+    request: Request, pieces: Iterable[Sequence[Delta]], message: Message, finish: FinishReason = "stop"
+) -> list[Json]:
+    """The events of a stream, each held against the SDK's models."""
+    writer = DIALECT.writer(ID, request)
+    raw = writer.begin(0)
+    raw += b"".join(writer.delta(0, deltas, ()) for deltas in pieces)
+    raw += writer.end([choice(message, finish)])
+    told: list[Json] = []
+    for block in raw.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event)
+        told.append(event)
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    return told
+
+
+def assistant(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
+    message = Message(role="assistant", content=content)
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def call(name: str, arguments: str, call_id: str = "call-1") -> ToolCall:
+    return ToolCall(id=call_id, name=name, arguments=arguments)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def test_a_string_and_its_instructions() -> None:
+    request = read(instructions="Be brief.")
+    assert request.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    )
+    assert request.instructions == 1
+    assert read().instructions == 0
+
+
+def test_the_items_of_one_turn_are_one_message() -> None:
+    request = read(
+        input=[
+            {"role": "developer", "content": "Rules."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "24*310?"}]},
+            {"type": "reasoning", "id": "rs_x", "summary": [], "encrypted_content": "gAAA",
+             "content": [{"type": "reasoning_text", "text": "Hmm."}]},
+            {"type": "message", "role": "assistant", "id": "msg_x", "status": "completed",
+             "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}]},
+            {"type": "function_call", "call_id": "a", "name": "calc", "arguments": '{"x": 1}'},
+            {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "*** Begin\n"},
+            {"type": "function_call_output", "call_id": "a", "output": "7440"},
+            {"type": "custom_tool_call_output", "call_id": "b",
+             "output": [{"type": "input_text", "text": "Done"}, {"type": "input_text", "text": "."}]},
+            {"role": "assistant", "content": "7440."},
+            {"role": "user", "content": "Thanks"},
+        ]
+    )  # fmt: skip
+    assert request.messages == (
+        {"role": "system", "content": "Rules."},
+        {"role": "user", "content": "24*310?"},
+        assistant(
+            "Let me see.",
+            call("calc", '{"x": 1}', "a"),
+            call("apply_patch", '{"input": "*** Begin\\n"}', "b"),
+            reasoning="Hmm.",
+        ),
+        {"role": "tool", "content": "7440", "tool_call_id": "a"},
+        {"role": "tool", "content": "Done.", "tool_call_id": "b"},
+        assistant("7440."),
+        {"role": "user", "content": "Thanks"},
+    )
+
+
+def test_results_may_stand_between_the_calls_of_one_answer() -> None:
+    request = read(tools=TOOLS)
+    reply = assistant("", call("calc", '{"x": 1}', "a"), call("calc", '{"x": 2}', "b"))
+    first, second = answered(request, reply)["output"]
+    outputs = [{"type": "function_call_output", "call_id": c, "output": c} for c in "ab"]
+    read_back = read(input=[{"role": "user", "content": "Hi"}, first, outputs[0], second, outputs[1]])
+    assert [message["role"] for message in read_back.messages] == ["user", "assistant", "tool", "tool"]
+    assert read_back.messages[1] == reply
+
+
+def test_two_answers_side_by_side_stay_two() -> None:
+    request = read()
+    first, second = assistant("One.", reasoning="1"), assistant("Two.", reasoning="2")
+    items = [
+        item
+        for i, message in enumerate((first, second))
+        for item in json.loads(DIALECT.answer(f"resp-{i}{ID[6:]}", request, [choice(message)]))["output"]
+    ]
+    assert read(input=items).messages == (first, second)
+    untold = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
+    assert read(input=untold).messages == (assistant("One."), assistant("Two."))
+
+
+def test_tools_are_offered_by_names_of_their_own() -> None:
+    request = read(tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
+    assert [tool["name"] for tool in request.tools] == ["calc", "apply_patch", "agents__spawn"]
+    assert "start: patch" in request.tools[1]["parameters"]["properties"]["input"]["description"]
+    listed = answered(request, assistant("Hi"))["tools"]
+    assert [tool["type"] for tool in listed] == ["function", "custom", "namespace"]
+    assert read(tools=TOOLS, tool_choice="none").tools == ()
+
+
+def test_what_is_read_of_the_rest() -> None:
+    request = read(
+        previous_response_id="resp-1",
+        max_output_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        include=["message.output_text.logprobs"],
+        stream=True,
+        user="bob",
+        metadata={"session_id": "s", "team": "x"},
+        client_metadata={"thread_id": "t"},
+        prompt_cache_key="p",
+    )
+    assert request.previous == "resp-1"
+    assert (request.max_tokens, request.temperature, request.top_p) == (9, 0.5, 0.9)
+    assert request.logprobs
+    assert request.stream
+    assert [name.split(":")[1] for name in request.identity] == ["s", "t", "p", "bob"]
+    assert read(input=[], previous_response_id="resp-1").messages == ()
+
+
+CODEX = {
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a1df40-4a3e-7ba1-b998-1d7b8c57a583",
+    "client_metadata": {"session_id": "01a1df40", "x-codex-turn-metadata": "{}"},
+    "text": {"verbosity": "low"},
+}
+"""What Codex sends besides its items and tools."""
+
+
+def test_codex_gets_through() -> None:
+    assert read(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}]).stream
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "local_shell_call", "id": "1"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "a"}]}, "input[0].arguments"),
+        ({"input": [{"type": "custom_tool_call", "name": "f", "call_id": "a"}]}, "input[0].input"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"tools": [{**CALC, "parameters": {"properties": 3}}]}, "tools[0].parameters.properties"),
+        ({"tools": [CALC, {"type": "custom", "name": "calc"}]}, "tools[1].name"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.type"),
+        ({"reasoning": {"strength": 3}}, "reasoning.strength"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**30}, "max_output_tokens"),
+        ({"metadata": {"n": 10**30}}, "metadata[...]"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(body: Json, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(**body)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    told = json.loads(DIALECT.error(caught.value))["error"]
+    assert told["type"] == "invalid_request_error"
+    assert told["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"input": "\xff"}', b'{"model": "\\ud83d"}', b"[" * 9999]
+)
+def test_what_is_no_request(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        DIALECT.read(body)
+    assert caught.value.status == 400
+
+
+def test_numbers_of_any_length_in_a_schema_are_told_back() -> None:
+    huge = {**CALC, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
+    assert str(10**30).encode() in DIALECT.answer(ID, read(tools=[huge]), [choice(assistant("Hi"))])
+
+
+# --- answering ----------------------------------------------------------------------------------
+
+
+def test_an_answer_has_everything() -> None:
+    request = read(instructions="Be brief.", tools=TOOLS, metadata={"a": "b"}, max_output_tokens=50)
+    reply = assistant("So.", call("agents__spawn", "{}"), reasoning="Hmm.")
+    body = answered(request, reply, cached_tokens=5)
+    assert (body["status"], body["id"], body["metadata"]) == ("completed", ID, {"a": "b"})
+    assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call"]
+    assert (body["output"][2]["name"], body["output"][2]["namespace"]) == ("spawn", "agents")
+    assert body["usage"]["input_tokens_details"]["cached_tokens"] == 5
+    assert Response.model_validate(body).output_text == "So."
+
+
+def test_a_reply_that_was_cut_is_incomplete() -> None:
+    body = answered(read(), assistant("So"), "length")
+    assert body["status"] == body["output"][0]["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    last = events(read(), [[Delta(text="So")]], assistant("So"), "length")[-1]
+    assert last["type"] == "response.incomplete"
+
+
+def test_a_reply_of_nothing_is_an_empty_message() -> None:
+    assert answered(read(), assistant())["output"][0]["content"][0]["text"] == ""
+    assert events(read(), [], assistant())[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+def test_logprobs_are_those_of_the_text() -> None:
+    request = read(include=["message.output_text.logprobs"])
+    tokens = [TokenLogprob(text, -1.0) for text in ("<think>", "Hm", "</think>", "So", ".")]
+    body = answered(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
+    assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["So", "."]
+    writer = DIALECT.writer(ID, request)
+    deltas = ([], [Delta(reasoning="Hm")], [], [Delta(text="So")], [Delta(text=".")])
+    raw = b"".join(writer.delta(0, said, [token]) for said, token in zip(deltas, tokens, strict=True))
+    raw += writer.end([choice(assistant("So.", reasoning="Hm"))])
+    last = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"][1]
+    assert last == {**body["output"][1]}
+
+
+def test_a_failure_in_the_middle_of_a_stream() -> None:
+    writer = DIALECT.writer(ID, read())
+    writer.begin(0)
+    writer.delta(0, [Delta(text="So")], ())
+    told = writer.failure(ApiError(503, "gone")).decode()
+    event = json.loads(told.split("data: ")[1])
+    EVENT.validate_python(event)
+    assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
+
+
+# --- the two fit together -----------------------------------------------------------------------
+
+TEXTS = ["", " ", "\n\n", "Hello", "a\nb ", ' "quoted" \\ ', "ünï 🦎 ", "<tag>{}", "\u2028x\x07"]
+ARGUMENTS = ["{}", '{"x": [1, {"y": null}], "z": "🦎\\n"}', '{ "x" :1.50}', "not json", '{"x": ', ""]
+INPUTS = ["", '*** Begin Patch\n+é\t"q" \\\n', "🦎🦎", '{"input": "x"}', "/\u2028\x01"]
+
+
+def some_call(rng: random.Random, index: int) -> ToolCall:
+    name = rng.choice(["calc", "apply_patch", "agents__spawn", "unheard_of"])
+    arguments = rng.choice(ARGUMENTS)
+    if name == "apply_patch" and rng.random() < 0.8:
+        arguments = json.dumps({"input": rng.choice(INPUTS)}, ensure_ascii=rng.random() < 0.5)
+    return call(name, arguments, f"call-{index}")
+
+
+def some_reply(rng: random.Random) -> Message:
+    calls = [some_call(rng, i) for i in range(rng.choice([0, 0, 1, 2, 3]))]
+    return assistant(
+        rng.choice(TEXTS) + rng.choice(TEXTS), *calls, reasoning=rng.choice(["", "Hmm.", " I\n think"])
+    )
+
+
+def cut(rng: random.Random, text: str) -> Iterator[str]:
+    while text:
+        at = rng.randint(1, 4)
+        yield text[:at]
+        text = text[at:]
+
+
+def in_pieces(rng: random.Random, message: Message) -> Iterator[list[Delta]]:
+    """As a stream would tell it; a part of the text may come between the calls."""
+    content = message["content"]
+    at = rng.randint(0, len(content)) if message.get("tool_calls") else len(content)
+    yield from ([Delta(reasoning=piece)] for piece in cut(rng, message.get("reasoning", "")))
+    yield from ([Delta(text=piece)] for piece in cut(rng, content[:at]))
+    for i, told in enumerate(message.get("tool_calls", ())):
+        yield [Delta(call=CallDelta(i, told["id"], told["name"]))]
+        yield from ([Delta(call=CallDelta(i, arguments=piece))] for piece in cut(rng, told["arguments"]))
+        if i == 0:
+            yield from ([Delta(text=piece)] for piece in cut(rng, content[at:]))
+
+
+def echoed(rng: random.Random, items: list[Json]) -> list[Json]:
+    """The items as some agent may send them: without what it does not need, its kinds in another order."""
+    kinds = [[item for item in items if item["type"] in group] for group in (
+        {"reasoning"}, {"message"}, {"function_call", "custom_tool_call"},
+    )]  # fmt: skip
+    if rng.random() < 0.5 and len(kinds[1]) < 2:
+        rng.shuffle(kinds)
+        items = [item for kind in kinds for item in kind]
+    dropped = rng.choice([set[str](), {"id"}, {"id", "status"}, {"status"}])
+    return [{key: value for key, value in item.items() if key not in dropped} for item in items]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_what_we_answered_is_read_as_what_was_recorded(seed: int) -> None:
+    rng = random.Random(seed)
+    request, reply = read(tools=TOOLS), some_reply(rng)
+    streamed = events(request, in_pieces(rng, reply), reply)
+    for output in (answered(request, reply)["output"], streamed[-1]["response"]["output"]):
+        items = [
+            {"role": "user", "content": "Hi"},
+            *echoed(rng, output),
+            {"role": "user", "content": "Go on"},
+        ]
+        messages = read(input=items).messages
+        assert len(messages) == 3
+        assert canonical(messages[1]) == canonical(reply)
+        assert messages[1].get("reasoning") == reply.get("reasoning")
+        told = [told["id"] for told in messages[1].get("tool_calls", ())]
+        assert told == [told["id"] for told in reply.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_events_of_a_stream_add_up(seed: int) -> None:
+    rng = random.Random(seed)
+    request, reply = read(tools=TOOLS), some_reply(rng)
+    told = events(request, in_pieces(rng, reply), reply)
+    assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
+    assert told[-1]["type"] == "response.completed"
+    output = told[-1]["response"]["output"]
+    assert output == [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    for index, item in enumerate(output):
+        about = [event for event in told if event.get("output_index") == index]
+        assert about[0]["type"] == "response.output_item.added"
+        assert about[0]["item"]["id"] == item["id"]
+        said = "".join(event["delta"] for event in about if event["type"].endswith(".delta"))
+        whole = item.get("arguments", item.get("input"))
+        assert said == (item["content"][0]["text"] if whole is None else whole)
+        assert {event["item_id"] for event in about if "item_id" in event} <= {item["id"]}
+
+
+def test_a_custom_tools_input_is_told_as_it_comes() -> None:
+    text = 'a"\\\n/é🦎'
+    arguments = json.dumps({"input": text})
+    reply = assistant("", call("apply_patch", arguments))
+    pieces = [[Delta(call=CallDelta(0, "call-1", "apply_patch"))]]
+    pieces += [[Delta(call=CallDelta(0, arguments=character))] for character in arguments]
+    told = events(read(tools=TOOLS), pieces, reply)
+    assert [e["delta"] for e in told if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
+    assert cast(Json, told[-1]["response"])["output"][0]["input"] == text
