@@ -7,8 +7,9 @@ and logprobs it sampled, and marked not trainable where it does not: nothing is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import Choice, Request
@@ -31,18 +32,57 @@ class Piece:
 
 
 class UpstreamRefused(ApiError):
-    """The provider answered with an error. ``raw`` is its body, when it speaks the agent's dialect."""
+    """The provider answered with an error. ``raw`` is its body (JSON, as a rule; never an event of a
+    stream), when it speaks the agent's dialect. It may come in the midst of a stream."""
 
-    raw: bytes = b""
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+        raw: bytes = b"",
+        content_type: str | None = None,
+    ) -> None:
+        super().__init__(status, message, code=code, param=param, retry_after=retry_after)
+        self.raw = raw
+        self.content_type = content_type
+
+
+class Answer(ABC):
+    """The pieces of one answer, as they come. Closed by ``aclose``, read to its end or not."""
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> Piece:
+        """Raises UpstreamRefused, or EngineUnavailable when the provider cannot be reached or breaks off."""
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+    @abstractmethod
+    def partial(self) -> list[Choice]:
+        """The replies as far as they have come, ended as ``aborted``: for an answer that broke off or was
+        closed. Empty when nothing of a reply has come."""
 
 
 class Upstream(ABC):
     @abstractmethod
     def send(
-        self, request: Request, dialect: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncGenerator[Piece, None]:
-        """One call. ``body`` and ``headers`` are those of the agent. Raises UpstreamRefused, or
-        EngineUnavailable when the provider cannot be reached."""
+        self,
+        request: Request,
+        dialect: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        forced: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """One call. ``body`` and ``headers`` (names in lower case, keys of ours taken out) are those of the
+        agent; ``request.messages`` are whole, ``previous`` resolved. ``forced``: sampling settings over
+        the agent's own (`SAMPLING_KEYS`)."""
 
     @abstractmethod
     async def close(self) -> None: ...

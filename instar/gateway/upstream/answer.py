@@ -1,0 +1,199 @@
+"""A provider's answer: passed on as it comes and read on the side, or translated."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+import msgspec
+
+from instar.errors import EngineUnavailable
+from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.upstream import chat, messages, responses, rewrite
+from instar.gateway.upstream.base import Answer, Piece, UpstreamRefused
+from instar.gateway.upstream.replies import StreamReader, refusal, spoken
+from instar.gateway.upstream.rewrite import Unasked
+from instar.gateway.upstream.sse import Event, EventSplitter
+
+Post = Callable[[], Awaitable[aiohttp.ClientResponse]]
+"""Sends the request."""
+
+_Unreadable = (msgspec.DecodeError, UnicodeDecodeError)
+
+
+class HttpAnswer(Answer):
+    """``dialect``: what the provider speaks. ``unasked``: set when token ids were asked for."""
+
+    def __init__(
+        self,
+        post: Post,
+        request: Request,
+        dialect: str,
+        *,
+        translated: bool,
+        unasked: Unasked | None,
+    ) -> None:
+        self._post = post
+        self._request = request
+        self._dialect = dialect
+        self._translated = translated
+        self._exact = unasked is not None
+        self._unasked = unasked or Unasked(ids=False, logprobs=False)
+        self._response: aiohttp.ClientResponse | None = None
+        self._reader: StreamReader | None = None
+        self._splitter = EventSplitter()
+        self._held: list[bytes] = []
+        self._content_type: str | None = None
+        self._failure: UpstreamRefused | None = None
+        self._over = False
+
+    async def __anext__(self) -> Piece:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            piece = await self._next()
+        except BaseException:
+            await self.aclose()
+            raise
+        if piece.choices is not None:
+            await self.aclose()
+        return piece
+
+    async def aclose(self) -> None:
+        self._over = True
+        if self._response is not None:
+            self._response.close()
+
+    def partial(self) -> list[Choice]:
+        return self._reader.partial() if self._reader else []
+
+    async def _next(self) -> Piece:
+        if self._response is None:
+            self._response = await self._post()
+            if not 200 <= self._response.status < 300:
+                raise await refused(self._response)
+            self._content_type = self._response.headers.get("Content-Type")
+            if not self._request.stream or "json" in (self._content_type or ""):
+                return await self._whole(self._response)
+            self._reader = self._new_reader()
+        assert self._reader is not None
+        return await self._streamed(self._response, self._reader)
+
+    # --- not streamed -----------------------------------------------------------------------------
+
+    async def _whole(self, response: aiohttp.ClientResponse) -> Piece:
+        try:
+            body = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(error) from error
+        try:
+            choices = self._read(body)
+            raw = rewrite.take_out(body, self._unasked) if self._unasked else body
+        except _Unreadable as error:
+            raise _unreadable(error) from error
+        if self._translated:
+            return Piece(deltas=spoken(choices) if self._request.stream else (), choices=choices)
+        return Piece(raw, choices=choices, content_type=self._content_type)
+
+    def _read(self, body: bytes) -> list[Choice]:
+        if self._dialect == "messages":
+            return messages.read(body)
+        if self._dialect == "responses":
+            return responses.read(body)
+        return chat.read(body, exact=self._exact)
+
+    # --- streamed ---------------------------------------------------------------------------------
+
+    def _new_reader(self) -> StreamReader:
+        if self._dialect == "messages":
+            return messages.MessagesReader(aloud=self._translated)
+        if self._dialect == "responses":
+            return responses.ResponsesReader(aloud=self._translated)
+        return chat.ChatReader(self._request.n, aloud=self._translated, exact=self._exact)
+
+    async def _streamed(self, response: aiohttp.ClientResponse, reader: StreamReader) -> Piece:
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                chunk = await response.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                if not reader.whole:
+                    raise EngineUnavailable(f"the provider's answer broke off: {error}") from error
+                chunk = b""
+            if not chunk:
+                return self._last(reader)
+            raw = self._take(self._splitter.feed(chunk), reader)
+            deltas = reader.taken()
+            if raw or deltas:
+                content_type, self._content_type = self._content_type, None
+                return Piece(raw, deltas, content_type=content_type)
+
+    def _take(self, events: Iterable[Event], reader: StreamReader) -> bytes:
+        """Read the events; those up to the first that says the answer has ended may be passed on."""
+        passed: list[bytes] = []
+        try:
+            for event in events:
+                if event.data:
+                    reader.feed(event.data)
+                if not self._translated:
+                    (self._held if reader.ended else passed).append(self._shown(event))
+        except UpstreamRefused as error:
+            self._failure = error
+        except _Unreadable as error:
+            self._failure = _unreadable(error)
+        return b"".join(passed)
+
+    def _shown(self, event: Event) -> bytes:
+        if not self._unasked or not event.data.startswith(b"{"):
+            return event.raw
+        return b"data: " + rewrite.take_out(event.data, self._unasked) + b"\n\n"
+
+    def _last(self, reader: StreamReader) -> Piece:
+        if rest := self._splitter.flush():
+            self._held.append(self._take([rest], reader))
+        if self._failure is not None:
+            raise self._failure
+        if not reader.whole:
+            raise EngineUnavailable("the provider's answer broke off")
+        return Piece(b"".join(self._held), reader.taken(), reader.choices(), self._content_type)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+async def refused(response: aiohttp.ClientResponse) -> UpstreamRefused:
+    if 300 <= response.status < 400:
+        where = response.headers.get("Location", "elsewhere")
+        return UpstreamRefused(502, f"The provider redirects to {where}: correct its base_url.")
+    try:
+        raw = await response.read()
+    except (aiohttp.ClientError, OSError):
+        raw = b""  # its status says enough
+    retry_after = _retry_after(response.headers.get("Retry-After"))
+    return refusal(raw, max(response.status, 400), retry_after, response.headers.get("Content-Type"))
+
+
+def _retry_after(header: str | None) -> int | None:
+    """Seconds, or a date."""
+    if not header:
+        return None
+    try:
+        return max(0, math.ceil(float(header)))
+    except ValueError:
+        pass
+    try:
+        return max(0, math.ceil(parsedate_to_datetime(header).timestamp() - time.time()))
+    except ValueError:
+        return None
+
+
+def unreachable(error: Exception) -> EngineUnavailable:
+    return EngineUnavailable(f"the provider cannot be reached: {error or type(error).__name__}")
+
+
+def _unreadable(error: Exception) -> UpstreamRefused:
+    return UpstreamRefused(502, f"The provider's answer cannot be read: {error}", code="bad_gateway")

@@ -1,0 +1,238 @@
+"""A provider behind HTTP. In its own dialect, requests and answers pass through as they are and are read on
+the side; in another they are translated."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+from yarl import URL
+
+from instar.config import UpstreamEngineConfig
+from instar.errors import ConfigError
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.dialects.base import Request
+from instar.gateway.upstream import chat, messages, rewrite
+from instar.gateway.upstream.answer import HttpAnswer, refused, unreachable
+from instar.gateway.upstream.base import Upstream
+
+_PATHS = {
+    "chat": "/chat/completions",
+    "completions": "/completions",
+    "responses": "/responses",
+    "messages": "/messages",
+}
+_TRANSLATED_TO = ("chat", "messages")
+_WITH_TOKEN_IDS = ("chat", "completions")
+
+# Of an agent's headers, those that a provider goes by. All others end here.
+_PASSED = frozenset(
+    {"user-agent", "x-app", "originator", "session_id", "conversation_id", "idempotency-key"}
+    | {"chatgpt-account-id", "http-referer", "x-title"}
+)
+_PASSED_KINDS = ("anthropic-", "openai-", "x-stainless-")
+_ANTHROPIC_VERSION = "2023-06-01"
+
+# Just under the 5 seconds after which uvicorn, and so vLLM, closes an idle connection.
+_KEEPALIVE_SECONDS = 4.0
+_CONNECT_SECONDS = 30.0
+# aiohttp warns of bytes beyond 1 MiB that are sent in one go.
+_LARGE = 1 << 20
+
+
+class HttpUpstream(Upstream):
+    """``path``: where the config has it, for errors."""
+
+    def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
+        self._config = config
+        self._dialects = (config.dialect, *config.also)
+        self._key = _key(config, path)
+        self._base = _base_url(config, path)
+        self._urls = {dialect: _url(self._base, dialect, config.dialect) for dialect in self._dialects}
+        self._fixed = {dialect: self._fixed_headers(dialect) for dialect in self._dialects}
+        # OpenAI's newer models refuse the name that everyone else goes by.
+        own = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
+        self._limit_name = "max_completion_tokens" if own else "max_tokens"
+        self._session: aiohttp.ClientSession | None = None
+
+    def send(
+        self,
+        request: Request,
+        dialect: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        forced: Mapping[str, Any] | None = None,
+    ) -> HttpAnswer:
+        spoken = self._spoken(dialect)
+        if spoken != dialect:
+            body = self._translated(request, spoken)
+        elif self._config.model is not None and self._config.model != request.model:
+            body = rewrite.change(body, {"model": self._config.model})
+        if forced:
+            body = rewrite.force(body, spoken, forced)
+        unasked = None
+        if self._config.token_ids and spoken in _WITH_TOKEN_IDS:
+            body, unasked = rewrite.ask_for_tokens(body, spoken)
+        translated = spoken != dialect
+        post = partial(
+            self._post, self._urls[spoken], body, self._headers(spoken, headers, translated=translated)
+        )
+        return HttpAnswer(post, request, spoken, translated=translated, unasked=unasked)
+
+    async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Anthropic's count of a prompt, passed through."""
+        if "messages" not in self._dialects:
+            raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
+        if self._config.model is not None:
+            body = rewrite.change(body, {"model": self._config.model})
+        url = self._urls["messages"] / "count_tokens"
+        response = await self._post(url, body, self._headers("messages", headers))
+        try:
+            if response.status != 200:
+                raise await refused(response)
+            return await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(error) from error
+        finally:
+            response.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
+        try:
+            try:
+                return await self._send(url, body, headers)
+            except aiohttp.ServerDisconnectedError:
+                # An idle connection that the provider was closing; nothing of an answer has come.
+                return await self._send(url, body, headers)
+        except (aiohttp.ClientError, OSError) as error:
+            raise unreachable(error) from error
+
+    def _send(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> Any:
+        if self._session is None:
+            self._session = _open_session(self._base)
+        data = body if len(body) < _LARGE else io.BytesIO(body)
+        return self._session.post(url, data=data, headers=headers, allow_redirects=False)
+
+    def _spoken(self, dialect: str) -> str:
+        if dialect in self._dialects:
+            return dialect
+        for other in self._dialects:
+            if other in _TRANSLATED_TO and dialect != "completions":
+                return other
+        speaks = ", ".join(self._dialects)
+        raise bad_request(f"This model's provider does not speak '{dialect}'; it speaks: {speaks}.", "model")
+
+    def _translated(self, request: Request, to: str) -> bytes:
+        if request.refusal is not None:
+            raise request.refusal
+        if request.logprobs:
+            raise bad_request(
+                "Logprobs are not supported for this model.", "logprobs", "unsupported_parameter"
+            )
+        model = self._config.model or request.model
+        if to == "messages":
+            return msgspec.json.encode(messages.write(request, model))
+        return msgspec.json.encode(chat.write(request, model, limit_name=self._limit_name))
+
+    # --- headers ----------------------------------------------------------------------------------
+
+    def _fixed_headers(self, dialect: str) -> CIMultiDict[str]:
+        headers = CIMultiDict({"content-type": "application/json", "accept-encoding": "identity"})
+        if dialect == "messages":
+            headers["anthropic-version"] = _ANTHROPIC_VERSION
+        if self._key is not None:
+            name, value = _auth(dialect, self._key)
+            headers[name] = value
+        headers.update(self._config.headers)
+        return headers
+
+    def _headers(
+        self, dialect: str, given: Mapping[str, str], *, translated: bool = False
+    ) -> CIMultiDict[str]:
+        headers = self._fixed[dialect].copy()
+        own = self._config.headers
+        for name, value in () if translated else given.items():
+            if (name in _PASSED or name.startswith(_PASSED_KINDS)) and name not in own:
+                headers[name] = value
+        if self._key is None and "authorization" not in headers and "x-api-key" not in headers:
+            _pass_key(dialect, given, headers)
+        return headers
+
+
+# --- at the start -------------------------------------------------------------------------------
+
+
+def _key(config: UpstreamEngineConfig, path: str) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ConfigError(
+            f"{path}.api_key_env: given {config.api_key_env!r}; the environment has no such variable"
+        )
+    return key
+
+
+def _base_url(config: UpstreamEngineConfig, path: str) -> URL:
+    try:
+        url = URL(config.base_url)
+    except ValueError:
+        url = URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(
+            f"{path}.base_url: given {config.base_url!r}; an http:// or https:// address is needed"
+        )
+    return url
+
+
+def _url(base: URL, dialect: str, given_for: str) -> URL:
+    """As the SDKs do it: OpenAI's is given an address with its version, Anthropic's adds the version."""
+    root = base.path.rstrip("/")
+    if dialect == "messages":
+        root = root.removesuffix("/v1") + "/v1"
+    elif given_for == "messages" and not root.endswith("/v1"):
+        root += "/v1"
+    return base.with_path(root + _PATHS[dialect]).with_query(base.query)
+
+
+def _open_session(base: URL) -> aiohttp.ClientSession:
+    proxy = None if proxy_bypass(base.host or "") else getproxies().get(base.scheme)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        proxy=proxy,
+    )
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def _auth(dialect: str, key: str) -> tuple[str, str]:
+    return ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
+
+
+def _pass_key(dialect: str, given: Mapping[str, str], headers: CIMultiDict[str]) -> None:
+    """The agent's own key, in the header where the provider looks for it. A Bearer token is passed to
+    Anthropic as one when the agent speaks to it so itself: it stands for a subscription, not for a key."""
+    bearer, key = given.get("authorization"), given.get("x-api-key")
+    speaks_anthropic = "anthropic-version" in given
+    if key is not None and dialect != "messages":
+        name, value = _auth(dialect, key)
+        headers[name] = value
+    elif key is not None:
+        headers["x-api-key"] = key
+    if bearer is not None and dialect == "messages" and not speaks_anthropic:
+        headers["x-api-key"] = bearer.removeprefix("Bearer ")
+    elif bearer is not None:
+        headers["authorization"] = bearer

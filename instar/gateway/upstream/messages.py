@@ -1,0 +1,244 @@
+"""A provider that speaks Anthropic's Messages: what it is asked and what it answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from instar.gateway.base import bad_request
+from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.upstream.replies import Draft, StreamReader, Usage, finished, refusal
+from instar.types import FinishReason, Json, Message, ToolCall
+
+MAX_TOKENS = 8192
+"""The limit of a reply, which this API demands, when the agent named none."""
+
+# --- what it answers ----------------------------------------------------------------------------
+
+
+class Block(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class WireUsage(msgspec.Struct):
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class WireAnswer(msgspec.Struct):
+    content: list[Block] | None = None
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: WireUsage | None = None
+
+
+class WireDelta(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: str = ""
+    partial_json: str = ""
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+class WireEvent(msgspec.Struct):
+    type: str
+    index: int = 0
+    message: WireAnswer | None = None
+    content_block: Block | None = None
+    delta: WireDelta | None = None
+    usage: WireUsage | None = None
+
+
+_decode = msgspec.json.Decoder(WireAnswer).decode
+_decode_event = msgspec.json.Decoder(WireEvent).decode
+
+
+def _finish(reason: str | None) -> FinishReason:
+    return "length" if reason in ("max_tokens", "model_context_window_exceeded") else "stop"
+
+
+def _add_usage(usage: Usage, wire: WireUsage | None) -> None:
+    """Counts that are said again, in a stream, are those that hold."""
+    if wire is None:
+        return
+    if wire.input_tokens is not None:
+        cached = wire.cache_read_input_tokens
+        usage.prompt = wire.input_tokens + (cached or 0) + (wire.cache_creation_input_tokens or 0)
+        usage.cached = cached
+    if wire.output_tokens is not None:
+        usage.sampled = wire.output_tokens
+
+
+def read(body: bytes) -> list[Choice]:
+    answer = _decode(body)
+    if answer.content is None:
+        raise refusal(body)
+    draft, usage = Draft(), Usage()
+    for block in answer.content:
+        if block.type == "text":
+            draft.add_text(block.text)
+        elif block.type == "thinking":
+            draft.add_reasoning(block.thinking)
+        elif block.type == "tool_use":
+            draft.add_arguments(draft.open_call(block.id, block.name), bytes(block.input).decode())
+    draft.finish, draft.stop = _finish(answer.stop_reason), answer.stop_sequence
+    _add_usage(usage, answer.usage)
+    return finished([draft], usage)
+
+
+class MessagesReader(StreamReader):
+    def __init__(self, *, aloud: bool = False) -> None:
+        super().__init__(aloud=aloud)
+        self._draft = Draft(0, self.sink)
+        self._calls: dict[int, int] = {}  # block → place among the tool calls
+
+    def feed(self, data: bytes) -> None:
+        event = _decode_event(data)
+        if event.type == "error":
+            raise refusal(data)
+        if event.type == "message_start" and event.message:
+            _add_usage(self.usage, event.message.usage)
+        elif event.type == "content_block_start" and event.content_block:
+            self._begin(event.index, event.content_block)
+        elif event.type == "content_block_delta" and event.delta:
+            self._take(event.index, event.delta)
+        elif event.type == "content_block_stop" and event.index in self._calls:
+            self._close_call(self._calls[event.index])
+        elif event.type == "message_delta":
+            _add_usage(self.usage, event.usage)
+            if event.delta and event.delta.stop_reason:
+                self.ended = True
+                self._draft.finish = _finish(event.delta.stop_reason)
+                self._draft.stop = event.delta.stop_sequence
+
+    def _begin(self, index: int, block: Block) -> None:
+        if block.type == "tool_use":
+            self._calls[index] = self._draft.open_call(block.id, block.name)
+        elif block.type == "text":
+            self._draft.add_text(block.text)
+        elif block.type == "thinking":
+            self._draft.add_reasoning(block.thinking)
+
+    def _take(self, index: int, delta: WireDelta) -> None:
+        if delta.type == "text_delta":
+            self._draft.add_text(delta.text)
+        elif delta.type == "thinking_delta":
+            self._draft.add_reasoning(delta.thinking)
+        elif delta.type == "input_json_delta" and index in self._calls:
+            self._draft.add_arguments(self._calls[index], delta.partial_json)
+
+    def _close_call(self, at: int) -> None:
+        """A call without arguments has no pieces of them, or an empty one."""
+        if not any(self._draft.calls[at].arguments):
+            self._draft.add_arguments(at, "{}")
+
+    @property
+    def drafts(self) -> list[Draft]:
+        return [self._draft]
+
+
+# --- what it is asked ---------------------------------------------------------------------------
+
+
+def write(request: Request, model: str) -> Json:
+    """A request that came in another dialect."""
+    _refuse_unknown(request)
+    instructions, rest = _split(request.messages)
+    body: Json = {
+        "model": model,
+        "max_tokens": request.max_tokens or MAX_TOKENS,
+        "messages": _turns(rest),
+    }
+    if request.tools:
+        body["tools"] = [
+            {
+                "name": tool["name"],
+                "description": tool["description"],
+                "input_schema": {"type": "object", **tool["parameters"]},
+            }
+            for tool in request.tools
+        ]
+    settings: Json = {
+        "system": "\n\n".join(instructions) or None,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_sequences": list(request.stop) or None,
+        "stream": request.stream or None,
+    }
+    return body | {name: value for name, value in settings.items() if value is not None}
+
+
+def _refuse_unknown(request: Request) -> None:
+    wanted = {"n": request.n > 1, "seed": request.seed is not None}
+    for name, given in wanted.items():
+        if given:
+            raise bad_request(
+                f"'{name}' is not supported: this model is served by Anthropic's Messages API, "
+                "which has no such parameter.",
+                name,
+                "unsupported_parameter",
+            )
+
+
+def _split(messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
+    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return [message["content"] for message in messages[:count] if message["content"]], messages[count:]
+
+
+def _turns(messages: Sequence[Message]) -> list[Json]:
+    """Results of tools and the user's words that follow one another are one turn of the user's."""
+    turns: list[Json] = []
+    for message in messages:
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if not (blocks := _blocks(message)):
+            continue
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += blocks
+        else:
+            turns.append({"role": role, "content": blocks})
+    return turns
+
+
+def _blocks(message: Message) -> list[Json]:
+    if message["role"] == "tool":
+        return [
+            {
+                "type": "tool_result",
+                "tool_use_id": _id(message.get("tool_call_id", "")),
+                "content": message["content"],
+            }
+        ]
+    blocks: list[Json] = []
+    if message["content"].strip():  # blocks of white space alone are refused
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        blocks.append(
+            {"type": "tool_use", "id": _id(call["id"]), "name": call["name"], "input": _input(call)}
+        )
+    return blocks
+
+
+def _id(call_id: str) -> str:
+    """Ids of other providers may hold characters that are refused here."""
+    return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
+
+
+def _input(call: ToolCall) -> Json:
+    """An object is demanded; arguments that are none, because a model wrote them badly, are shown as text."""
+    try:
+        value: Any = msgspec.json.decode(call["arguments"])
+    except msgspec.DecodeError:
+        value = None
+    return cast(Json, value) if isinstance(value, dict) else {"arguments": call["arguments"]}

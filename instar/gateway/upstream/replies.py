@@ -1,0 +1,219 @@
+"""Replies while they are read out of a provider's answer, whatever its dialect."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from instar.gateway.dialects.base import Choice
+from instar.gateway.upstream.base import UpstreamRefused
+from instar.record.base import CallDelta, Delta
+from instar.types import FinishReason, Message, ToolCall
+
+Deltas = list[tuple[int, Delta]]
+
+
+@dataclass(slots=True)
+class CallDraft:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list[str])
+
+
+@dataclass(slots=True)
+class Draft:
+    """One reply, as far as it has come. ``sink`` takes every addition, where one listens."""
+
+    index: int = 0
+    sink: Deltas | None = None
+    text: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[CallDraft] = field(default_factory=list[CallDraft])
+    finish: FinishReason | None = None
+    stop: str | None = None
+    ids: list[int] | None = None
+    logprobs: list[float | None] = field(default_factory=list[float | None])
+
+    def add_text(self, text: str) -> None:
+        self.text.append(text)
+        if self.sink is not None and text:
+            self.sink.append((self.index, Delta(text=text)))
+
+    def add_reasoning(self, text: str) -> None:
+        self.reasoning.append(text)
+        if self.sink is not None and text:
+            self.sink.append((self.index, Delta(reasoning=text)))
+
+    def open_call(self, call_id: str, name: str) -> int:
+        """A new tool call; its place among those of the reply."""
+        at = len(self.calls)
+        self.calls.append(CallDraft(call_id, name))
+        if self.sink is not None:
+            self.sink.append((self.index, Delta(call=CallDelta(at, call_id, name))))
+        return at
+
+    def add_arguments(self, at: int, text: str) -> None:
+        self.calls[at].arguments.append(text)
+        if self.sink is not None and text:
+            self.sink.append((self.index, Delta(call=CallDelta(at, arguments=text))))
+
+    def add_tokens(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
+        """Sampled tokens; a logprob that is not there is NaN."""
+        if self.ids is None:
+            self.ids = []
+        self.ids += ids
+        self.logprobs += logprobs if len(logprobs) == len(ids) else [None] * len(ids)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.reasoning or self.calls or self.ids)
+
+    def message(self) -> Message:
+        message = Message(role="assistant", content="".join(self.text))
+        if reasoning := "".join(self.reasoning):
+            message["reasoning"] = reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                ToolCall(id=call.id, name=call.name, arguments="".join(call.arguments)) for call in self.calls
+            ]
+        return message
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt: int = 0
+    sampled: int = 0
+    """Of all replies together: providers do not count them apart."""
+    cached: int | None = None
+
+
+def finished(drafts: Sequence[Draft], usage: Usage, prompt_ids: Sequence[int] | None = None) -> list[Choice]:
+    """The replies, in order. The provider's count of sampled tokens is spread over them."""
+    prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
+    share, more = divmod(usage.sampled, max(1, len(drafts)))
+    choices: list[Choice] = []
+    for at, draft in enumerate(drafts):
+        choice = Choice(
+            message=draft.message(),
+            finish_reason=draft.finish or "stop",
+            prompt_tokens=usage.prompt,
+            sampled_tokens=share + (at < more),
+            stop=draft.stop,
+            cached_tokens=usage.cached,
+        )
+        if prompt is not None and draft.ids is not None:
+            logprobs = [math.nan if value is None else value for value in draft.logprobs]
+            choice = replace(
+                choice,
+                prompt_tokens=len(prompt),
+                sampled_tokens=len(draft.ids),
+                prompt_ids=prompt,
+                sampled_ids=np.asarray(draft.ids, np.int32),
+                sampled_logprobs=np.asarray(logprobs, np.float32),
+            )
+        choices.append(choice)
+    return choices
+
+
+def spoken(choices: Sequence[Choice]) -> Deltas:
+    """Whole replies, as if they had been streamed."""
+    deltas: Deltas = []
+    for index, choice in enumerate(choices):
+        message, draft = choice.message, Draft(index, deltas)
+        draft.add_reasoning(message.get("reasoning", ""))
+        draft.add_text(message["content"])
+        for call in message.get("tool_calls", ()):
+            draft.add_arguments(draft.open_call(call["id"], call["name"]), call["arguments"])
+    return deltas
+
+
+class StreamReader(ABC):
+    """Reads the events of one streamed answer."""
+
+    def __init__(self, *, aloud: bool) -> None:
+        self.sink: Deltas | None = [] if aloud else None
+        self.usage = Usage()
+        self.ended = False
+        """An event has said that the answer has ended."""
+
+    @abstractmethod
+    def feed(self, data: bytes) -> None:
+        """Raises UpstreamRefused for an event that is an error, msgspec.MsgspecError for what is none."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the stream may end here."""
+        return self.ended
+
+    @property
+    @abstractmethod
+    def drafts(self) -> list[Draft]: ...
+
+    def choices(self) -> list[Choice]:
+        return finished(self.drafts, self.usage)
+
+    def taken(self) -> Deltas:
+        """The deltas since the last time."""
+        if not self.sink:
+            return []
+        deltas = self.sink.copy()
+        self.sink.clear()
+        return deltas
+
+    def partial(self) -> list[Choice]:
+        if all(draft.empty for draft in self.drafts):
+            return []
+        return [replace(choice, finish_reason="aborted") for choice in self.choices()]
+
+
+# --- errors, in the shapes that providers write -------------------------------------------------
+
+_STATUS = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "rate_limit_exceeded": 429,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+
+
+def refusal(
+    raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
+) -> UpstreamRefused:
+    """``status``: of the answer; None for an error that came inside an answer."""
+    try:
+        body: Any = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        body = None
+    fields = cast(dict[str, Any], body) if isinstance(body, dict) else {}
+    error = fields.get("error") or fields
+    detail: dict[str, Any] = cast(dict[str, Any], error) if isinstance(error, dict) else {"message": error}
+    said = detail.get("message") or detail.get("detail") or raw[:300].decode("utf-8", "replace").strip()
+    code = detail.get("code") or detail.get("type")
+    param = detail.get("param")
+    return UpstreamRefused(
+        status or _status(detail),
+        str(said) if said else f"The provider answered with status {status}.",
+        code=str(code) if code else None,
+        param=param if isinstance(param, str) else None,
+        retry_after=retry_after,
+        raw=raw,
+        content_type=content_type,
+    )
+
+
+def _status(detail: dict[str, Any]) -> int:
+    code = detail.get("code")
+    if isinstance(code, int) and 400 <= code < 600:
+        return code
+    return _STATUS.get(str(detail.get("type")), _STATUS.get(str(code), 502))

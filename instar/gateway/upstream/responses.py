@@ -1,0 +1,156 @@
+"""A provider that speaks OpenAI's Responses: what it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from instar.gateway.dialects.base import Choice
+from instar.gateway.upstream.replies import Draft, StreamReader, Usage, finished, refusal
+
+
+class Part(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    refusal: str = ""
+
+
+class Item(msgspec.Struct):
+    type: str = ""
+    content: list[Part] | None = None
+    summary: list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Any = ""
+    input: Any = ""
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class WireUsage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+    input_tokens_details: CachedTokens | None = None
+
+
+class Incomplete(msgspec.Struct):
+    reason: str | None = None
+
+
+class WireResponse(msgspec.Struct):
+    status: str | None = None
+    output: list[Item] | None = None
+    usage: WireUsage | None = None
+    incomplete_details: Incomplete | None = None
+
+
+class WireEvent(msgspec.Struct):
+    type: str
+    output_index: int = 0
+    delta: Any = ""
+    item: Item | None = None
+    response: WireResponse | None = None
+
+
+_decode = msgspec.json.Decoder(WireResponse).decode
+_decode_event = msgspec.json.Decoder(WireEvent).decode
+
+_ENDS = frozenset({"response.completed", "response.incomplete", "response.failed", "response.cancelled"})
+_CALLS = ("function_call", "custom_tool_call")
+_TEXT = frozenset({"response.output_text.delta", "response.refusal.delta"})
+_REASONING = frozenset({"response.reasoning_text.delta", "response.reasoning_summary_text.delta"})
+_ARGUMENTS = frozenset({"response.function_call_arguments.delta", "response.custom_tool_call_input.delta"})
+
+
+def _arguments(item: Item) -> str:
+    """A custom tool takes text that is no JSON: one string, named ``input``."""
+    if item.type == "custom_tool_call":
+        return msgspec.json.encode({"input": item.input}).decode()
+    return str(item.arguments)
+
+
+def _add(draft: Draft, item: Item) -> None:
+    if item.type == "message":
+        draft.add_text("".join(part.text or part.refusal for part in item.content or ()))
+    elif item.type == "reasoning":
+        draft.add_reasoning("".join(part.text for part in item.content or item.summary or ()))
+    elif item.type in _CALLS:
+        draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), _arguments(item))
+
+
+def _draft(response: WireResponse, output: list[Item]) -> Draft:
+    draft = Draft()
+    for item in output:
+        _add(draft, item)
+    if response.status in ("failed", "cancelled"):
+        draft.finish = "aborted"
+    else:
+        draft.finish = "length" if _cut(response) else "stop"
+    return draft
+
+
+def _cut(response: WireResponse) -> bool:
+    details = response.incomplete_details
+    return response.status == "incomplete" and (details is None or details.reason == "max_output_tokens")
+
+
+def _usage(wire: WireUsage | None) -> Usage:
+    if wire is None:
+        return Usage()
+    details = wire.input_tokens_details
+    return Usage(wire.input_tokens, wire.output_tokens, details.cached_tokens if details else None)
+
+
+def read(body: bytes) -> list[Choice]:
+    response = _decode(body)
+    if response.output is None:
+        raise refusal(body)
+    return finished([_draft(response, response.output)], _usage(response.usage))
+
+
+class ResponsesReader(StreamReader):
+    """The end of the stream repeats the whole output; until it comes, the deltas tell what there is."""
+
+    def __init__(self, *, aloud: bool = False) -> None:
+        super().__init__(aloud=aloud)
+        self._so_far = Draft(0, self.sink)
+        self._calls: dict[int, int] = {}  # output index → place among the tool calls
+        self._done: list[Item] = []
+        self._final: Draft | None = None
+
+    def feed(self, data: bytes) -> None:
+        if data.startswith(b"[DONE]"):
+            return
+        event = _decode_event(data)
+        kind = event.type
+        if kind in _TEXT:
+            self._so_far.add_text(str(event.delta))
+        elif kind in _REASONING:
+            self._so_far.add_reasoning(str(event.delta))
+        elif kind in _ARGUMENTS and event.output_index in self._calls:
+            self._so_far.add_arguments(self._calls[event.output_index], str(event.delta))
+        elif kind == "response.output_item.added" and event.item:
+            self._begin(event.output_index, event.item)
+        elif kind == "response.output_item.done" and event.item:
+            self._done.append(event.item)
+        elif kind == "error":
+            raise refusal(data)
+        elif kind in _ENDS:
+            self._end(kind, event.response or WireResponse())
+
+    def _begin(self, index: int, item: Item) -> None:
+        if item.type in _CALLS:
+            self._calls[index] = self._so_far.open_call(item.call_id or "", item.name or "")
+
+    def _end(self, kind: str, response: WireResponse) -> None:
+        self.ended = True
+        response.status = response.status or kind.removeprefix("response.")
+        self.usage = _usage(response.usage)
+        self._final = _draft(response, response.output or self._done)
+
+    @property
+    def drafts(self) -> list[Draft]:
+        return [self._final or self._so_far]

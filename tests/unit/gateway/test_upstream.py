@@ -1,0 +1,389 @@
+"""An upstream passes a provider's answers through, and reads them on the side."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+import pytest
+
+from instar.config import UpstreamEngineConfig
+from instar.errors import ConfigError, EngineUnavailable
+from instar.gateway.base import ApiError
+from instar.gateway.dialects.base import Request
+from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.gateway.upstream.http import HttpUpstream
+from tests.unit.gateway.provider import ANSWERS, ARGUMENTS, TEXT, Provider, run_provider, sse
+
+DIALECTS = ("chat", "completions", "responses", "messages")
+WITH_TOOLS = ("chat", "responses", "messages")
+MESSAGES = [{"role": "user", "content": "hi"}]
+Make = Callable[..., HttpUpstream]
+
+
+@pytest.fixture
+async def provider() -> AsyncGenerator[Provider]:
+    async with run_provider() as provider:
+        yield provider
+
+
+@pytest.fixture
+async def upstream(provider: Provider) -> AsyncGenerator[Make]:
+    made: list[HttpUpstream] = []
+
+    def make(dialect: str = "chat", **settings: Any) -> HttpUpstream:
+        base = provider.url + ("" if dialect == "messages" else "/v1")
+        made.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+async def ask(
+    upstream: HttpUpstream,
+    dialect: str,
+    model: str = "plain",
+    headers: dict[str, str] | None = None,
+    forced: dict[str, Any] | None = None,
+    **more: Any,
+) -> list[Piece]:
+    body = orjson.dumps({"model": model, "messages": MESSAGES, **more})
+    request = Request(model, (), stream=more.get("stream", False), n=more.get("n", 1))
+    async with aclosing(upstream.send(request, dialect, body, headers or {}, forced)) as answer:
+        return [piece async for piece in answer]
+
+
+def the_message(piece: Piece) -> Any:
+    assert piece.choices is not None
+    return piece.choices[0].message
+
+
+# --- passed through -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_answer_passes_through_as_it_is(provider: Provider, upstream: Make, dialect: str) -> None:
+    (piece,) = await ask(upstream(dialect), dialect)
+    assert orjson.loads(piece.raw) == ANSWERS[dialect][0]("plain", 1)
+    assert piece.content_type == "application/json; charset=utf-8"
+    assert the_message(piece) == {"role": "assistant", "content": TEXT}
+    (choice,) = piece.choices or ()
+    assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
+    assert choice.finish_reason == ("length" if dialect == "completions" else "stop")
+    assert choice.sampled_ids is None
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_body_is_forwarded_byte_for_byte(provider: Provider, upstream: Make, dialect: str) -> None:
+    body = b'{ "model":"plain",\n "messages": [ {"role":"user","content":"h\\u0069"} ], "x" : 1.0e0 }'
+    async with aclosing(upstream(dialect).send(Request("plain", ()), dialect, body, {})) as answer:
+        assert [piece async for piece in answer]
+    assert provider.bodies == [body]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", WITH_TOOLS)
+async def test_tool_calls_and_reasoning_are_read(upstream: Make, dialect: str, stream: bool) -> None:
+    pieces = await ask(upstream(dialect), dialect, "tools", stream=stream)
+    message = the_message(pieces[-1])
+    assert (message["content"], message["reasoning"]) == ("", "Look it up.")
+    (call,) = message["tool_calls"]
+    assert call["name"] == "weather"
+    assert call["id"] == ("toolu_1" if dialect == "messages" else "call_1")
+    assert orjson.loads(call["arguments"]) == orjson.loads(ARGUMENTS)
+
+
+@pytest.mark.parametrize("model", ["plain", "bytewise", "crlf"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_passes_through_as_it_is(upstream: Make, dialect: str, model: str) -> None:
+    pieces = await ask(upstream(dialect), dialect, model, stream=True)
+    named = dialect in ("responses", "messages")
+    expected = b"".join(sse(ANSWERS[dialect][1](model, 1), named, model == "crlf"))
+    assert b"".join(piece.raw for piece in pieces) == expected
+    assert the_message(pieces[-1])["content"] == TEXT
+    assert [piece.choices for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[0].content_type == "text/event-stream; charset=utf-8"
+
+
+@pytest.mark.parametrize("model", ["plain", "bytewise"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_what_says_that_it_ended_comes_last(upstream: Make, dialect: str, model: str) -> None:
+    pieces = await ask(upstream(dialect), dialect, model, stream=True)
+    before = b"".join(piece.raw for piece in pieces[:-1])
+    ends = {
+        "chat": b'"finish_reason":"stop"',
+        "completions": b'"finish_reason":"length"',
+        "responses": b"response.completed",
+        "messages": b'"stop_reason":"end_turn"',
+    }
+    assert ends[dialect] not in before
+    assert ends[dialect] in pieces[-1].raw
+    assert before.endswith(b"\n\n")
+
+
+async def test_a_stream_is_passed_on_while_it_comes(provider: Provider, upstream: Make) -> None:
+    provider.gate = asyncio.Event()
+    request = Request("plain", (), stream=True)
+    body = orjson.dumps({"model": "plain", "stream": True, "messages": MESSAGES})
+    async with aclosing(upstream().send(request, "chat", body, {})) as answer:
+        first = await asyncio.wait_for(anext(answer), 5)
+        assert b"chat.completion.chunk" in first.raw or b"hello" in first.raw
+        provider.gate.set()
+        assert (await collect(answer))[-1].choices
+
+
+async def collect(answer: Any, into: list[Piece] | None = None) -> list[Piece]:
+    pieces = [] if into is None else into
+    async for piece in answer:
+        pieces.append(piece)
+    return pieces
+
+
+async def test_of_several_choices_the_last_to_end_ends_the_answer(upstream: Make) -> None:
+    pieces = await ask(upstream(), "chat", n=2, stream=True)
+    before = b"".join(piece.raw for piece in pieces[:-1])
+    assert before.count(b'"finish_reason":"stop"') == 1
+    assert [choice.message["content"] for choice in pieces[-1].choices or ()] == [TEXT, TEXT]
+    assert sum(choice.sampled_tokens for choice in pieces[-1].choices or ()) == 7
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_refusal_is_passed_on(upstream: Make, dialect: str, stream: bool) -> None:
+    with pytest.raises(UpstreamRefused) as caught:
+        await ask(upstream(dialect), dialect, "limited", stream=stream)
+    error = caught.value
+    assert (error.status, error.retry_after, error.message, error.code) == (429, 7, "Slow down.", "slow")
+    assert orjson.loads(error.raw)["error"]["type"] == "rate_limit_error"
+
+
+async def test_a_refusal_that_is_no_json_is_passed_on(upstream: Make) -> None:
+    with pytest.raises(UpstreamRefused, match="Internal Server Error") as caught:
+        await ask(upstream(), "chat", "broken")
+    assert caught.value.status == 500
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_garbage_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
+    with pytest.raises(UpstreamRefused, match="cannot be read") as caught:
+        await ask(upstream(dialect), dialect, "garbage")
+    assert (caught.value.status, caught.value.raw) == (502, b"")
+
+
+@pytest.mark.parametrize("model", ["breaks", "dies"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_that_breaks_off_says_so_and_keeps_its_part(
+    upstream: Make, dialect: str, model: str
+) -> None:
+    request = Request(model, (), stream=True)
+    body = orjson.dumps({"model": model, "stream": True})
+    answer = upstream(dialect).send(request, dialect, body, {})
+    assert answer.partial() == []
+    with pytest.raises(EngineUnavailable, match="broke off"):
+        await collect(answer)
+    (choice,) = answer.partial()
+    text = choice.message["content"]
+    assert text
+    assert TEXT.startswith(text)
+    assert choice.finish_reason == "aborted"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_answer_that_is_closed_keeps_its_part(
+    provider: Provider, upstream: Make, dialect: str
+) -> None:
+    provider.gate = asyncio.Event()
+    request = Request("plain", (), stream=True)
+    body = orjson.dumps({"model": "plain", "stream": True})
+    async with aclosing(upstream(dialect).send(request, dialect, body, {})) as answer:
+        while not answer.partial():
+            await asyncio.wait_for(anext(answer), 5)
+    provider.gate.set()
+    (choice,) = answer.partial()
+    assert choice.finish_reason == "aborted"
+    assert TEXT.startswith(choice.message["content"])
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+async def test_an_error_inside_a_stream_comes_after_what_was_before_it(upstream: Make, dialect: str) -> None:
+    request = Request("hiccup", (), stream=True)
+    body = orjson.dumps({"model": "hiccup", "stream": True})
+    answer = upstream(dialect).send(request, dialect, body, {})
+    seen: list[Piece] = []
+    with pytest.raises(UpstreamRefused, match="Overloaded") as caught:
+        await collect(answer, seen)
+    assert caught.value.status == 529
+    assert seen
+    assert b"Overloaded" not in b"".join(piece.raw for piece in seen)
+
+
+async def test_a_provider_that_is_not_there_is_unavailable() -> None:
+    upstream = HttpUpstream(UpstreamEngineConfig(base_url="http://127.0.0.1:1/v1"))
+    with pytest.raises(EngineUnavailable, match="cannot be reached"):
+        await ask(upstream, "chat")
+    await upstream.close()
+
+
+# --- what is sent -------------------------------------------------------------------------------
+
+
+async def test_the_model_is_renamed_and_nothing_else(provider: Provider, upstream: Make) -> None:
+    body = b'{"model":"gpt-5","messages":[ {"role":"user","content":"h\\u0069"} ],"x":1.0e0}'
+    async with aclosing(upstream(model="plain").send(Request("gpt-5", ()), "chat", body, {})) as answer:
+        assert [piece async for piece in answer]
+    assert provider.bodies == [body.replace(b"gpt-5", b"plain")]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "limit"),
+    [("chat", "max_tokens"), ("messages", "max_tokens"), ("responses", "max_output_tokens")],
+)
+async def test_forced_settings_stand_over_the_agents(
+    provider: Provider, upstream: Make, dialect: str, limit: str
+) -> None:
+    forced = {"temperature": 0, "max_tokens": 5}
+    await ask(upstream(dialect), dialect, forced=forced, temperature=0.7)
+    assert (provider.asked["temperature"], provider.asked[limit]) == (0, 5)
+
+
+async def test_a_large_body_gets_through(provider: Provider, upstream: Make) -> None:
+    await ask(upstream(), "chat", padding="x" * (3 << 20))
+    assert len(provider.bodies[0]) > 3 << 20
+
+
+async def test_of_the_agents_headers_only_some_are_passed_on(provider: Provider, upstream: Make) -> None:
+    given = {
+        "authorization": "Bearer sk-agent",
+        "openai-organization": "org-1",
+        "user-agent": "agent/1",
+        "cookie": "a=b",
+        "host": "elsewhere",
+        "connection": "close",
+        "x-instar-session": "s",
+        "content-length": "1",
+    }
+    await ask(upstream(headers={"x-extra": "1", "user-agent": "ours"}), "chat", headers=given)
+    sent = provider.headers[0]
+    assert sent["authorization"] == "Bearer sk-agent"
+    assert (sent["openai-organization"], sent["x-extra"], sent["user-agent"]) == ("org-1", "1", "ours")
+    assert not {"cookie", "x-instar-session"} & set(sent)
+    assert sent["host"] != "elsewhere"
+    assert sent.get("connection") != "close"
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+async def test_a_key_of_the_environment_replaces_the_agents(
+    provider: Provider, upstream: Make, dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROVIDER_KEY", "sk-provider")
+    given = {"authorization": "Bearer sk-agent", "x-api-key": "sk-agent"}
+    await ask(upstream(dialect, api_key_env="PROVIDER_KEY"), dialect, headers=given)
+    sent = provider.headers[0]
+    assert "sk-agent" not in str(sent)
+    if dialect == "messages":
+        assert (sent["x-api-key"], sent["anthropic-version"]) == ("sk-provider", "2023-06-01")
+        assert "authorization" not in sent
+    else:
+        assert sent["authorization"] == "Bearer sk-provider"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"x-api-key": "k"}, "x-api-key", "k"),
+        ({"authorization": "Bearer oat", "anthropic-version": "v"}, "authorization", "Bearer oat"),
+        ({"authorization": "Bearer k"}, "x-api-key", "k"),
+    ],
+)
+async def test_an_agents_key_reaches_anthropic(
+    provider: Provider, upstream: Make, given: dict[str, str], name: str, value: str
+) -> None:
+    await ask(upstream("messages"), "messages", headers=given)
+    assert provider.headers[0][name] == value
+
+
+def test_settings_that_cannot_be_honoured_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROVIDER_KEY", raising=False)
+    config = UpstreamEngineConfig(base_url="http://x/v1", api_key_env="PROVIDER_KEY")
+    with pytest.raises(ConfigError, match=r"upstreams\.a\.api_key_env: given 'PROVIDER_KEY'"):
+        HttpUpstream(config, "upstreams.a")
+    with pytest.raises(ConfigError, match=r"engine\.base_url: given 'localhost:8000'"):
+        HttpUpstream(UpstreamEngineConfig(base_url="localhost:8000"))
+
+
+@pytest.mark.parametrize(("base", "dialect"), [("/v1", "messages"), ("/v1/", "chat"), ("/", "messages")])
+async def test_an_address_is_read_as_its_own_clients_do(provider: Provider, base: str, dialect: str) -> None:
+    config = UpstreamEngineConfig(base_url=provider.url + base, dialect=dialect, also=["chat", "messages"])
+    upstream = HttpUpstream(config)
+    for spoken in ("chat", "messages"):
+        assert (await ask(upstream, spoken))[-1].choices
+    await upstream.close()
+
+
+async def test_tokens_are_counted_by_who_can(provider: Provider, upstream: Make) -> None:
+    body = orjson.dumps({"model": "claude", "messages": MESSAGES})
+    counted = await upstream("messages", model="m").count_tokens(body, {})
+    assert orjson.loads(counted) == {"input_tokens": 12}
+    assert provider.asked["model"] == "m"
+    with pytest.raises(ApiError, match="does not count"):
+        await upstream("chat").count_tokens(body, {})
+
+
+# --- token ids ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+async def test_token_ids_are_asked_for_and_kept_from_the_agent(
+    provider: Provider, upstream: Make, dialect: str
+) -> None:
+    (piece,) = await ask(upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
+    assert provider.asked["return_token_ids"] is True
+    assert provider.asked["logprobs"] == (True if dialect == "chat" else 0)
+    assert (provider.asked["temperature"], provider.asked["top_p"]) == (0.5, 1.0)
+    (choice,) = piece.choices or ()
+    assert choice.prompt_ids is not None
+    assert choice.sampled_ids is not None
+    assert choice.sampled_logprobs is not None
+    assert choice.prompt_ids.tolist() == [1, 5, 6]
+    assert choice.sampled_ids.tolist() == [7, 8, 2]
+    assert choice.sampled_logprobs.tolist()[:2] == [-0.5, -0.5]
+    assert math.isnan(choice.sampled_logprobs[2]) == (dialect == "completions")
+    assert (choice.prompt_tokens, choice.sampled_tokens) == (3, 3)
+    assert b"token_ids" not in piece.raw
+    assert orjson.loads(piece.raw)["choices"][0]["logprobs"] is None
+
+
+async def test_token_ids_of_a_stream_are_kept_from_the_agent(upstream: Make) -> None:
+    pieces = await ask(upstream(token_ids=True), "chat", "exact", stream=True)
+    (choice,) = pieces[-1].choices or ()
+    assert choice.sampled_ids is not None
+    assert choice.sampled_logprobs is not None
+    assert choice.sampled_ids.tolist() == [7, 8, 2]
+    assert choice.sampled_logprobs.tolist() == [-0.5, -0.5, -0.25]
+    raw = b"".join(piece.raw for piece in pieces)
+    assert b"token_ids" not in raw
+    assert b'"logprob":' not in raw
+    assert raw.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_agent_that_asks_for_token_ids_gets_them(upstream: Make) -> None:
+    exact = upstream(token_ids=True)
+    (piece,) = await ask(exact, "chat", "exact", logprobs=True, return_token_ids=True)
+    answer = orjson.loads(piece.raw)
+    assert answer["prompt_token_ids"] == [1, 5, 6]
+    assert answer["choices"][0]["token_ids"] == [7, 8, 2]
+    assert answer["choices"][0]["logprobs"]
+
+
+async def test_a_provider_without_token_ids_gives_none(upstream: Make) -> None:
+    (piece,) = await ask(upstream(token_ids=True), "chat")
+    assert [choice.sampled_ids for choice in piece.choices or ()] == [None]
