@@ -69,7 +69,7 @@ class Thinking(msgspec.Struct):
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
 
 class Edit(msgspec.Struct):

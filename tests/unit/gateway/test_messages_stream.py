@@ -90,6 +90,16 @@ def test_a_stream_carries_arguments_as_they_come() -> None:
     assert answer["usage"]["input_tokens"] == 9
 
 
+@pytest.mark.parametrize(("display", "shown"), [("summarized", "Hm."), ("omitted", "")])
+def test_thinking_that_is_omitted_is_still_signed(display: str, shown: str) -> None:
+    message = Message(role="assistant", content="Yes.", reasoning="Hm.")
+    deltas = [Delta(reasoning="Hm"), Delta(reasoning="."), Delta(text="Yes.")]
+    answer = streamed(deltas, message, read(thinking={"type": "adaptive", "display": display}))
+    thought, said = answer["content"]
+    assert (thought["thinking"], said["text"]) == (shown, "Yes.")
+    assert thought["signature"]
+
+
 def test_a_stream_that_fails_says_so() -> None:
     body = DIALECT.writer("msg_1", read()).failure(ApiError(503, "No engine."))
     assert body.startswith(b"event: error\ndata: {")
