@@ -35,6 +35,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     },
     "dialects": {
         "chat": "instar.gateway.dialects.chat:ChatDialect",
+        "completions": "instar.gateway.dialects.completions:CompletionsDialect",
         "messages": "instar.gateway.dialects.messages:MessagesDialect",
         "responses": "instar.gateway.dialects.responses:ResponsesDialect",
     },

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from instar.errors import RenderError
 from instar.record.base import Delta, Renderer, StreamParser
 from instar.record.render import template_message
-from instar.record.stream import whole_call
+from instar.record.stream import Detokenizer, PlainText, TextStreamParser, whole_call
 from instar.types import Message, Tool, ToolCall, new_id
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class FamilyRenderer(Renderer):
         eager: bool = False,
     ) -> StreamParser:
         return FamilyStreamParser(self._library, self._decode, tools, stop, prompt_ids)
+
+    def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
+        hidden = {*self._tokenizer.all_special_ids, *self.stop_token_ids}
+        return TextStreamParser(Detokenizer(self._decode, hidden), stop, PlainText())
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

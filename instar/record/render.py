@@ -13,7 +13,7 @@ from instar.errors import ConfigError, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
-from instar.record.stream import THINK_OPEN, Detokenizer, Scanner, TextStreamParser
+from instar.record.stream import THINK_OPEN, Detokenizer, PlainText, Scanner, TextStreamParser
 from instar.record.tools import CLOSE, OPEN, parse_call, to_generic
 from instar.types import Json, Message, Tool, ToolCall
 
@@ -147,6 +147,12 @@ class TemplateRenderer(Renderer):
         scanner = Scanner(calls=bool(tools), reasoning=self._opens_reasoning, eager=eager)
         return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, scanner)
 
+    def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
+        return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, PlainText())
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id])
 
@@ -163,9 +169,6 @@ class TemplateRenderer(Renderer):
         except (TemplateError, TypeError) as error:
             # A template refuses by raise_exception, or trips over a role or field it was not written for.
             raise RenderError(f"the model's chat template refuses these messages: {error}") from error
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

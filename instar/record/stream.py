@@ -237,10 +237,26 @@ class Scanner:
             self._out.append(Delta(text=text))
 
 
+class PlainText:
+    """In the place of a scanner, where a reply is nothing but text."""
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.tool_calls: list[ToolCall] = []
+
+    def feed(self, text: str) -> list[Delta]:
+        self.content.append(text)
+        return [Delta(text=text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
 class TextStreamParser(StreamParser):
     """The three stages in a row."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], scanner: Scanner) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], scanner: Scanner | PlainText) -> None:
         self._detokenizer = detokenizer
         self._cutter = StopCutter(stop)
         self._scanner = scanner

@@ -38,6 +38,8 @@ class Request:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    refusal: ApiError | None = None
+    """What is asked for that only a provider could give: the answer where an engine of ours is asked."""
     wire: Any = None
     """The decoded body, for what only its own dialect knows how to say back."""
 
@@ -94,6 +96,8 @@ class Dialect(ABC):
     """Answers are named by ids that begin so."""
     count_path: str | None = None
     """Where it counts the tokens of a prompt, where it does."""
+    plain_messages: bool = False
+    """Whether each item of the body's ``messages`` becomes one message, whatever stands before it."""
 
     @abstractmethod
     def read(self, body: bytes) -> Request:

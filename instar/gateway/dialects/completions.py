@@ -1,0 +1,203 @@
+"""OpenAI's completions: a prompt, as text or as token ids, is continued. A reply is the text as it is: no
+tool calls, no reasoning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+import orjson
+
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
+from instar.gateway.dialects.openai_common import (
+    RANGES,
+    StreamOptions,
+    check_ranges,
+    decoded,
+    event,
+    not_allowed,
+    stop_strings,
+    unsupported,
+    usage,
+)
+from instar.gateway.dialects.openai_errors import openai_error
+from instar.record.base import Delta
+from instar.types import Json
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+_LARGEST_ID = (1 << 31) - 1
+_FINISH = {"stop": "stop", "length": "length", "aborted": "stop"}
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    prompt: str | list[Any]
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Tells whose session this is.
+    user: str | None = None
+    # Taken at the values that ask for what is done anyway.
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+_decoder = msgspec.json.Decoder(Body)
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    # The logprobs of the tokens that were sampled; those of others are not known.
+    "logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+}
+
+
+def _prompt(given: str | list[Any]) -> str | tuple[int, ...]:
+    if not given:
+        raise bad_request("'prompt' is empty.", "prompt", "invalid_value")
+    if isinstance(given, str):
+        return given
+    if not isinstance(given[0], str | list):
+        return _ids(given, "prompt")
+    if len(given) > 1:
+        raise bad_request(f"One prompt is taken at a time, not {len(given)}.", "prompt", "unsupported_value")
+    return given[0] if isinstance(given[0], str) else _ids(cast(list[Any], given[0]), "prompt[0]")
+
+
+def _ids(given: list[Any], path: str) -> tuple[int, ...]:
+    for i, token in enumerate(given):
+        if type(token) is not int:
+            told = f"Expected a token id at '{path}[{i}]', got {type(token).__name__}."
+            raise bad_request(told, f"{path}[{i}]", "invalid_type")
+        if not 0 <= token <= _LARGEST_ID:
+            raise bad_request(f"{token} is no token id.", f"{path}[{i}]", "invalid_value")
+    if not given:
+        raise bad_request(f"'{path}' is empty.", path, "invalid_value")
+    return tuple(given)
+
+
+def _refusals(body: Body) -> list[ApiError]:
+    refused = not_allowed(body, _ONLY)
+    if body.best_of not in (None, 1, body.n):
+        refused.append(unsupported("'best_of' is supported only where it equals 'n'.", "best_of"))
+    return refused
+
+
+class CompletionsStreamWriter(StreamWriter):
+    def __init__(self, request_id: str, request: Request) -> None:
+        self._request = request
+        self._head = _head(request_id, request)
+        if request.include_usage:
+            self._head["usage"] = None
+        self._offsets = [0] * request.n
+
+    def begin(self, index: int) -> bytes:
+        return b""
+
+    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
+        text = "".join(delta.text for delta in deltas)
+        told = _logprobs(logprobs, self._offsets[index]) if logprobs else None
+        self._offsets[index] += sum(len(token.text) for token in logprobs)
+        return self._chunk(index, text, logprobs=told) if text or told else b""
+
+    def end(self, choices: Sequence[Choice]) -> bytes:
+        out = [self._chunk(i, "", finish=_FINISH[choice.finish_reason]) for i, choice in enumerate(choices)]
+        if self._request.include_usage:
+            out.append(event({**self._head, "choices": [], "usage": usage(choices)}))
+        return b"".join([*out, b"data: [DONE]\n\n"])
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(openai_error(error))
+
+    def _chunk(
+        self, index: int, text: str, *, finish: str | None = None, logprobs: Json | None = None
+    ) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return event({**self._head, "choices": [choice]})
+
+
+class CompletionsDialect(Dialect):
+    name = "completions"
+    path = "/completions"
+    id_prefix = "cmpl"
+
+    def read(self, body: bytes) -> Request:
+        wire = decoded(_decoder, body)
+        check_ranges(wire, RANGES)
+        refused = _refusals(wire)
+        return Request(
+            model=wire.model,
+            messages=(),
+            prompt=_prompt(wire.prompt),
+            identity=(f"user:{wire.user}",) if wire.user else (),
+            n=wire.n or 1,
+            max_tokens=wire.max_tokens or _DEFAULT_MAX_TOKENS,
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            top_k=wire.top_k,
+            seed=wire.seed,
+            stop=stop_strings(wire.stop),
+            stream=bool(wire.stream),
+            include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
+            logprobs=wire.logprobs is not None,
+            refusal=refused[0] if refused else None,
+        )
+
+    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
+        told = [_wire_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)]
+        return orjson.dumps({**_head(request_id, request), "choices": told, "usage": usage(choices)})
+
+    def writer(self, request_id: str, request: Request) -> StreamWriter:
+        return CompletionsStreamWriter(request_id, request)
+
+    def error(self, error: ApiError) -> bytes:
+        return orjson.dumps(openai_error(error))
+
+
+def _head(request_id: str, request: Request) -> Json:
+    return {
+        "id": request_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+    }
+
+
+def _wire_choice(index: int, choice: Choice, logprobs: bool) -> Json:
+    return {
+        "index": index,
+        "text": choice.message["content"],
+        "logprobs": _logprobs(choice.logprobs, 0) if logprobs else None,
+        "finish_reason": _FINISH[choice.finish_reason],
+    }
+
+
+def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],  # orjson writes NaN as null
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
