@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format integration bench docs clean
+.PHONY: help install demo test check format integration bench bench-gateway docs clean
 
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
@@ -14,6 +14,7 @@ help:
 	@echo "make check        lint, types, import contracts, generated docs"
 	@echo "make integration  slower tests with real servers and crashes"
 	@echo "make bench        measure the engine"
+	@echo "make bench-gateway  measure the gateway against its peers"
 	@echo "make clean        remove the environment"
 
 install: $(STAMP)
@@ -50,6 +51,9 @@ integration: install
 
 bench: install
 	$(BIN)/python bench/engine.py
+
+bench-gateway: install
+	$(BIN)/python bench/gateway.py
 
 docs: install
 	$(BIN)/python -m instar.cli.reference docs/configuration.md

@@ -1,0 +1,106 @@
+"""What is measured beside the peers: the gateway in its two modes, and the floor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from gateway_parts.load import Target
+from gateway_parts.processes import DidNotStart, free_port, last_words, running, until_up
+from gateway_parts.stub import REPLY
+
+MODEL = "smollm2-135m"
+ROW_BYTES = 2048
+"""Of the floor's row: a small request whole, of a long one what is new in it."""
+SESSIONS = 256
+
+
+@contextlib.contextmanager
+def floor(folder: Path, stub_url: str) -> Generator[Target]:
+    folder.mkdir(parents=True)
+    port, log = free_port(), folder / "log"
+    script = Path(__file__).with_name("floor.py")
+    command = [sys.executable, script, str(port), stub_url, folder / "store.db", str(ROW_BYTES)]
+    with running(command, log=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        until_up(process, url, log)
+        sessions = [("/v1/chat/completions", "none")] * SESSIONS
+        yield Target("floor", "floor, one durable row", url, sessions, process.pid)
+
+
+class Gateway:
+    """A gateway that `instar serve` runs, in front of the stub or of a scripted engine."""
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        self.url = facts["base_url"].removesuffix("/v1")
+        self.admin_key = facts["api_key"]
+        self.store = Path(facts["run_dir"]) / "store.db"
+        self.pid = self._pid()
+
+    def _pid(self) -> int:
+        """Of the gateway's own process, as it announces itself in the store."""
+        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as db:
+            row = db.execute("SELECT pid FROM endpoints WHERE role = 'gateway'").fetchone()
+        if row is None:
+            raise DidNotStart(f"the gateway is not announced in {self.store}")
+        return int(row[0])
+
+    def calls(self) -> int:
+        """Calls on disk."""
+        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as db:
+            return int(db.execute("SELECT count(*) FROM calls").fetchone()[0])
+
+    def post(self, path: str, body: Any) -> Any:
+        headers = {"Authorization": f"Bearer {self.admin_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def stats(self) -> dict[str, float]:
+        request = urllib.request.Request(
+            f"{self.url}/stats", headers={"Authorization": f"Bearer {self.admin_key}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def target(self, name: str) -> Target:
+        sessions = [("/v1/chat/completions", self.post("/sessions", {})["api_key"]) for _ in range(SESSIONS)]
+        return Target(name, f"Instar, {name}", self.url, sessions, self.pid)
+
+
+@contextlib.contextmanager
+def gateway(folder: Path, engine: dict[str, Any]) -> Generator[Gateway]:
+    folder.mkdir(parents=True)
+    settings = {
+        "name": "bench",
+        "dir": str(folder / "run"),
+        "model": {"name": MODEL, "max_context": 200_000},
+        "engine": engine,
+        "gateway": {"max_in_flight": 1024},
+    }
+    file, log = folder / "run.yaml", folder / "log"
+    file.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "instar.cli.main", "serve", file, "--json"]
+    with running(command, log=log, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            process.wait(10)
+            raise DidNotStart(f"instar serve ended: {last_words(log)}")
+        yield Gateway(json.loads(line))
+
+
+def proxy_engine(stub_url: str) -> dict[str, Any]:
+    return {"type": "upstream", "base_url": stub_url, "dialect": "chat"}
+
+
+def exact_engine() -> dict[str, Any]:
+    return {"type": "scripted", "replies": [REPLY]}

@@ -1,0 +1,117 @@
+"""The stub behind every proxy: nginx, which reads the whole request and answers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+from gateway_parts.processes import DidNotStart, free_port, running, until_up
+
+DEBIAN = "apt-get install nginx libnginx-mod-http-lua wrk"
+MODULES = Path("/usr/lib/nginx/modules")
+REPLY = (
+    "One by one the numbers are added, first the small ones and then the large, "
+    "and the sum of them is what was asked for at the start."
+)
+"""31 tokens of the default model, and one for its end."""
+WORDS = REPLY.split()
+
+CONFIG = """
+load_module {modules}/ndk_http_module.so;
+load_module {modules}/ngx_http_lua_module.so;
+daemon off;
+worker_processes 1;
+pid {folder}/nginx.pid;
+error_log stderr error;
+events {{ worker_connections 4096; }}
+http {{
+  access_log off;
+  client_max_body_size 64m;
+  client_body_buffer_size 2m;
+  keepalive_requests 100000000;
+  keepalive_timeout 600s;
+  client_body_temp_path {folder}/body;
+  proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi;
+  scgi_temp_path {folder}/scgi;
+  init_by_lua_block {{
+    local function read(name)
+      local file = assert(io.open("{folder}/" .. name, "rb"))
+      local text = file:read("*a")
+      file:close()
+      return text
+    end
+    whole, events = read("whole.json"), read("events.sse")
+  }}
+  server {{
+    listen 127.0.0.1:{port} backlog=2048;
+    location / {{ return 200 '{{"object":"list","data":[]}}'; }}
+    location /v1/chat/completions {{
+      content_by_lua_block {{
+        ngx.req.read_body()
+        -- The setting stands before or behind the messages, whoever wrote the body.
+        local body = ngx.req.get_body_data() or ""
+        local ends = body:sub(1, 600) .. body:sub(-600)
+        if ends:find('"stream"%s*:%s*true') then
+          ngx.header.content_type = "text/event-stream"
+          ngx.print(events)
+        else
+          ngx.header.content_type = "application/json"
+          ngx.header.content_length = #whole
+          ngx.print(whole)
+        end
+      }}
+    }}
+  }}
+}}
+"""
+
+
+@contextlib.contextmanager
+def stub(folder: Path) -> Generator[str]:
+    """The stub's base URL, ending in ``/v1``."""
+    program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+    if program is None or not (MODULES / "ngx_http_lua_module.so").is_file():
+        raise DidNotStart(f"nginx with its Lua module is missing: {DEBIAN}")
+    folder.mkdir(parents=True)
+    port = free_port()
+    (folder / "whole.json").write_text(json.dumps(whole_answer()))
+    (folder / "events.sse").write_text(event_stream())
+    (folder / "nginx.conf").write_text(CONFIG.format(folder=folder, port=port, modules=MODULES))
+    log = folder / "log"
+    with running([program, "-p", folder, "-c", folder / "nginx.conf"], log=log) as process:
+        until_up(process, f"http://127.0.0.1:{port}/", log)
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+def whole_answer() -> dict[str, object]:
+    return {
+        "id": "chatcmpl-stub",
+        "object": "chat.completion",
+        "created": 1790000000,
+        "model": "bench",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": REPLY}, "finish_reason": "stop"}
+        ],
+        "usage": {"prompt_tokens": 250, "completion_tokens": len(WORDS), "total_tokens": 250 + len(WORDS)},
+    }
+
+
+def event_stream() -> str:
+    """The same answer as events, a word each."""
+    deltas = [{"role": "assistant", "content": ""}]
+    deltas += [{"content": word if n == 0 else f" {word}"} for n, word in enumerate(WORDS)]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+    head = {
+        "id": "chatcmpl-stub",
+        "object": "chat.completion.chunk",
+        "created": 1790000000,
+        "model": "bench",
+    }
+    events = [json.dumps({**head, "choices": [choice]}) for choice in choices]
+    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])

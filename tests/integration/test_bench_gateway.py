@@ -1,0 +1,29 @@
+"""The measurement of the gateway runs, whole and small."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.mark.skipif(
+    not (shutil.which("wrk") and Path("/usr/lib/nginx/modules/ngx_http_lua_module.so").is_file()),
+    reason="needs wrk and nginx: apt-get install nginx libnginx-mod-http-lua wrk",
+)
+@pytest.mark.timeout(300)
+def test_the_quick_run_measures_everything() -> None:
+    command = [sys.executable, str(BENCH / "gateway.py"), "--quick", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stderr
+    figures = json.loads(run.stdout.splitlines()[-1])
+    assert figures["failed"] == {}, run.stderr
+    assert figures["ratio_litellm"] is None  # no peer was asked for
+    for name in ("share_of_floor", "turn_100_over_10", "rss_mb", "loop_lag_p99_ms"):
+        assert figures[name] > 0, run.stderr

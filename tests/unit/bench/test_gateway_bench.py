@@ -1,0 +1,85 @@
+"""The measurement itself: what it sends, what it counts, what it makes of the counts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench"
+needs_programs = pytest.mark.skipif(
+    not (shutil.which("wrk") and Path("/usr/lib/nginx/modules/ngx_http_lua_module.so").is_file()),
+    reason="needs wrk and nginx: apt-get install nginx libnginx-mod-http-lua wrk",
+)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
+    """bench/gateway.py, which finds its parts beside itself."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module("gateway")
+    for name in [name for name in sys.modules if name.split(".")[0] in ("gateway", "gateway_parts")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("size", "messages"), [(1_000, 2), (400_000, 200)])
+def test_bodies_have_their_size_and_places_to_fill(bench: ModuleType, size: int, messages: int) -> None:
+    from gateway_parts.load import body  # pyright: ignore[reportMissingImports]
+
+    text = body(size, stream=True)
+    request = json.loads(text)
+    assert abs(len(text) - size) < 0.06 * size
+    assert len(request["messages"]) == messages
+    assert request["stream"] is True
+    assert "@SESSION@" in request["messages"][0]["content"]
+    assert "@NONCE@" in request["messages"][-1]["content"]
+    assert request["messages"][-1]["role"] == "user"
+
+
+def test_a_talk_sends_all_that_was_said(bench: ModuleType) -> None:
+    from gateway_parts.talk import Talk  # pyright: ignore[reportMissingImports]
+
+    talk = Talk(number=3, size=100)
+    talk.ask()
+    talk.hear("first")
+    messages = json.loads(talk.ask())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[1]["content"] == "first"
+    twin = Talk(number=3, size=100)
+    twin.skip_to(1)
+    assert twin.turn == 1
+    assert json.loads(b"[" + twin.said + b"]")[0] == messages[0]
+
+
+def test_an_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
+    from gateway_parts.load import Cell, median  # pyright: ignore[reportMissingImports]
+
+    small, _ = bench.HEADLINES
+    good, bad = Cell(100, 1, 2, 3, 4), Cell(400, 1, 2, 3, 4, error="7 answers were no success")
+    cells = {"proxy": {small: good}, "litellm": {small: Cell(50, 1, 2, 3, 4)}, "rllm": {small: bad}}
+    figures = bench.ratios(cells)
+    assert figures["ratio_litellm"] == 2
+    assert figures["ratio_rllm"] is None
+    assert figures["share_of_floor"] is None
+    assert median([good, bad, good]).error == bad.error
+
+
+@needs_programs
+def test_refused_requests_make_a_cell_invalid(bench: ModuleType, tmp_path: Path) -> None:
+    from gateway_parts.load import Kind, Target, measure  # pyright: ignore[reportMissingImports]
+    from gateway_parts.servers import floor  # pyright: ignore[reportMissingImports]
+    from gateway_parts.stub import stub  # pyright: ignore[reportMissingImports]
+
+    with stub(tmp_path / "stub") as url, floor(tmp_path / "floor", url) as target:
+        cell = measure(target, Kind(1_000, 4, False), 1, tmp_path, "a")
+        assert cell.error is None
+        assert cell.rate > 10
+        assert cell.p99_ms >= cell.p50_ms > 0
+        lost = Target("lost", "lost", target.url, [("/nowhere", "none")] * 4, target.pid)
+        assert "no success" in (measure(lost, Kind(1_000, 4, False), 1, tmp_path, "b").error or "")
