@@ -1,17 +1,40 @@
-"""OpenAI's Responses."""
+"""OpenAI's Responses.
+
+What cannot be honoured is never passed over in silence: it becomes the request's ``refusal``, which names
+it. Some of what agents send by default asks for nothing that a sampled token could show, or for what no one
+can promise; those are taken as hints:
+
+    field                        why it is taken
+    tool_choice "required", or   A model cannot be made to call a tool without bending what it samples, and
+      one that names a tool      bent samples are not the policy's. The tools are offered.
+    parallel_tool_calls: false   As above: the model is asked once, and its calls are all told.
+    tools[].strict, .format      As above, for the form of a call; the model is shown the format.
+    reasoning, text.verbosity    What a provider makes of them is its own; the model here has one way.
+    include "reasoning.encrypted_content"
+                                 Our reasoning is told openly, which serves the same.
+    store                        Every answer is recorded, and can be continued by its id.
+    max_tool_calls               Counts the calls of hosted tools, of which there are none.
+    service_tier, prompt_cache_retention, prompt_cache_options
+                                 The provider's queues and caches.
+    user, safety_identifier, metadata, client_metadata, prompt_cache_key
+                                 Tell whose session this is (`Request.identity`).
+
+Tools that agents list as a matter of course and that only a provider has: `responses_items.LEFT_OUT`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request, from_validation
+from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
+from instar.gateway.dialects.openai_common import RANGES, check_ranges, decoded, not_allowed, unsupported
 from instar.gateway.dialects.openai_errors import openai_error
 from instar.gateway.dialects.responses_items import Item, Toolbox, ToolSpec, read_items, read_tools
 from instar.gateway.dialects.responses_output import Output, whole
@@ -42,13 +65,18 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     mode: str | None = None
 
 
+class ToolChoice(msgspec.Struct, omit_defaults=True):
+    type: str
+    name: str | None = None
+
+
 class Body(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[ToolSpec] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -62,48 +90,45 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    # Hints that cannot change what is sampled here: a model has the one way of thinking that it was trained
-    # with, everything is stored, and no hosted tool runs whose calls could be counted.
+    # Hints, as the table above says.
+    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
     service_tier: str | None = None
     max_tool_calls: int | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # Taken at the one value that we do anyway.
-    parallel_tool_calls: bool | None = None
+    # Taken at the values that ask for what is done anyway.
     top_logprobs: int | None = None
     background: bool | None = None
     truncation: str | None = None
+    context_management: list[Any] | None = None
+    # Known, and never taken.
     conversation: Any = None
     prompt: Any = None
-    context_management: list[Any] | None = None
     moderation: Any = None
 
 
-_decode_body = msgspec.json.Decoder(Body).decode
+_decoder = msgspec.json.Decoder(Body)
 
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (None, True),
-    "top_logprobs": (None, 0),
-    "tool_choice": (None, "auto", "none"),
-    "background": (None, False),
-    "truncation": (None, "disabled"),
-    "conversation": (None,),
-    "prompt": (None,),
-    "context_management": (None, []),
-    "moderation": (None,),
+    "top_logprobs": (0,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "conversation": (),
+    "prompt": (),
+    "moderation": (),
 }
 _MANY = (1 << 31) - 1
-_RANGES: dict[str, tuple[float, float]] = {
+_RANGES = {
     "max_output_tokens": (1, _MANY),
     "max_tool_calls": (1, _MANY),
-    "temperature": (0, 2),
-    "top_p": (0, 1),
+    "temperature": RANGES["temperature"],
+    "top_p": RANGES["top_p"],
 }
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDE = (_LOGPROBS, "reasoning.encrypted_content")
-"""The second adds nothing: our reasoning is said openly."""
 _SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 
 
@@ -115,30 +140,28 @@ class Asked:
     tools: Toolbox
 
 
-def _check(body: Body) -> None:
-    for name, allowed in _ONLY.items():
-        if (value := getattr(body, name)) not in allowed:
-            raise _unsupported(name, value, [choice for choice in allowed if choice is not None])
-    for name, (low, high) in _RANGES.items():
-        value = getattr(body, name)
-        if value is not None and not low <= value <= high:
-            raise bad_request(f"'{name}' is {value}, out of [{low}, {high}].", name, "invalid_value")
-    if body.top_p == 0:
-        raise bad_request("'top_p' must be greater than 0.", "top_p", "invalid_value")
+def _refusals(body: Body) -> list[ApiError]:
+    refused = not_allowed(body, _ONLY)
     if body.text and body.text.format and body.text.format.type != "text":
-        raise _unsupported("text.format.type", body.text.format.type, ["text"])
+        told = f"Unsupported format {body.text.format.type!r}; supported: 'text'."
+        refused.append(unsupported(told, "text.format.type"))
     for i, included in enumerate(body.include or ()):
         if included not in _INCLUDE:
-            raise _unsupported(f"include[{i}]", included, _INCLUDE)
+            said = ", ".join(map(repr, _INCLUDE))
+            refused.append(unsupported(f"Unsupported {included!r}; supported: {said}.", f"include[{i}]"))
+    if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.type not in ("function", "custom"):
+        told = f"Unsupported choice {body.tool_choice.type!r}; supported: 'function', 'custom'."
+        refused.append(unsupported(told, "tool_choice.type"))
+    return refused
 
 
-def _unsupported(path: str, value: Any, allowed: Sequence[Any]) -> ApiError:
-    if not allowed:
-        return bad_request(f"Unsupported parameter: '{path}'.", path, "unsupported_parameter")
-    said = ", ".join(map(repr, allowed))
-    return bad_request(
-        f"Unsupported value for '{path}': {value!r}; supported: {said}.", path, "unsupported_value"
-    )
+def _check_tool_choice(choice: str | ToolChoice | None, tools: Toolbox) -> None:
+    if choice == "required" and not tools.offered:
+        raise bad_request("A tool is required and there is none in 'tools'.", "tool_choice", "invalid_value")
+    if not isinstance(choice, ToolChoice) or choice.type not in ("function", "custom"):
+        return
+    if choice.name not in {tool.name for tool in tools.by_name.values()}:
+        raise bad_request(f"The tool {choice.name!r} is not in 'tools'.", "tool_choice", "invalid_value")
 
 
 def _identity(body: Body) -> Iterable[str]:
@@ -151,23 +174,25 @@ def _identity(body: Body) -> Iterable[str]:
             yield f"{kind}:{value}"
 
 
-def _messages(body: Body) -> list[Message]:
+def _messages(body: Body, refused: list[ApiError]) -> list[Message]:
     if isinstance(body.input, str):
         return [Message(role="user", content=body.input)]
-    messages = read_items(body.input or ())
-    if not messages and body.previous_response_id is None:
+    if not body.input and body.previous_response_id is None:
         raise bad_request("Missing required parameter: 'input'.", "input", "missing_required_parameter")
-    return messages
+    return read_items(body.input or (), refused)
 
 
 def _request(body: Body) -> Request:
-    _check(body)
+    check_ranges(body, _RANGES)
+    refused = _refusals(body)
     leading = [Message(role="system", content=body.instructions)] if body.instructions else []
-    tools = read_tools(() if body.tool_choice == "none" else body.tools or ())
+    messages = (*leading, *_messages(body, refused))
+    tools = read_tools(body.tools or (), refused)
+    _check_tool_choice(body.tool_choice, tools)
     return Request(
         model=body.model,
-        messages=(*leading, *_messages(body)),
-        tools=tools.offered,
+        messages=messages,
+        tools=() if body.tool_choice == "none" else tools.offered,
         previous=body.previous_response_id,
         instructions=len(leading),
         identity=tuple(dict.fromkeys(_identity(body))),
@@ -177,6 +202,7 @@ def _request(body: Body) -> Request:
         stream=bool(body.stream),
         include_usage=True,
         logprobs=_LOGPROBS in (body.include or ()),
+        refusal=refused[0] if refused else None,
         wire=Asked(body, tools),
     )
 
@@ -204,7 +230,7 @@ def _head(request_id: str, request: Request) -> Json:
         "metadata": body.metadata or {},
         "model": request.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
@@ -213,7 +239,7 @@ def _head(request_id: str, request: Request) -> Json:
         "store": True,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
+        "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
         # Told three times in a stream, and long: written once. Numbers may be longer than orjson's.
         "tools": orjson.Fragment(msgspec.json.encode(asked.tools.echo)),
         "top_logprobs": 0,
@@ -245,7 +271,7 @@ def _usage(choice: Choice) -> Json:
         "input_tokens": choice.prompt_tokens,
         "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": choice.sampled_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
         "total_tokens": choice.prompt_tokens + choice.sampled_tokens,
     }
 
@@ -291,13 +317,7 @@ class ResponsesDialect(Dialect):
     count_path = "/responses/input_tokens"
 
     def read(self, body: bytes) -> Request:
-        try:
-            wire = _decode_body(body)
-        except msgspec.DecodeError as error:
-            raise from_validation(error) from error
-        except (UnicodeDecodeError, RecursionError) as error:
-            raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
-        return _request(wire)
+        return _request(decoded(_decoder, body))
 
     def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
         choice = choices[0]

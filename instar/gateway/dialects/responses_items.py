@@ -2,6 +2,7 @@
 
 The items of one turn of the model (reasoning, message, calls) are one message here. Which items make up one
 turn is told by their ids, which carry the id of our answer, and without ids by what stands side by side.
+What only a provider could make something of is appended to ``refused``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -26,6 +28,11 @@ class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file_id: Any = None
+    file_url: Any = None
+    file_data: Any = None
 
 
 class Item(msgspec.Struct):
@@ -86,19 +93,27 @@ class Toolbox:
     """The offered ones, as an answer lists them."""
 
 
-def read_tools(specs: Sequence[ToolSpec]) -> Toolbox:
+def read_tools(specs: Sequence[ToolSpec], refused: list[ApiError]) -> Toolbox:
     offered: list[Tool] = []
     by_name: dict[str, ClientTool] = {}
-    listed = [(i, spec) for i, spec in enumerate(specs) if spec.type not in LEFT_OUT]
-    for i, spec in listed:
+    echo: list[Json] = []
+    for i, spec in enumerate(specs):
         path = f"tools[{i}]"
-        if spec.type != "namespace":
-            offered.append(_offer(spec, None, path, by_name))
+        if spec.type in LEFT_OUT:
             continue
-        namespace = _needed(spec.name, f"{path}.name")
-        for k, inner in enumerate(spec.tools or ()):
-            offered.append(_offer(inner, namespace, f"{path}.tools[{k}]", by_name))
-    return Toolbox(tuple(offered), by_name, [_echo(spec) for _, spec in listed])
+        if spec.type not in ("function", "custom", "namespace"):
+            refused.append(
+                _unsupported("tool", spec.type, ("function", "custom", "namespace"), f"{path}.type")
+            )
+            continue
+        if spec.type == "namespace":
+            namespace = _needed(spec.name, f"{path}.name")
+            for k, inner in enumerate(spec.tools or ()):
+                offered.append(_offer(inner, namespace, f"{path}.tools[{k}]", by_name))
+        else:
+            offered.append(_offer(spec, None, path, by_name))
+        echo.append(_echo(spec))
+    return Toolbox(tuple(offered), by_name, echo)
 
 
 def model_name(name: str, namespace: str | None) -> str:
@@ -113,11 +128,7 @@ def custom_arguments(text: str) -> str:
 
 def _offer(spec: ToolSpec, namespace: str | None, path: str, by_name: dict[str, ClientTool]) -> Tool:
     if spec.type not in ("function", "custom"):
-        raise bad_request(
-            f"Unsupported tool {spec.type!r}; supported: 'function', 'custom', 'namespace'.",
-            f"{path}.type",
-            "unsupported_value",
-        )
+        raise _unsupported("tool", spec.type, ("function", "custom"), f"{path}.type")
     client = ClientTool(_needed(spec.name, f"{path}.name"), namespace, spec.type == "custom")
     name = model_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
@@ -148,8 +159,16 @@ def _echo(spec: ToolSpec) -> Json:
 # --- items --------------------------------------------------------------------------------------
 
 _OURS = re.compile(r"(?:rs|msg|fc|ctc)_(?P<answer>[0-9a-f]{8,})_\d+")
-_TEXT = frozenset({"input_text", "output_text", "text"})
-_THOUGHT = frozenset({"reasoning_text", "summary_text", "text"})
+_TEXT = ("input_text", "output_text", "text")
+_THOUGHT = ("reasoning_text", "summary_text", "text")
+_ITEMS = (
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+)
 
 
 def item_id(prefix: str, request_id: str, index: int) -> str:
@@ -157,16 +176,17 @@ def item_id(prefix: str, request_id: str, index: int) -> str:
     return f"{prefix}_{request_id.replace('_', '-').rpartition('-')[2]}_{index}"
 
 
-def read_items(items: Sequence[Item]) -> list[Message]:
-    reader = _Reader()
+def read_items(items: Sequence[Item], refused: list[ApiError]) -> list[Message]:
+    reader = _Reader(refused)
     for i, item in enumerate(items):
         reader.read(item, f"input[{i}]")
     return reader.messages
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, refused: list[ApiError]) -> None:
         self.messages: list[Message] = []
+        self._refused = refused
         self._turn: Message | None = None
         """The model's turn that is being put together."""
         self._answer = ""
@@ -185,20 +205,15 @@ class _Reader:
                 self._call(item, path)
             case "function_call_output" | "custom_tool_call_output":
                 call_id = _needed(item.call_id, f"{path}.call_id")
-                said = _text(_needed(item.output, f"{path}.output"), f"{path}.output")
+                said = self._text(_needed(item.output, f"{path}.output"), f"{path}.output")
                 self.messages.append(Message(role="tool", content=said, tool_call_id=call_id))
             case _:
-                raise bad_request(
-                    f"Unsupported item {kind!r}; supported: 'message', 'reasoning', 'function_call', "
-                    "'function_call_output', 'custom_tool_call', 'custom_tool_call_output'.",
-                    f"{path}.type",
-                    "unsupported_value",
-                )
+                self._unknown(item, kind, path)
         self._last = kind
 
     def _message(self, item: Item, path: str) -> None:
         role = _needed(item.role, f"{path}.role")
-        text = _text(_needed(item.content, f"{path}.content"), f"{path}.content")
+        text = self._text(_needed(item.content, f"{path}.content"), f"{path}.content")
         if role == "assistant":
             self._turn_of(item)["content"] += text
             return
@@ -207,7 +222,7 @@ class _Reader:
 
     def _reasoning(self, item: Item, path: str) -> None:
         field = "content" if item.content else "summary"
-        text = _text(getattr(item, field) or "", f"{path}.{field}", _THOUGHT)
+        text = self._text(getattr(item, field) or "", f"{path}.{field}", _THOUGHT)
         turn = self._turn_of(item)
         if text:
             turn["reasoning"] = turn.get("reasoning", "") + text
@@ -241,31 +256,37 @@ class _Reader:
         # We never say two messages side by side: these are two turns.
         return not (self._last == "message" and item.type in (None, "message"))
 
+    def _unknown(self, item: Item, kind: str, path: str) -> None:
+        """A hosted tool's call is the model's and says nothing to it again; the rest is a message."""
+        self._refused.append(_unsupported("item", kind, _ITEMS, f"{path}.type"))
+        if not kind.endswith("_call"):
+            self._turn = None
+            self.messages.append(Message(role="user", content=_named(item, kind)))
 
-def _text(content: str | list[Part], path: str, kinds: frozenset[str] = _TEXT) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(_part(part, f"{path}[{i}]", kinds) for i, part in enumerate(content))
+    def _text(self, content: str | list[Part], path: str, kinds: Sequence[str] = _TEXT) -> str:
+        if isinstance(content, str):
+            return content
+        return "".join(self._part(part, f"{path}[{i}]", kinds) for i, part in enumerate(content))
+
+    def _part(self, part: Part, path: str, kinds: Sequence[str]) -> str:
+        text = part.refusal if part.type == "refusal" else part.text if part.type in kinds else None
+        if text is not None:
+            return text
+        self._refused.append(_unsupported("content part", part.type, kinds, path))
+        return _named(part, part.type)
 
 
-def _part(part: Part, path: str, kinds: frozenset[str]) -> str:
-    if part.type == "refusal" and part.refusal is not None:
-        return part.refusal
-    if part.type not in kinds or part.text is None:
-        said = ", ".join(map(repr, sorted(kinds)))
-        raise bad_request(
-            f"Unsupported content part {part.type!r}; supported: {said} with a 'text'.",
-            path,
-            "unsupported_value",
-        )
-    return part.text
+def _named(value: Part | Item, kind: str) -> str:
+    """What is no text is named by what it holds, so that another picture is another message."""
+    return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"
+
+
+def _unsupported(what: str, given: str, supported: Sequence[str], path: str) -> ApiError:
+    said = ", ".join(map(repr, supported))
+    return bad_request(f"Unsupported {what} {given!r}; supported: {said}.", path, "unsupported_value")
 
 
 def _needed(value: T | None, path: str) -> T:
     if value is None:
-        raise _missing(path)
+        raise bad_request(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
     return value
-
-
-def _missing(path: str) -> ApiError:
-    return bad_request(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")

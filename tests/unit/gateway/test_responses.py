@@ -205,7 +205,18 @@ CODEX = {
 
 
 def test_codex_gets_through() -> None:
-    assert read(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}]).stream
+    request = read(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
+    assert request.refusal is None
+    assert request.identity[0] == "session_id:01a1df40"
+
+
+def test_what_is_refused_is_told_apart() -> None:
+    """For a provider that can make something of it."""
+    pictures = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
+    first, second = (read(input=[{"role": "user", "content": [part]}]) for part in pictures)
+    assert first.messages != second.messages
+    searched = [{"type": "web_search_call", "id": "ws_1"}, {"role": "assistant", "content": "Found."}]
+    assert read(input=searched).messages == (assistant("Found."),)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +246,9 @@ def test_codex_gets_through() -> None:
         ),
         ({"tools": [{**CALC, "parameters": {"properties": 3}}]}, "tools[0].parameters.properties"),
         ({"tools": [CALC, {"type": "custom", "name": "calc"}]}, "tools[1].name"),
+        ({"tools": [CALC], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [CALC], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True}, "background"),
@@ -252,10 +266,13 @@ def test_codex_gets_through() -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_named(body: Json, param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        read(**body)
-    assert (caught.value.status, caught.value.param) == (400, param)
-    told = json.loads(DIALECT.error(caught.value))["error"]
+    try:
+        refusal = read(**body).refusal
+    except ApiError as error:
+        refusal = error
+    assert refusal
+    assert (refusal.status, refusal.param) == (400, param)
+    told = json.loads(DIALECT.error(refusal))["error"]
     assert told["type"] == "invalid_request_error"
     assert told["param"] == param
 
