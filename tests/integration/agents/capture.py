@@ -29,6 +29,8 @@ class Reply:
     text: str = ""
     calls: tuple[tuple[str, Json], ...] = ()
     prompt_tokens: int = 1000
+    status: int = 200
+    """Anything else is a failure, and is all there is."""
 
 
 Script = Callable[[str, Json], Reply]
@@ -70,10 +72,14 @@ class Capture:
             return JSONResponse({"error": {"message": f"no such path: {path}"}}, status_code=404)
         reply = self.script(dialect, body)
         number = len(self.exchanges)
+        headers = {key: value for key, value in request.headers.items() if key not in SECRET_HEADERS}
+        if reply.status != 200:
+            failure = {"type": "error", "error": {"type": "api_error", "message": "try again"}}
+            self.exchanges.append(Exchange(path, headers, body, failure))
+            return JSONResponse(failure, reply.status)
         whole, events = {"chat": _chat, "responses": _responses, "messages": _messages}[dialect](
             reply, number, body.get("model", "")
         )
-        headers = {key: value for key, value in request.headers.items() if key not in SECRET_HEADERS}
         self.exchanges.append(Exchange(path, headers, body, whole))
         if body.get("stream"):
             return StreamingResponse(_sse(events), media_type="text/event-stream")
@@ -188,7 +194,7 @@ def _responses(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
             "id": f"fc_{number:04d}{index}",
             "type": "function_call",
             "call_id": f"call_{number:04d}{index}",
-            "name": name,
+            **_namespaced(name),
             "arguments": json.dumps(arguments),
             "status": "completed",
         }
@@ -234,3 +240,9 @@ def _responses(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
             yield event["type"], {**event, "sequence_number": sequence}
 
     return whole, events()
+
+
+def _namespaced(name: str) -> Json:
+    """``space.tool`` is a tool of a namespace, which Responses says in a field of its own."""
+    space, _, tool = name.rpartition(".")
+    return {"namespace": space, "name": tool} if space else {"name": tool}

@@ -188,6 +188,7 @@ def _openclaw(home: Path, target: Target, task: str) -> Prepared:
     settings = home / ".openclaw" / "openclaw.json"
     settings.parent.mkdir(exist_ok=True)
     model = {"id": target.model, "name": target.model, "contextWindow": 200000, "maxTokens": 8192}
+    model["compat"] = {"sendSessionAffinityHeaders": True, "supportsPromptCacheKey": True}
     settings.write_text(
         json.dumps(
             {
@@ -202,6 +203,7 @@ def _openclaw(home: Path, target: Target, task: str) -> Prepared:
                     }
                 },
                 "agents": {"defaults": {"model": {"primary": f"instar/{target.model}"}}},
+                "tools": {"deny": ["process", "sessions_spawn"]},
             }
         )
     )

@@ -1,0 +1,77 @@
+"""What each agent's tools are called, and the small task they are used for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+FILE = "greeting.txt"
+BEFORE, AFTER = "hello world\n", "hello moon\n"
+DELEGATED = "Look into"
+"""How the task of a sub-agent begins."""
+ToolUse = tuple[str, dict[str, Any]]
+
+
+def task(path: str) -> str:
+    return f"Change the word world to moon in {path}"
+
+
+@dataclass(frozen=True)
+class Hands:
+    """The calls of one agent's tools that read a file, edit it and ask a sub-agent. ``{path}`` and
+    ``{prompt}`` stand for what differs."""
+
+    read: ToolUse
+    edit: ToolUse
+    delegate: ToolUse
+
+    def reading(self, path: str) -> ToolUse:
+        return _filled(self.read, path=path)
+
+    def editing(self, path: str) -> ToolUse:
+        return _filled(self.edit, path=path)
+
+    def delegating(self, path: str, what: str) -> ToolUse:
+        return _filled(self.delegate, prompt=f"{DELEGATED} {path} and report its {what}.")
+
+
+def _filled(use: ToolUse, **values: str) -> ToolUse:
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            for name, text in values.items():
+                value = value.replace(f"{{{name}}}", text)
+            return value
+        if isinstance(value, dict):
+            return {key: fill(inner) for key, inner in value.items()}
+        return [fill(inner) for inner in value] if isinstance(value, list) else value
+
+    return use[0], fill(use[1])
+
+
+HANDS = {
+    "claude-code": Hands(
+        ("Read", {"file_path": "{path}"}),
+        ("Edit", {"file_path": "{path}", "old_string": "world", "new_string": "moon"}),
+        ("Agent", {"description": "Look", "prompt": "{prompt}", "run_in_background": False}),
+    ),
+    "codex": Hands(
+        ("exec_command", {"cmd": "cat {path}"}),
+        ("exec_command", {"cmd": "sed -i s/world/moon/ {path}"}),
+        ("multi_agent_v1.spawn_agent", {"message": "{prompt}"}),
+    ),
+    "qwen-code": Hands(
+        ("read_file", {"file_path": "{path}"}),
+        ("edit", {"file_path": "{path}", "old_string": "world", "new_string": "moon"}),
+        ("agent", {"description": "Look", "prompt": "{prompt}", "subagent_type": "general-purpose"}),
+    ),
+    "opencode": Hands(
+        ("read", {"filePath": "{path}"}),
+        ("edit", {"filePath": "{path}", "oldString": "world", "newString": "moon"}),
+        ("task", {"description": "Look", "prompt": "{prompt}", "subagent_type": "general"}),
+    ),
+    "openclaw": Hands(
+        ("read", {"path": "{path}"}),
+        ("edit", {"path": "{path}", "edits": [{"oldText": "world", "newText": "moon"}]}),
+        ("sessions_spawn", {"task": "{prompt}"}),
+    ),
+}

@@ -1,0 +1,119 @@
+"""Record the traffic of real agents: ``python -m tests.integration.agents.record [agent-scene ...]``.
+
+An agent is run against a server that plays a scene to it. What it sent and was answered is written to
+``tests/unit/record/fixtures/traffic/<agent>-<scene>.json.gz``, as a list of ``{path, headers, body, reply}``,
+without the machine's paths, names and ids. A long text is cut to its beginning and a digest, the same text
+always to the same: the shape of the traffic is that of the agent, only the prompts are short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import platform
+import re
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from instar.gateway.serve import bind, serve
+from tests.integration.agents.capture import Capture, Exchange
+from tests.integration.agents.cli import AGENTS, CliAgent, Target
+from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
+from tests.integration.agents.scenes import SCENES
+
+FIXTURES = Path(__file__).parents[2] / "unit" / "record" / "fixtures" / "traffic"
+LONGEST = 300
+"""Characters of a text that stays whole."""
+TELLING = re.compile(r"session|thread|agent|window|affinity|request-id|retry|idempotency|anthropic|metadata")
+RECORDED = {
+    "claude-code": ["edit", "retry", "compaction", "subagents"],
+    "codex": ["edit", "retry", "compaction", "subagents"],
+    "qwen-code": ["edit", "retry", "compaction", "subagents"],
+    "opencode": ["edit", "retry", "compaction", "subagents"],
+    "openclaw": ["edit", "retry", "compaction"],
+}
+
+
+async def perform(agent: CliAgent, scene: str, folder: Path) -> list[Exchange]:
+    """The traffic of one run, which must have done its task."""
+    work, home = folder / "project", folder / "home"
+    work.mkdir()
+    path = work / FILE
+    path.write_text(BEFORE)
+    capture = Capture(SCENES[scene](agent.name, str(path)).script())
+    listener = bind("127.0.0.1", 0)
+    stop = asyncio.Event()
+    server = asyncio.create_task(serve(capture.app(), listener, stop=stop, grace=1))
+    target = Target(f"http://127.0.0.1:{listener.getsockname()[1]}", "sk-recorded")
+    try:
+        said = await asyncio.to_thread(agent.run, home, work, target, task(str(path)))
+    finally:
+        stop.set()
+        await server
+    if path.read_text() != AFTER:
+        raise RuntimeError(f"{agent.name} did not do its task in {scene}: {said[-2000:]}")
+    return capture.exchanges
+
+
+def anonymous(exchanges: list[Exchange], folder: Path) -> list[dict[str, Any]]:
+    names = {
+        str(folder): "/home/user",
+        platform.release(): "6.1.0",
+        f"host={socket.gethostname()}": "host=host",
+    }
+    return [
+        {
+            "path": exchange.path,
+            "headers": {
+                key: _clean(value, names) for key, value in exchange.headers.items() if TELLING.search(key)
+            },
+            "body": _clean(exchange.body, names),
+            "reply": _clean(exchange.reply, names),
+        }
+        for exchange in exchanges
+    ]
+
+
+def _clean(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _clean(inner, names) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_clean(inner, names) for inner in value]
+    if not isinstance(value, str):
+        return value
+    for name, instead in names.items():
+        value = value.replace(name, instead)
+    value = re.sub(r"(device_id\W+|installation_id\W+)[0-9a-f-]{32,}", r"\g<1>0", value)
+    if len(value) <= LONGEST or value.lstrip().startswith("{"):
+        return value
+    digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
+    return f"{value[: LONGEST // 2]}… [{len(value)} characters, {digest}]"
+
+
+def record(agent: CliAgent, scene: str) -> Path:
+    agent.install()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        traffic = anonymous(asyncio.run(perform(agent, scene, folder)), folder)
+    FIXTURES.mkdir(parents=True, exist_ok=True)
+    target = FIXTURES / f"{agent.name}-{scene}.json.gz"
+    text = json.dumps(traffic, ensure_ascii=False)
+    target.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return target
+
+
+def main(wanted: list[str]) -> None:
+    for name, scenes in RECORDED.items():
+        for scene in scenes:
+            if not wanted or f"{name}-{scene}" in wanted or name in wanted:
+                target = record(AGENTS[name], scene)
+                print(f"{target.name}: {target.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
