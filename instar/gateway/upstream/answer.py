@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,12 +15,15 @@ from instar.errors import EngineUnavailable
 from instar.gateway.dialects.base import Choice, Request
 from instar.gateway.upstream import chat, messages, responses, rewrite
 from instar.gateway.upstream.base import Answer, Piece, UpstreamRefused
-from instar.gateway.upstream.replies import StreamReader, refusal, spoken
+from instar.gateway.upstream.replies import Reader, refusal
 from instar.gateway.upstream.rewrite import Unasked
 from instar.gateway.upstream.sse import Event, EventSplitter
 
 Post = Callable[[], Awaitable[aiohttp.ClientResponse]]
 """Sends the request."""
+
+# From the last event of a stream to its end. Waiting for that lets the connection be used again.
+_HANG_UP_SECONDS = 1.0
 
 _Unreadable = (msgspec.DecodeError, UnicodeDecodeError)
 
@@ -43,7 +47,7 @@ class HttpAnswer(Answer):
         self._exact = unasked is not None
         self._unasked = unasked or Unasked(ids=False, logprobs=False)
         self._response: aiohttp.ClientResponse | None = None
-        self._reader: StreamReader | None = None
+        self._reader: Reader | None = None
         self._splitter = EventSplitter()
         self._held: list[bytes] = []
         self._content_type: str | None = None
@@ -76,55 +80,43 @@ class HttpAnswer(Answer):
             if not 200 <= self._response.status < 300:
                 raise await refused(self._response)
             self._content_type = self._response.headers.get("Content-Type")
-            if not self._request.stream or "json" in (self._content_type or ""):
-                return await self._whole(self._response)
             self._reader = self._new_reader()
+            if not self._request.stream or "json" in (self._content_type or ""):
+                return await self._whole(self._response, self._reader)
         assert self._reader is not None
         return await self._streamed(self._response, self._reader)
 
     # --- not streamed -----------------------------------------------------------------------------
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> Piece:
+    async def _whole(self, response: aiohttp.ClientResponse, reader: Reader) -> Piece:
         try:
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(error) from error
         try:
-            choices = self._read(body)
+            reader.read(body)
             raw = rewrite.take_out(body, self._unasked) if self._unasked else body
         except _Unreadable as error:
             raise _unreadable(error) from error
         if self._translated:
-            return Piece(deltas=spoken(choices) if self._request.stream else (), choices=choices)
-        return Piece(raw, choices=choices, content_type=self._content_type)
-
-    def _read(self, body: bytes) -> list[Choice]:
-        if self._dialect == "messages":
-            return messages.read(body)
-        if self._dialect == "responses":
-            return responses.read(body)
-        return chat.read(body, exact=self._exact)
+            return Piece(b"", reader.taken(), reader.choices())
+        return Piece(raw, (), reader.choices(), self._content_type, reader.answer_id)
 
     # --- streamed ---------------------------------------------------------------------------------
 
-    def _new_reader(self) -> StreamReader:
+    def _new_reader(self) -> Reader:
+        aloud = self._translated and self._request.stream
         if self._dialect == "messages":
-            return messages.MessagesReader(aloud=self._translated)
+            return messages.MessagesReader(aloud=aloud)
         if self._dialect == "responses":
-            return responses.ResponsesReader(aloud=self._translated)
-        return chat.ChatReader(self._request.n, aloud=self._translated, exact=self._exact)
+            return responses.ResponsesReader(aloud=aloud)
+        return chat.ChatReader(self._request.n, aloud=aloud, exact=self._exact)
 
-    async def _streamed(self, response: aiohttp.ClientResponse, reader: StreamReader) -> Piece:
+    async def _streamed(self, response: aiohttp.ClientResponse, reader: Reader) -> Piece:
         while True:
             if self._failure is not None:
                 raise self._failure
-            try:
-                chunk = await response.content.readany()
-            except (aiohttp.ClientError, OSError) as error:
-                if not reader.whole:
-                    raise EngineUnavailable(f"the provider's answer broke off: {error}") from error
-                chunk = b""
-            if not chunk:
+            if not (chunk := await _more(response, reader)):
                 return self._last(reader)
             raw = self._take(self._splitter.feed(chunk), reader)
             deltas = reader.taken()
@@ -132,7 +124,7 @@ class HttpAnswer(Answer):
                 content_type, self._content_type = self._content_type, None
                 return Piece(raw, deltas, content_type=content_type)
 
-    def _take(self, events: Iterable[Event], reader: StreamReader) -> bytes:
+    def _take(self, events: Iterable[Event], reader: Reader) -> bytes:
         """Read the events; those up to the first that says the answer has ended may be passed on."""
         passed: list[bytes] = []
         try:
@@ -152,14 +144,29 @@ class HttpAnswer(Answer):
             return event.raw
         return b"data: " + rewrite.take_out(event.data, self._unasked) + b"\n\n"
 
-    def _last(self, reader: StreamReader) -> Piece:
+    def _last(self, reader: Reader) -> Piece:
         if rest := self._splitter.flush():
             self._held.append(self._take([rest], reader))
         if self._failure is not None:
             raise self._failure
         if not reader.whole:
             raise EngineUnavailable("the provider's answer broke off")
-        return Piece(b"".join(self._held), reader.taken(), reader.choices(), self._content_type)
+        raw, deltas = b"".join(self._held), reader.taken()
+        answer_id = None if self._translated else reader.answer_id
+        return Piece(raw, deltas, reader.choices(), self._content_type, answer_id)
+
+
+async def _more(response: aiohttp.ClientResponse, reader: Reader) -> bytes:
+    """What has come since. Nothing, when it is over: by the provider's word, if not by its hanging up."""
+    try:
+        if not reader.over:
+            return await response.content.readany()
+        async with asyncio.timeout(_HANG_UP_SECONDS):
+            return await response.content.readany()
+    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+        if not reader.whole:
+            raise EngineUnavailable(f"the provider's answer broke off: {error}") from error
+        return b""
 
 
 # --- errors -------------------------------------------------------------------------------------

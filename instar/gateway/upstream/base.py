@@ -29,6 +29,9 @@ class Piece:
     everything that says the answer has ended is in this piece."""
     content_type: str | None = None
     """Of ``raw``; set on the first piece."""
+    answer_id: str | None = None
+    """By which ``raw`` names the answer, on the last piece: what an agent calls it later, as in
+    ``previous_response_id``."""
 
 
 class UpstreamRefused(ApiError):

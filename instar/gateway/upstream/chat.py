@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from instar.gateway.dialects.base import Choice, Request
-from instar.gateway.upstream.replies import Draft, StreamReader, Usage, finished, refusal
+from instar.gateway.upstream.replies import Draft, Reader, Usage, finished, refusal
 from instar.types import Json, Message
 
 # --- what it answers: only what is read of it ---------------------------------------------------
@@ -88,12 +88,14 @@ class WireUsage(msgspec.Struct):
 class WireAnswer(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
+    id: str | None = None
     error: Any = None
 
 
 class ExactAnswer(msgspec.Struct):
     choices: list[ExactChoice] | None = None
     usage: WireUsage | None = None
+    id: str | None = None
     error: Any = None
     prompt_token_ids: list[int] | None = None
 
@@ -130,7 +132,7 @@ def _add_call(draft: Draft, call: WireCall) -> None:
         draft.add_arguments(at, text)
 
 
-class ChatReader(StreamReader):
+class ChatReader(Reader):
     def __init__(self, n: int = 1, *, aloud: bool = False, exact: bool = False) -> None:
         super().__init__(aloud=aloud)
         self._decode = _decode_exact if exact else _decode
@@ -138,11 +140,17 @@ class ChatReader(StreamReader):
         self._open = n
         self._prompt_ids: list[int] | None = None
 
+    def read(self, body: bytes) -> None:
+        self.feed(body)
+        if not self._by_index:
+            raise refusal(body)
+
     def feed(self, data: bytes) -> None:
         if data.startswith(b"[DONE]"):
-            self.ended = True
+            self.ended = self.over = True
             return
         chunk = self._decode(data)
+        self.answer_id = self.answer_id or chunk.id
         if chunk.error:
             raise refusal(data)
         if chunk.usage:
@@ -186,15 +194,6 @@ class ChatReader(StreamReader):
 
     def choices(self) -> list[Choice]:
         return finished(self.drafts, self.usage, self._prompt_ids)
-
-
-def read(body: bytes, *, exact: bool = False) -> list[Choice]:
-    """A whole answer."""
-    reader = ChatReader(exact=exact)
-    reader.feed(body)
-    if not reader.drafts:
-        raise refusal(body)
-    return reader.choices()
 
 
 # --- what it is asked ---------------------------------------------------------------------------

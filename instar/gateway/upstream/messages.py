@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 
 from instar.gateway.base import bad_request
-from instar.gateway.dialects.base import Choice, Request
-from instar.gateway.upstream.replies import Draft, StreamReader, Usage, finished, refusal
-from instar.types import FinishReason, Json, Message, ToolCall
+from instar.gateway.dialects.base import Request
+from instar.gateway.upstream.replies import Draft, Reader, Usage, refusal
+from instar.types import Json, Message, ToolCall
 
 MAX_TOKENS = 8192
 """The limit of a reply, which this API demands, when the agent named none."""
@@ -36,6 +36,7 @@ class WireUsage(msgspec.Struct):
 
 
 class WireAnswer(msgspec.Struct):
+    id: str | None = None
     content: list[Block] | None = None
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -60,12 +61,9 @@ class WireEvent(msgspec.Struct):
     usage: WireUsage | None = None
 
 
+_CUT = ("max_tokens", "model_context_window_exceeded")
 _decode = msgspec.json.Decoder(WireAnswer).decode
 _decode_event = msgspec.json.Decoder(WireEvent).decode
-
-
-def _finish(reason: str | None) -> FinishReason:
-    return "length" if reason in ("max_tokens", "model_context_window_exceeded") else "stop"
 
 
 def _add_usage(usage: Usage, wire: WireUsage | None) -> None:
@@ -80,47 +78,50 @@ def _add_usage(usage: Usage, wire: WireUsage | None) -> None:
         usage.sampled = wire.output_tokens
 
 
-def read(body: bytes) -> list[Choice]:
-    answer = _decode(body)
-    if answer.content is None:
-        raise refusal(body)
-    draft, usage = Draft(), Usage()
-    for block in answer.content:
-        if block.type == "text":
-            draft.add_text(block.text)
-        elif block.type == "thinking":
-            draft.add_reasoning(block.thinking)
-        elif block.type == "tool_use":
-            draft.add_arguments(draft.open_call(block.id, block.name), bytes(block.input).decode())
-    draft.finish, draft.stop = _finish(answer.stop_reason), answer.stop_sequence
-    _add_usage(usage, answer.usage)
-    return finished([draft], usage)
-
-
-class MessagesReader(StreamReader):
+class MessagesReader(Reader):
     def __init__(self, *, aloud: bool = False) -> None:
         super().__init__(aloud=aloud)
         self._draft = Draft(0, self.sink)
         self._calls: dict[int, int] = {}  # block → place among the tool calls
+
+    def read(self, body: bytes) -> None:
+        answer = _decode(body)
+        if answer.content is None:
+            raise refusal(body)
+        for index, block in enumerate(answer.content):
+            self._begin(index, block)
+            if index in self._calls:
+                self._draft.add_arguments(self._calls[index], bytes(block.input).decode())
+        self._begun(answer)
+        self._end(answer.stop_reason, answer.stop_sequence)
 
     def feed(self, data: bytes) -> None:
         event = _decode_event(data)
         if event.type == "error":
             raise refusal(data)
         if event.type == "message_start" and event.message:
-            _add_usage(self.usage, event.message.usage)
+            self._begun(event.message)
         elif event.type == "content_block_start" and event.content_block:
             self._begin(event.index, event.content_block)
         elif event.type == "content_block_delta" and event.delta:
             self._take(event.index, event.delta)
         elif event.type == "content_block_stop" and event.index in self._calls:
             self._close_call(self._calls[event.index])
+        elif event.type == "message_stop":
+            self.over = True
         elif event.type == "message_delta":
             _add_usage(self.usage, event.usage)
             if event.delta and event.delta.stop_reason:
-                self.ended = True
-                self._draft.finish = _finish(event.delta.stop_reason)
-                self._draft.stop = event.delta.stop_sequence
+                self._end(event.delta.stop_reason, event.delta.stop_sequence)
+
+    def _begun(self, answer: WireAnswer) -> None:
+        self.answer_id = answer.id
+        _add_usage(self.usage, answer.usage)
+
+    def _end(self, reason: str | None, sequence: str | None) -> None:
+        self.ended = True
+        self._draft.finish = "length" if reason in _CUT else "stop"
+        self._draft.stop = sequence
 
     def _begin(self, index: int, block: Block) -> None:
         if block.type == "tool_use":

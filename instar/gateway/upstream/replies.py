@@ -121,30 +121,25 @@ def finished(drafts: Sequence[Draft], usage: Usage, prompt_ids: Sequence[int] | 
     return choices
 
 
-def spoken(choices: Sequence[Choice]) -> Deltas:
-    """Whole replies, as if they had been streamed."""
-    deltas: Deltas = []
-    for index, choice in enumerate(choices):
-        message, draft = choice.message, Draft(index, deltas)
-        draft.add_reasoning(message.get("reasoning", ""))
-        draft.add_text(message["content"])
-        for call in message.get("tool_calls", ()):
-            draft.add_arguments(draft.open_call(call["id"], call["name"]), call["arguments"])
-    return deltas
-
-
-class StreamReader(ABC):
-    """Reads the events of one streamed answer."""
+class Reader(ABC):
+    """Reads one answer: ``read`` all of it, or ``feed`` it event by event where it is streamed. Both raise
+    UpstreamRefused for an answer or event that is an error, msgspec.DecodeError for what is none at all."""
 
     def __init__(self, *, aloud: bool) -> None:
         self.sink: Deltas | None = [] if aloud else None
         self.usage = Usage()
         self.ended = False
         """An event has said that the answer has ended."""
+        self.over = False
+        """The last event has come."""
+        self.answer_id: str | None = None
+        """What the provider calls it."""
 
     @abstractmethod
-    def feed(self, data: bytes) -> None:
-        """Raises UpstreamRefused for an event that is an error, msgspec.MsgspecError for what is none."""
+    def read(self, body: bytes) -> None: ...
+
+    @abstractmethod
+    def feed(self, data: bytes) -> None: ...
 
     @property
     def whole(self) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from instar.gateway.dialects.base import Choice
-from instar.gateway.upstream.replies import Draft, StreamReader, Usage, finished, refusal
+from instar.gateway.upstream.replies import Draft, Reader, Usage, refusal
 
 
 class Part(msgspec.Struct):
@@ -41,6 +40,7 @@ class Incomplete(msgspec.Struct):
 
 
 class WireResponse(msgspec.Struct):
+    id: str | None = None
     status: str | None = None
     output: list[Item] | None = None
     usage: WireUsage | None = None
@@ -104,14 +104,7 @@ def _usage(wire: WireUsage | None) -> Usage:
     return Usage(wire.input_tokens, wire.output_tokens, details.cached_tokens if details else None)
 
 
-def read(body: bytes) -> list[Choice]:
-    response = _decode(body)
-    if response.output is None:
-        raise refusal(body)
-    return finished([_draft(response, response.output)], _usage(response.usage))
-
-
-class ResponsesReader(StreamReader):
+class ResponsesReader(Reader):
     """The end of the stream repeats the whole output; until it comes, the deltas tell what there is."""
 
     def __init__(self, *, aloud: bool = False) -> None:
@@ -120,6 +113,12 @@ class ResponsesReader(StreamReader):
         self._calls: dict[int, int] = {}  # output index → place among the tool calls
         self._done: list[Item] = []
         self._final: Draft | None = None
+
+    def read(self, body: bytes) -> None:
+        response = _decode(body)
+        if response.output is None:
+            raise refusal(body)
+        self._end(response)
 
     def feed(self, data: bytes) -> None:
         if data.startswith(b"[DONE]"):
@@ -139,15 +138,17 @@ class ResponsesReader(StreamReader):
         elif kind == "error":
             raise refusal(data)
         elif kind in _ENDS:
-            self._end(kind, event.response or WireResponse())
+            response = event.response or WireResponse()
+            response.status = response.status or kind.removeprefix("response.")
+            self._end(response)
 
     def _begin(self, index: int, item: Item) -> None:
         if item.type in _CALLS:
             self._calls[index] = self._so_far.open_call(item.call_id or "", item.name or "")
 
-    def _end(self, kind: str, response: WireResponse) -> None:
-        self.ended = True
-        response.status = response.status or kind.removeprefix("response.")
+    def _end(self, response: WireResponse) -> None:
+        self.ended = self.over = True
+        self.answer_id = response.id
         self.usage = _usage(response.usage)
         self._final = _draft(response, response.output or self._done)
 

@@ -2,7 +2,8 @@
 
 The model that it is asked for says how it behaves: `plain`, `tools`, `exact` (as vLLM with token ids),
 `bytewise` (the stream comes byte by byte), `crlf`, `breaks` (the stream ends in its midst), `dies` (so does
-the connection), `limited` (429), `broken` (500), `garbage`, `hiccup` (an error inside the stream).
+the connection), `limited` (429), `broken` (500), `garbage`, `hiccup` (an error inside the stream), `lingers`
+(the stream's connection stays open after its end).
 """
 
 from __future__ import annotations
@@ -239,6 +240,8 @@ class Provider:
     gate: asyncio.Event | None = None
     """Where it is set, a stream waits for it before its last third."""
 
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
     @property
     def asked(self) -> Any:
         return orjson.loads(self.bodies[-1])
@@ -274,6 +277,8 @@ class Provider:
         elif model != "breaks":
             for event in events[middle:]:
                 await send(answer, event, bytewise=model == "bytewise")
+        if model == "lingers":
+            await self.released.wait()
         return answer
 
     async def count(self, request: web.Request) -> web.StreamResponse:
@@ -302,4 +307,5 @@ async def run_provider() -> AsyncGenerator[Provider]:
     try:
         yield provider
     finally:
+        provider.released.set()
         await runner.cleanup()
