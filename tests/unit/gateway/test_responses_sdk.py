@@ -1,0 +1,164 @@
+"""The official `openai` SDK over Responses against a live gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from instar.gateway.base import OpenedSession
+from instar.types import Link
+from tests.unit.gateway.conftest import Served
+
+TOOL: Any = {
+    "type": "function",
+    "name": "calc",
+    "description": "Evaluate arithmetic.",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    "strict": False,
+}
+
+
+def options(session: OpenedSession) -> dict[str, Any]:
+    return {"base_url": session.base_url, "api_key": session.api_key, "max_retries": 0}
+
+
+async def ask_async(session: OpenedSession, **asked: Any) -> Any:
+    async with openai.AsyncOpenAI(**options(session)) as client:
+        return await client.responses.create(**asked)
+
+
+async def ask_async_streamed(session: OpenedSession, **asked: Any) -> Any:
+    async with openai.AsyncOpenAI(**options(session)) as client, client.responses.stream(**asked) as stream:
+        return await stream.get_final_response()
+
+
+async def ask_sync(session: OpenedSession, **asked: Any) -> Any:
+    def ask() -> Any:
+        with openai.OpenAI(**options(session)) as client:
+            return client.responses.create(**asked)
+
+    return await asyncio.to_thread(ask)
+
+
+async def ask_sync_streamed(session: OpenedSession, **asked: Any) -> Any:
+    def ask() -> Any:
+        with openai.OpenAI(**options(session)) as client, client.responses.stream(**asked) as stream:
+            return stream.get_final_response()
+
+    return await asyncio.to_thread(ask)
+
+
+WAYS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
+
+
+def result(call: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call.call_id, "output": "7440"}
+
+
+@pytest.mark.parametrize("ask", WAYS)
+async def test_turns_with_a_tool_are_exact(gateway: Served, ask: Callable[..., Any]) -> None:
+    session = await gateway.open(channel="train")
+    asked: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": [TOOL]}
+    items: list[Any] = [{"role": "user", "content": "What is 24 * 310?"}]
+    first = await ask(session, input=items, **asked)
+    assert first.output_text.strip() == "Let me see."
+    call = first.output[-1]
+    assert (call.type, call.name, call.arguments) == ("function_call", "calc", '{"expression": "24 * 310"}')
+    items += [*first.output, result(call)]
+    second = await ask(session, input=items, **asked)
+    assert second.output_text == "The answer is 7440."
+    items += [*second.output, {"role": "user", "content": "thanks"}]
+    third = await ask(session, input=items, **asked)
+    assert third.output_text == "You said: thanks"
+    assert third.usage.total_tokens == third.usage.input_tokens + third.usage.output_tokens
+    assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
+
+
+@pytest.mark.parametrize("ask", WAYS)
+async def test_an_earlier_answer_is_continued_by_its_id(gateway: Served, ask: Callable[..., Any]) -> None:
+    session = await gateway.open(channel="train")
+    asked: dict[str, Any] = {"model": "instar", "tools": [TOOL]}
+    first = await ask(session, input="What is 24 * 310?", instructions="Be exact.", **asked)
+    call = first.output[-1]
+    second = await ask(
+        session, input=[result(call)], instructions="Be exact.", previous_response_id=first.id, **asked
+    )
+    assert second.output_text == "The answer is 7440."
+    assert second.previous_response_id == first.id
+    calls = await gateway.calls(session)
+    assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS]
+    roles = [message["role"] for message in calls[1].messages]
+    assert roles == ["system", "user", "assistant", "tool"]
+
+
+async def test_instructions_are_not_inherited(gateway: Served) -> None:
+    session = await gateway.open()
+    first = await ask_async(session, model="instar", input="Hello", instructions="One.")
+    await ask_async(
+        session, model="instar", input="Again", instructions="Two.", previous_response_id=first.id
+    )
+    await ask_async(session, model="instar", input="Again", previous_response_id=first.id)
+    calls = await gateway.calls(session)
+    told = [
+        [message["content"] for message in call.messages if message["role"] == "system"] for call in calls
+    ]
+    assert told == [["One."], ["Two."], []]
+
+
+async def test_an_unknown_earlier_answer_is_named(gateway: Served) -> None:
+    session = await gateway.open()
+    with pytest.raises(openai.APIStatusError) as caught:
+        await ask_async(session, model="instar", input="Hello", previous_response_id="resp_unheard_of")
+    assert caught.value.status_code in (400, 404)
+    assert caught.value.param == "previous_response_id"
+
+
+async def test_the_text_comes_token_by_token(gateway: Served) -> None:
+    session = await gateway.open()
+    asked: dict[str, Any] = {"model": "instar", "input": "Some words to say again", "stream": True}
+    async with openai.AsyncOpenAI(**options(session)) as client:
+        told = [event async for event in await client.responses.create(**asked)]
+    deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+    assert len(deltas) > 3
+    assert "".join(deltas) == "You said: Some words to say again"
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert told[-1].type == "response.completed"
+
+
+async def test_a_cut_reply_is_incomplete(gateway: Served) -> None:
+    session = await gateway.open()
+    response = await ask_async(session, model="instar", input="long", max_output_tokens=5)
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_logprobs(gateway: Served) -> None:
+    session = await gateway.open()
+    asked: dict[str, Any] = {"model": "instar", "input": "Hi", "include": ["message.output_text.logprobs"]}
+    response = await ask_async(session, **asked)
+    told = response.output[0].content[0].logprobs
+    assert "".join(token.token for token in told) == response.output_text
+    assert all(token.logprob <= 0 for token in told)
+
+
+async def test_a_refusal_has_openais_shape(gateway: Served) -> None:
+    session = await gateway.open()
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask_async(session, model="instar", input="Hi", truncation="auto")
+    assert (caught.value.param, caught.value.code) == ("truncation", "unsupported_value")
+    assert not await gateway.calls(session)
+
+
+async def test_the_tokens_of_a_prompt_are_counted(gateway: Served) -> None:
+    session = await gateway.open()
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as client:
+        body = {"model": "instar", "input": "Hello"}
+        counted = (await client.post("/responses/input_tokens", json=body)).json()
+    response = await ask_async(session, model="instar", input="Hello")
+    assert counted == {"object": "response.input_tokens", "input_tokens": response.usage.input_tokens}
