@@ -21,8 +21,10 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check and show the YAML that describes a run.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Look at what agents did and what became of it.", no_args_is_help=True)
+keys_app = typer.Typer(help="Make and revoke the keys that agents use.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(keys_app, name="keys")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
@@ -131,6 +133,40 @@ def sessions_show(
     from instar.cli.sessions import run_show
 
     run_show(run_dir, session_id, as_json=as_json)
+
+
+@keys_app.command("create")
+def keys_create(
+    run_dir: RunDir,
+    agent: Annotated[str | None, typer.Option(help="Whose key. Default: the run's agent.")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="A key that may do everything.")] = False,
+    name: Annotated[str, typer.Option(help="To revoke it by.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it, once: only its hash is kept."""
+    from instar.cli.keys import run_create
+
+    run_create(run_dir, agent=agent, admin=admin, name=name, as_json=as_json)
+
+
+@keys_app.command("ls")
+def keys_ls(run_dir: RunDir, as_json: AsJson = False) -> None:
+    """List keys: whose, since when, revoked or not."""
+    from instar.cli.keys import run_ls
+
+    run_ls(run_dir, as_json=as_json)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    run_dir: RunDir,
+    key: Annotated[str, typer.Argument(help="The key, its name, or the beginning of its hash.")],
+    as_json: AsJson = False,
+) -> None:
+    """End a key: a gateway that runs refuses it within 5 seconds."""
+    from instar.cli.keys import run_revoke
+
+    run_revoke(run_dir, key, as_json=as_json)
 
 
 def _version(wanted: bool) -> None:

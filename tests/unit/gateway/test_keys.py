@@ -1,0 +1,182 @@
+"""Who may do what with which key, at a real gateway, and which admin keys are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from instar.errors import ConfigError
+from instar.gateway.auth import Keys, create_key, ensure_agent_key, given_admin_key, key_hash
+from instar.gateway.base import ApiError
+from instar.store.sqlite import SqliteStore
+from instar.types import Channel, Session
+from tests.unit.gateway.conftest import ADMIN, Served
+
+ASK = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def ask(gateway: Served, key: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+    return await gateway.http.post(path, json=ASK, headers=headers(key), **more)
+
+
+async def test_an_agent_key_opens_uses_reads_and_completes_its_agents_sessions(gateway: Served) -> None:
+    key = await create_key(gateway.store, "agent", "coder")
+    opened = await gateway.control("/sessions", {"channel": "live"}, key)
+    assert opened.status_code == 201, opened.text
+    session_id = opened.json()["session_id"]
+    session = await gateway.store.session(session_id)
+    assert session is not None
+    assert session.agent_id == "coder"
+    assert (await ask(gateway, key, f"/s/{session_id}/v1/chat/completions")).status_code == 200
+    read = await gateway.http.get(f"/sessions/{session_id}", headers=headers(key))
+    assert (read.status_code, len(read.json()["calls"])) == (200, 1)
+    ended = await gateway.control(f"/sessions/{session_id}/complete", {"reward": 1.0}, key)
+    assert ended.status_code == 200, ended.text
+    assert [reward.value for reward in await gateway.store.rewards(session_id)] == [1.0]
+
+
+async def test_an_agent_key_touches_no_other_agents_sessions(gateway: Served) -> None:
+    key = await create_key(gateway.store, "agent", "coder")
+    other = await gateway.open()
+    for response in (
+        await ask(gateway, key, f"/s/{other.session_id}/v1/chat/completions"),
+        await gateway.http.get(f"/sessions/{other.session_id}", headers=headers(key)),
+        await gateway.control(f"/sessions/{other.session_id}/complete", {"reward": 9.0}, key),
+        await gateway.control(f"/sessions/{other.session_id}/fail", {"reason": "x"}, key),
+    ):
+        assert response.status_code == 403, response.text
+    assert await gateway.store.rewards(other.session_id) == []
+    assert await gateway.store.calls(other.session_id) == []
+
+
+async def test_agents_that_say_the_same_are_kept_apart(gateway: Served) -> None:
+    keys = [await create_key(gateway.store, "agent", name) for name in ("one", "two")]
+    for key in keys:
+        assert (await ask(gateway, key)).status_code == 200
+    rows = await gateway.store.sessions(channel=Channel.LIVE)
+    assert sorted((row.session.agent_id, row.calls) for row in rows) == [("one", 1), ("two", 1)]
+
+
+async def test_a_session_key_opens_its_session_and_nothing_else(gateway: Served) -> None:
+    mine, other = await gateway.open(), await gateway.open()
+    assert (await ask(gateway, mine.api_key)).status_code == 200
+    assert len(await gateway.calls(mine)) == 1
+    refused = [
+        await ask(gateway, mine.api_key, f"/s/{other.session_id}/v1/chat/completions"),
+        await gateway.http.get(f"/sessions/{other.session_id}", headers=headers(mine.api_key)),
+        await gateway.control(f"/sessions/{other.session_id}/complete", {}, mine.api_key),
+        await gateway.control("/sessions", {}, mine.api_key),
+    ]
+    assert [response.status_code for response in refused] == [403] * 4
+    assert await gateway.calls(other) == []
+
+
+async def test_a_second_admin_key_may_do_all(gateway: Served) -> None:
+    key = await create_key(gateway.store, "admin", None)
+    session = await gateway.open()
+    assert (await gateway.control("/sessions", {}, key)).status_code == 201
+    given = {"rewards": [{"value": 1.0, "source": "rule"}]}
+    ended = await gateway.control(f"/sessions/{session.session_id}/complete", given, key)
+    assert ended.status_code == 200, ended.text
+
+
+async def test_a_revoked_key_is_refused_within_five_seconds(gateway: Served) -> None:
+    key = await create_key(gateway.store, "agent", "coder", "laptop")
+    assert (await ask(gateway, key)).status_code == 200
+    assert await gateway.store.revoke_key("laptop") == 1
+    deadline = time.monotonic() + 5
+    while (response := await ask(gateway, key)).status_code == 200:
+        assert time.monotonic() < deadline, "the revoked key still works"
+        await asyncio.sleep(0.2)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
+async def test_a_key_goes_in_any_of_three_headers(gateway: Served, header: str) -> None:
+    value = f"Bearer {ADMIN}" if header == "Authorization" else ADMIN
+    response = await gateway.http.post("/v1/chat/completions", json=ASK, headers={header: value})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "sent", [{}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"}, {"x-api-key": "wrong"}]
+)
+async def test_without_a_known_key_there_is_nothing(gateway: Served, sent: dict[str, str]) -> None:
+    for response in (
+        await gateway.http.post("/v1/chat/completions", json=ASK, headers=sent),
+        await gateway.http.post("/sessions", json={}, headers=sent),
+        await gateway.http.get("/v1/models", headers=sent),
+    ):
+        assert response.status_code == 401, response.text
+    assert await gateway.store.sessions() == []
+
+
+async def test_known_keys_are_not_looked_up_again_each_time(tmp_path: Path) -> None:
+    """Shown with a store that has gone: what was found before still holds, for its time."""
+    store = SqliteStore(tmp_path / "store.db")
+    await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), key_hash("the session's"))
+    await store.open_session(
+        Session("t", "elsewhere", "coder", "policy", Channel.LIVE), key_hash("another run's")
+    )
+    agent = await create_key(store, "agent", "coder")
+    keys = Keys(store, ADMIN, "run")
+    for key in (agent, "the session's"):
+        await keys.identify(key)
+    with pytest.raises(ApiError, match="not known"):
+        await keys.identify("another run's")
+    await store.close()
+    assert (await keys.identify(agent)).kind == "agent"
+    assert (await keys.identify("the session's")).session_id == "s"
+
+
+async def test_the_agent_is_told_a_key_each_time_it_is_served(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    first, second = [await ensure_agent_key(store, "coder") for _ in range(2)]
+    keys = Keys(store, ADMIN, "run")
+    for key in (first, second):
+        caller = await keys.identify(key)
+        assert (caller.kind, caller.agent_id, caller.session_id) == ("agent", "coder", None)
+    await store.close()
+
+
+# --- the admin key of the environment -------------------------------------------------------------
+
+NAME = "INSTAR_ADMIN_KEY"
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "said"),
+    [
+        ("127.0.0.1", "", "0 characters"),
+        ("127.0.0.1", "secret", "6 characters"),
+        ("::1", "x" * 15, "15 characters"),
+        ("0.0.0.0", "x" * 31, "31 characters"),
+        ("::", "x" * 31, "gateway.host"),
+        ("gateway.example.org", "x" * 31, "gateway.example.org"),
+        ("localhost", "with a space in it", "no HTTP header"),
+        ("localhost", "x" * 40 + "\n", "no HTTP header"),
+    ],
+)
+def test_an_admin_key_that_can_be_guessed_is_refused(host: str, key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        given_admin_key({NAME: key}, NAME, host)
+    assert NAME in str(caught.value)
+    assert len(key) < 15 or key.strip() not in str(caught.value)
+
+
+def test_the_admin_key_is_the_one_given_or_a_new_one() -> None:
+    assert given_admin_key({NAME: "x" * 16}, NAME, "localhost") == "x" * 16
+    assert given_admin_key({NAME: "x" * 32}, NAME, "0.0.0.0") == "x" * 32
+    one, other = given_admin_key({}, NAME, "0.0.0.0"), given_admin_key({}, NAME, "0.0.0.0")
+    assert one != other
+    assert len(one) > 40
