@@ -60,7 +60,7 @@ async def run_agent(agent: CliAgent, folder: Path, more: str = "") -> Run:
     async with running_gateway(config, store, engine) as url:
         target = Target(url, ADMIN_KEY)
         said = await asyncio.to_thread(agent.run, folder / "home", work, target, task(str(path)) + more)
-    sessions = await store.sessions("agents")
+    sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
     await engine.close()
     await store.close()
