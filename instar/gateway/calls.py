@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 import msgspec.structs
-import numpy as np
 
 from instar.config import GatewayConfig, SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
-from instar.gateway.base import ApiError
+from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Choice, Request, TokenLogprob
-from instar.gateway.sessions import Sessions, SessionState
-from instar.record.base import Delta, Graph, Placement, Renderer, StreamParser
+from instar.gateway.recording import Asked, Recorder, Reply
+from instar.gateway.sessions import Pending, Sessions, SessionState
+from instar.record.base import CallDelta, Delta, Placement, Renderer, StreamParser
+from instar.record.chain import Chain
+from instar.record.graph import MessageGraph
 from instar.store.base import Store
-from instar.types import (
-    Call,
-    CallStatus,
-    Channel,
-    FinishReason,
-    Link,
-    SamplingParams,
-    TokenChunk,
-    new_id,
-)
+from instar.types import Call, Channel, Message, SamplingParams
 
 Emit = Callable[[int, Sequence[Delta], Sequence[TokenLogprob]], Awaitable[None]]
 
 
-@dataclass(slots=True)
-class Reply:
-    """One choice while it is being sampled."""
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What tells that a client asks again for what it has asked already, rather than for another reply."""
 
-    parser: StreamParser
-    params: SamplingParams
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    behavior: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    finish_reason: FinishReason | None = None
-    first_token_at: float | None = None
-    ended_at: float = 0.0
+    client_key: str | None = None
+    """An idempotency key."""
+    retried: bool = False
+    """The client says that it tries again."""
 
-    def take(self, chunk: TokenChunk) -> None:
-        if chunk.token_ids and self.first_token_at is None:
-            self.first_token_at = time.time()
-        self.ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.versions += chunk.versions
-        self.behavior += chunk.behavior_logprobs or [math.nan] * len(chunk.token_ids)
-        self.finish_reason = chunk.finish_reason
+    def __bool__(self) -> bool:
+        return self.retried or self.client_key is not None
 
 
 class Calls:
@@ -69,6 +50,7 @@ class Calls:
         engine: Engine,
         renderer: Renderer,
         sessions: Sessions,
+        recorder: Recorder,
         config: GatewayConfig,
         train_sampling: SamplingConfig,
     ) -> None:
@@ -76,9 +58,9 @@ class Calls:
         self.engine = engine
         self.renderer = renderer
         self.sessions = sessions
+        self.recorder = recorder
         self.timeout = config.request_timeout
         self._train_sampling = train_sampling
-        self._commits: set[asyncio.Task[None]] = set()
 
     def params(self, state: SessionState, request: Request, prompt_tokens: int) -> SamplingParams:
         """What is sampled with: the agent's wishes, under the channel's and the session's settings."""
@@ -104,73 +86,119 @@ class Calls:
             **{name: value for name, value in wanted.items() if value is not None},
         )
 
-    async def commit(self, record: Callable[[], Awaitable[None]]) -> None:
-        """Runs to its end even if the request that waits for it is cancelled."""
-
-        async def run() -> None:
-            await record()
-
-        task = asyncio.create_task(run())
-        self._commits.add(task)
-        task.add_done_callback(self._commits.discard)
-        await asyncio.shield(task)
-
-    async def drain(self) -> None:
-        await asyncio.gather(*self._commits, return_exceptions=True)
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        size = self.engine.info.vocab_size
+        wrong = next((i for i, token in enumerate(ids) if not 0 <= token < size), None)
+        if wrong is not None:
+            message = f"Token id {ids[wrong]} is not in the vocabulary of {size}."
+            raise bad_request(message, f"{param}[{wrong}]", "invalid_value")
 
 
 class Exchange:
     """One request and its ``n`` replies."""
 
-    def __init__(self, calls: Calls, state: SessionState, request: Request, dialect: str) -> None:
-        self.request_id = new_id("chatcmpl")
+    def __init__(
+        self,
+        calls: Calls,
+        state: SessionState,
+        request: Request,
+        chain: Chain | None,
+        *,
+        request_id: str,
+        dialect: str,
+        evidence: Evidence = Evidence(),  # noqa: B008 — frozen
+        trainable: bool = True,
+    ) -> None:
+        self.request_id = request_id
         self.request = request
         self._calls = calls
         self._state = state
+        self._chain = chain
         self._dialect = dialect
+        self._evidence = evidence
+        self._trainable = trainable
         self._started_at = time.time()
+        self._graph: MessageGraph | None = None
+        self._placement: Placement | None = None
         self._replies: list[Reply] = []
+        self._parsers: list[StreamParser] = []
         self._committing = False
+        self._committed = False
 
-    async def run(self, emit: Emit | None = None, *, replay: bool = False) -> list[Choice]:
-        """Sample, tell ``emit`` as it goes, record, return. ``replay``: the client says that it asks again
-        for what it has asked already, so a recorded reply is the answer."""
+    @property
+    def session_id(self) -> str:
+        return self._state.session.session_id
+
+    async def run(self, emit: Emit | None = None) -> list[Choice]:
+        """Sample, tell ``emit`` as it goes, record, return."""
         state = self._state
-        graph = await self._calls.sessions.graph_of(state)
-        placement = graph.place(self.request.messages, self.request.tools, self._calls.renderer)
-        ordinal = graph.requests + state.in_flight
         state.in_flight += 1
         try:
-            if replay and (choices := await self._recorded(graph, placement)):
-                await self._emit_whole(choices, emit)
-                return choices
-            self._prepare(placement, ordinal)
-            await self._sample(placement, graph, emit)
-            return [self._choice(reply, placement) for reply in self._replies]
+            graph = self._graph = await self._calls.sessions.graph_of(state)
+            placement = self._placement = self._place(graph)
+            try:
+                return await self._answer(graph, placement, graph.requests + state.in_flight - 1, emit)
+            finally:
+                graph.release(placement)
         finally:
             state.in_flight -= 1
-            graph.release(placement)
 
-    def _prepare(self, placement: Placement, ordinal: int) -> None:
+    def not_delivered(self) -> None:
+        """The client was gone when its reply was there: it may come back for it."""
+        if self._committed and self._graph and self._placement:
+            self._graph.not_delivered(self._placement.key)
+
+    def _place(self, graph: MessageGraph) -> Placement:
+        request, renderer = self.request, self._calls.renderer
+        if request.prompt is not None:
+            if not isinstance(request.prompt, str):
+                self._calls.check_ids(request.prompt, "prompt")
+            return graph.place_prompt(request.prompt, renderer)
+        assert self._chain is not None
+        self._chain = graph.recognise(self._chain, request.messages)
+        return graph.place(self._chain, request.messages, request.tools, renderer)
+
+    async def _answer(
+        self, graph: MessageGraph, placement: Placement, ordinal: int, emit: Emit | None
+    ) -> list[Choice]:
+        if (choices := await self._recorded(graph, placement)) is not None:
+            await self._emit_whole(choices, emit)
+            return choices
+        pending = Pending(self._evidence.client_key, asyncio.get_running_loop().create_future())
+        self._state.pending[placement.key] = pending
+        try:
+            self._prepare(placement, ordinal, eager=emit is not None)
+            await self._sample(placement, graph, emit)
+        finally:
+            pending.ended.set_result(None)
+            if self._state.pending.get(placement.key) is pending:
+                del self._state.pending[placement.key]
+        return [self._choice(reply, placement) for reply in self._replies]
+
+    def _prepare(self, placement: Placement, ordinal: int, *, eager: bool) -> None:
         request, calls = self.request, self._calls
         params = calls.params(self._state, request, len(placement.prompt_ids))
-        prompt = placement.prompt_ids.tolist()
         session = self._state.session
         # A group's sessions must differ, whatever the agent asks for.
         forced = session.channel is Channel.TRAIN and session.seed is not None
+        end = placement.prompt_ids[-_PARSED_PROMPT:].tolist()
         for index in range(request.n):
             seed = _seed(None if forced else request.seed, session.seed, ordinal, index)
-            parser = calls.renderer.stream(request.tools, request.stop, prompt)
-            self._replies.append(Reply(parser, _with_seed(params, seed)))
+            tools = () if request.prompt is not None else request.tools
+            self._parsers.append(calls.renderer.stream(tools, request.stop, end, eager=eager))
+            reply = Reply(msgspec.structs.replace(params, seed=seed))
+            reply.untrainable = None if self._trainable else "this model is not to be trained on"
+            self._replies.append(reply)
 
-    async def _sample(self, placement: Placement, graph: Graph, emit: Emit | None) -> None:
-        prompt = placement.prompt_ids.tolist()
+    async def _sample(self, placement: Placement, graph: MessageGraph, emit: Emit | None) -> None:
         try:
             async with asyncio.timeout(self._calls.timeout):
-                await _all([self._one(i, reply, prompt, emit) for i, reply in enumerate(self._replies)])
+                works = [self._one(i, reply, placement, emit) for i, reply in enumerate(self._replies)]
+                await _all(works)
             await self._record(placement, graph)
         except asyncio.CancelledError:
             await self._record_aborted(placement, graph, "the client went away")
+            self.not_delivered()
             raise
         except TimeoutError as error:
             await self._record_aborted(placement, graph, "past its deadline")
@@ -180,18 +208,21 @@ class Exchange:
             await self._record_aborted(placement, graph, f"the engine failed: {error}")
             raise
 
-    async def _one(self, index: int, reply: Reply, prompt: list[int], emit: Emit | None) -> None:
-        stream = self._calls.engine.generate(prompt, reply.params)
-        async with aclosing(cast(AsyncGenerator[TokenChunk, None], stream)) as chunks:
+    async def _one(self, index: int, reply: Reply, placement: Placement, emit: Emit | None) -> None:
+        parser = self._parsers[index]
+        engine = self._calls.engine.route(self.session_id)
+        stream = engine.generate(placement.prompt_ids, reply.params)
+        async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 reply.take(chunk)
-                deltas = reply.parser.feed(chunk.token_ids)
+                deltas = parser.feed(chunk.token_ids)
                 if emit and (deltas or self.request.logprobs):
                     await emit(index, deltas, self._shown(chunk.token_ids, chunk.logprobs))
         reply.ended_at = time.time()
         if reply.finish_reason is None or reply.finish_reason == "aborted":
             raise EngineUnavailable("the engine ended a reply before its end")
-        deltas = reply.parser.finish()
+        deltas = parser.finish()
+        reply.message = parser.message
         if emit and deltas:
             await emit(index, deltas, ())
 
@@ -204,123 +235,99 @@ class Exchange:
 
     def _choice(self, reply: Reply, placement: Placement) -> Choice:
         return Choice(
-            message=reply.parser.message,
+            message=reply.message,
             finish_reason=reply.finish_reason or "aborted",
             prompt_tokens=len(placement.prompt_ids),
             sampled_tokens=len(reply.ids),
             logprobs=self._shown(reply.ids, reply.logprobs),
+            stop=reply.stop,
         )
 
     # --- recording --------------------------------------------------------------------------------
 
-    async def _record(self, placement: Placement, graph: Graph) -> None:
-        self._committing = True
-        calls: list[Call] = []
-        for reply in self._replies:
-            calls.append(self._call(reply, placement, calls, CallStatus.OK, None))
-        await self._calls.commit(lambda: self._commit(calls, graph))
+    @property
+    def _asked(self) -> Asked:
+        return Asked(
+            self.request_id,
+            self.request,
+            self._chain if self.request.prompt is None else None,
+            self._dialect,
+            self._evidence.client_key,
+            self._started_at,
+        )
 
-    async def _record_aborted(self, placement: Placement, graph: Graph, reason: str) -> None:
+    async def _record(self, placement: Placement, graph: MessageGraph) -> None:
+        self._committing = True
+        await self._calls.recorder.record(self._state, graph, self._asked, placement, self._replies)
+        self._committed = True
+
+    async def _record_aborted(self, placement: Placement, graph: MessageGraph, reason: str) -> None:
         """What was sampled before the end. Once the commit of the whole has begun, that one stands."""
         if self._committing:
+            self._committed = True
             return
         self._committing = True
-        calls: list[Call] = []
-        for reply in self._replies:
+        begun: list[Reply] = []
+        for reply, parser in zip(self._replies, self._parsers, strict=True):
             if reply.ids:
-                reply.parser.finish()
-                calls.append(self._call(reply, placement, calls, CallStatus.ABORTED, reason))
-        if calls:
-            await self._calls.commit(lambda: self._commit(calls, graph))
-
-    async def _commit(self, calls: Sequence[Call], graph: Graph) -> None:
-        await self._calls.store.add_calls(calls)
-        for call in calls:
-            graph.add(call)
-            if self._state.session.channel is Channel.LIVE:
-                key = graph.keys([*call.messages, call.reply], call.tools)[-1]
-                self._calls.sessions.remember_live(self._state, key)
-
-    def _call(
-        self,
-        reply: Reply,
-        placement: Placement,
-        before: Sequence[Call],
-        status: CallStatus,
-        reason: str | None,
-    ) -> Call:
-        session, request = self._state.session, self.request
-        if reason is None:
-            reason = _untrainable(reply)
-        first = before[0] if before else None
-        return Call(
-            call_id=new_id("call"),
-            session_id=session.session_id,
-            run_id=session.run_id,
-            agent_id=session.agent_id,
-            policy_id=session.policy_id,
-            request_id=self.request_id,
-            prompt_ids=placement.prompt_ids,
-            sampled_ids=np.asarray(reply.ids, np.int32),
-            logprobs=np.asarray(reply.logprobs, np.float32),
-            versions=np.asarray(reply.versions, np.int32),
-            behavior_logprobs=np.asarray(reply.behavior, np.float32) if reply.params.truncates else None,
-            messages=request.messages,
-            tools=request.tools,
-            reply=reply.parser.message,
-            finish_reason=reply.finish_reason or "aborted" if status is CallStatus.OK else "aborted",
-            parent_id=placement.parent_id,
-            link=Link.SIBLING if first else placement.link,
-            base_id=first.call_id if first else placement.base_id,
-            base_tokens=len(placement.prompt_ids) if first else placement.base_tokens,
-            base_messages=len(request.messages) if first else placement.base_messages,
-            status=status,
-            trainable=reason is None,
-            reason=reason,
-            dialect=self._dialect,
-            params=reply.params,
-            started_at=self._started_at,
-            first_token_at=reply.first_token_at,
-            ended_at=reply.ended_at or time.time(),
-        )
+                parser.finish()
+                reply.message = parser.message
+                begun.append(reply)
+        if begun:
+            await self._calls.recorder.record(
+                self._state, graph, self._asked, placement, begun, aborted=reason
+            )
 
     # --- replay -----------------------------------------------------------------------------------
 
-    async def _recorded(self, graph: Graph, placement: Placement) -> list[Choice]:
-        ids = graph.recorded(placement.key)
+    async def _recorded(self, graph: MessageGraph, placement: Placement) -> list[Choice] | None:
+        """The recorded answer, where the client asks again for it."""
+        key, evidence = placement.key, self._evidence
+        pending = self._state.pending.get(key)
+        if pending and (
+            evidence.retried or (evidence.client_key and pending.client_key == evidence.client_key)
+        ):
+            await asyncio.wait([pending.ended], timeout=self._calls.timeout)
+        ids: list[str] = []
+        if evidence.client_key is not None:
+            ids = graph.recorded_as(key, evidence.client_key)
+        if not ids and (graph.take_undelivered(key) or evidence.retried):
+            ids = graph.recorded(key)
         found = [await self._calls.store.call(call_id) for call_id in ids]
         calls = [call for call in found if call is not None]
-        if len(calls) != self.request.n:
-            return []
+        if not calls or len(calls) != self.request.n:
+            return None
         self.request_id = calls[0].request_id
-        return [
-            Choice(
-                message=call.reply,
-                finish_reason=call.finish_reason,
-                prompt_tokens=len(call.prompt_ids),
-                sampled_tokens=len(call.sampled_ids),
-                logprobs=self._shown(call.sampled_ids.tolist(), call.logprobs.tolist()),
-            )
-            for call in calls
-        ]
+        return [self._replayed(call, placement) for call in calls]
+
+    def _replayed(self, call: Call, placement: Placement) -> Choice:
+        return Choice(
+            message=call.reply,
+            finish_reason=call.finish_reason,
+            prompt_tokens=len(placement.prompt_ids),
+            sampled_tokens=len(call.sampled_ids),
+            logprobs=self._shown(call.sampled_ids.tolist(), call.logprobs.tolist()),
+        )
 
     async def _emit_whole(self, choices: Sequence[Choice], emit: Emit | None) -> None:
         if emit is None:
             return
         for index, choice in enumerate(choices):
-            message = choice.message
-            deltas = [Delta(reasoning=message["reasoning"])] if "reasoning" in message else []
-            deltas += [Delta(text=message["content"])] if message["content"] else []
-            deltas += [Delta(call=call) for call in message.get("tool_calls", ())]
-            await emit(index, deltas, choice.logprobs)
+            await emit(index, whole_deltas(choice.message), choice.logprobs)
 
 
-def _untrainable(reply: Reply) -> str | None:
-    if any(map(math.isnan, reply.logprobs)):
-        return "logprobs are missing"
-    if reply.params.truncates and any(map(math.isnan, reply.behavior)):
-        return "sampled otherwise than at temperature 1, and the logprobs of that are missing"
-    return None
+_PARSED_PROMPT = 64
+"""How much of a prompt's end a parser is shown: whether it opens the reasoning stands there."""
+
+
+def whole_deltas(message: Message) -> list[Delta]:
+    """A whole reply as the pieces of a stream."""
+    deltas = [Delta(reasoning=message["reasoning"])] if "reasoning" in message else []
+    deltas += [Delta(text=message["content"])] if message["content"] else []
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append(Delta(call=CallDelta(index, call["id"], call["name"])))
+        deltas.append(Delta(call=CallDelta(index, arguments=call["arguments"])))
+    return deltas
 
 
 def _seed(asked: int | None, session: int | None, ordinal: int, index: int) -> int | None:
@@ -335,10 +342,6 @@ def _derived(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
-    return msgspec.structs.replace(params, seed=seed)
-
-
 async def _all(works: Sequence[Any]) -> None:
     """Together; the first failure ends the others before it is raised."""
     if len(works) == 1:
@@ -347,7 +350,7 @@ async def _all(works: Sequence[Any]) -> None:
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:
+    except BaseException:  # cancelled too: none of them may go on alone
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

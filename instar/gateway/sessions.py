@@ -6,12 +6,12 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 from instar.errors import Conflict
-from instar.gateway.auth import Keys, key_hash, new_key
+from instar.gateway.auth import Caller, Keys, key_hash, new_key
 from instar.gateway.base import (
     SAMPLING_KEYS,
     ApiError,
@@ -24,10 +24,12 @@ from instar.gateway.base import (
     SessionView,
     bad_request,
 )
-from instar.record.base import Graph
+from instar.record.chain import Chain, Hasher
+from instar.record.graph import MessageGraph
 from instar.store.base import Store
 from instar.types import (
     Call,
+    Channel,
     Reward,
     RewardSource,
     Session,
@@ -41,6 +43,11 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, math.inf),
 }
 
+_TAILS = 64
+"""Recorded calls looked for in the store, by how much of the messages they say; the longest first."""
+_EVICTED = 64
+"""Sessions looked at when room is needed."""
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -50,21 +57,36 @@ class SessionState:
     """A session at hand, with its message graph once a call needed it."""
 
     session: Session
-    graph: Graph | None = None
+    opening: Session | None = None
+    """Set while it is not in the store yet: it is opened with its first call."""
+    graph: MessageGraph | None = None
     in_flight: int = 0
+    pending: dict[bytes, Pending] = field(default_factory=dict[bytes, "Pending"])
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def take_opening(self) -> Session | None:
+        opening, self.opening = self.opening, None
+        return opening
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Who sent a request: the admin, or one session."""
+class Pending:
+    """A request that is being answered."""
 
-    admin: bool
-    session_id: str | None
+    client_key: str | None
+    ended: asyncio.Future[None]
 
-    def may_touch(self, session_id: str) -> None:
-        if not self.admin and self.session_id != session_id:
-            raise ApiError(403, "This key belongs to another session.", code="wrong_session")
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """How a request names its session, apart from its key."""
+
+    url: str | None = None
+    header: str | None = None
+    external: str | None = None
+    """What the agent itself calls it."""
+    previous: str | None = None
+    """The session of the answer that it continues."""
 
 
 class Sessions:
@@ -72,46 +94,123 @@ class Sessions:
         self,
         store: Store,
         keys: Keys,
-        graph: Callable[[Iterable[Call]], Graph],
+        hasher: Hasher,
         *,
         run_id: str,
         agent_id: str,
         policy_id: str,
         limit: int,
     ) -> None:
+        self.keys = keys
         self._store = store
-        self._keys = keys
-        self._graph = graph
+        self._hasher = hasher
         self._run_id = run_id
         self._agent_id = agent_id
         self._policy_id = policy_id
         self._limit = limit
         self._states: OrderedDict[str, SessionState] = OrderedDict()
-        self._by_key: OrderedDict[str, str] = OrderedDict()
-        self._live: OrderedDict[bytes, str] = OrderedDict()
+        self._external: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
 
-    # --- who, and which session -----------------------------------------------------------------
+    # --- which session ----------------------------------------------------------------------------
 
-    async def identify(self, key: str) -> Caller:
-        if self._keys.is_admin(key):
-            return Caller(admin=True, session_id=None)
-        hashed = key_hash(key)
-        if (session_id := self._by_key.get(hashed)) is None:
-            session = await self._store.session_by_key(hashed)
-            if session is None or session.run_id != self._run_id:
-                raise ApiError(401, "This API key is not known.", code="invalid_api_key")
-            session_id = session.session_id
-            _remember(self._by_key, hashed, session_id, self._limit)
-        return Caller(admin=False, session_id=session_id)
+    async def resolve(self, caller: Caller, named: Named, chain: Chain | None) -> SessionState:
+        """The session of a model call: by URL, key or header, by the agent's own id for it, by the answer it
+        continues, else by what is said; a fresh one when it is none of those."""
+        agent_id = caller.agent_id or self._agent_id
+        chosen = self._chosen(caller, named)
+        if chosen is not None:
+            if named.previous is not None and named.previous != chosen:
+                raise _conflict("The answer that this request continues is of another session.")
+            return await self._usable(chosen, caller)
+        if named.previous is not None:
+            return await self._usable(named.previous, caller)
+        if named.external is not None:
+            return await self._by_external(agent_id, named.external)
+        return await self._by_graph(agent_id, chain)
 
-    def choose(self, caller: Caller, *, url: str | None, header: str | None) -> str | None:
-        """The session that a request names, by URL, key or header; all that do must agree."""
-        named = [name for name in (url, caller.session_id, header) if name]
-        if len(set(named)) > 1:
-            raise ApiError(
-                403, "The URL, the key and the header name different sessions.", code="session_conflict"
-            )
-        return named[0] if named else None
+    def _chosen(self, caller: Caller, named: Named) -> str | None:
+        """All that name a session of ours must agree."""
+        names = [name for name in (named.url, caller.session_id, named.header) if name]
+        if len(set(names)) > 1:
+            raise _conflict("The URL, the key and the header name different sessions.")
+        return names[0] if names else None
+
+    async def _usable(self, session_id: str, caller: Caller) -> SessionState:
+        state = await self.state(session_id)
+        caller.may_touch(state.session)
+        if state.session.status is not SessionStatus.OPEN:
+            raise ApiError(410, "This session has ended.", code="session_ended")
+        return state
+
+    async def _by_external(self, agent_id: str, external_id: str) -> SessionState:
+        key = (agent_id, external_id)
+        session_id = self._external.get(key)
+        if session_id is None:
+            session = await self._store.session_by_external(self._run_id, agent_id, external_id)
+            session_id = session.session_id if session else None
+        # Another request may have opened it meanwhile.
+        session_id = session_id or self._external.get(key)
+        if session_id is not None and (state := await self._open_state(session_id)):
+            _remember(self._external, key, session_id, 16 * self._limit)
+            return state
+        state = self._fresh(agent_id, external_id)
+        _remember(self._external, key, state.session.session_id, 16 * self._limit)
+        return state
+
+    async def _by_graph(self, agent_id: str, chain: Chain | None) -> SessionState:
+        """The live session with a call whose messages and reply these begin with."""
+        tails = list(reversed(chain.canonical[2:-1])) if chain is not None else []
+        for tail in tails:
+            if (session_id := self._tails.get((agent_id, tail))) and (
+                state := await self._open_state(session_id)
+            ):
+                return state
+        if tails:
+            session_id = await self._store.session_by_tail(self._run_id, agent_id, tails[:_TAILS])
+            if session_id is not None and (state := await self._open_state(session_id)):
+                return state
+        return self._fresh(agent_id, None)
+
+    async def _open_state(self, session_id: str) -> SessionState | None:
+        state = await self.state(session_id)
+        return state if state.session.status is SessionStatus.OPEN else None
+
+    def _fresh(self, agent_id: str, external_id: str | None) -> SessionState:
+        session = Session(
+            session_id=new_id("sess"),
+            run_id=self._run_id,
+            agent_id=agent_id,
+            policy_id=self._policy_id,
+            channel=Channel.LIVE,
+            external_id=external_id,
+            created_at=time.time(),
+        )
+        state = SessionState(session, opening=session, graph=MessageGraph(self._hasher))
+        self._states[session.session_id] = state
+        self._evict()
+        return state
+
+    def remember_tail(self, state: SessionState, key: bytes) -> None:
+        """``key`` stands for a recorded call's messages and reply."""
+        where = (state.session.agent_id, key)
+        _remember(self._tails, where, state.session.session_id, 16 * self._limit)
+
+    async def answer(self, caller: Caller, request_id: str) -> list[Call]:
+        """The calls behind an earlier answer of this caller's."""
+        calls = await self._store.calls_of_request(request_id)
+        if calls:
+            try:
+                caller.may_touch((await self.state(calls[0].session_id)).session)
+                return calls
+            except ApiError:
+                pass  # another's: as if it were not there
+        raise ApiError(
+            404,
+            f"There is no earlier answer {request_id!r}.",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
 
     async def state(self, session_id: str) -> SessionState:
         if (state := self._states.get(session_id)) is None:
@@ -123,45 +222,51 @@ class Sessions:
         self._states.move_to_end(session_id)
         return state
 
-    async def graph_of(self, state: SessionState) -> Graph:
-        async with state.loading:
-            if state.graph is None:
-                state.graph = self._graph(await self._store.calls(state.session.session_id))
-            return state.graph
+    async def graph_of(self, state: SessionState) -> MessageGraph:
+        if state.graph is None:
+            async with state.loading:
+                if state.graph is None:
+                    rows = await self._store.graph_rows(state.session.session_id)
+                    state.graph = MessageGraph(self._hasher, rows)
+        return state.graph
 
     def _evict(self) -> None:
         if len(self._states) <= self._limit:
             return
-        # Not the newest: its request is about to use it.
-        for session_id in [key for key in list(self._states)[:-1] if not self._states[key].in_flight]:
-            del self._states[session_id]
-            if len(self._states) <= self._limit:
-                return
+        # Not the newest: its request is about to use it. One that is not stored yet cannot be read back.
+        newest = next(reversed(self._states))
+        for session_id, state in list(islice(self._states.items(), _EVICTED)):
+            if session_id != newest and not state.in_flight and state.opening is None:
+                del self._states[session_id]
+                if len(self._states) <= self._limit:
+                    return
 
-    # --- live sessions, found by what is said -----------------------------------------------------
-
-    async def live(self, keys: Sequence[bytes]) -> SessionState:
-        """The live session whose recorded call these messages continue, or a fresh one."""
-        for key in reversed(keys):
-            if session_id := self._live.get(key):
-                state = await self.state(session_id)
-                if state.session.status is SessionStatus.OPEN:
-                    return state
-        session, _ = await self.open(OpenSession())
-        return await self.state(session.session_id)
-
-    def remember_live(self, state: SessionState, key: bytes) -> None:
-        _remember(self._live, key, state.session.session_id, 16 * self._limit)
+    async def close_silent(self, seconds: float) -> int:
+        """End live sessions without a call for so long."""
+        closed = 0
+        for session_id in await self._store.silent_sessions(self._run_id, time.time() - seconds):
+            state = self._states.get(session_id)
+            if state is not None and state.in_flight:
+                continue
+            reason = f"silent for {seconds:g} s"
+            if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
+                closed += 1
+            self._states.pop(session_id, None)
+        return closed
 
     # --- open, end, read --------------------------------------------------------------------------
 
-    async def open(self, asked: OpenSession) -> tuple[Session, str]:
+    async def open(self, caller: Caller, asked: OpenSession) -> tuple[Session, str]:
+        if caller.kind == "session":
+            raise ApiError(403, "A session's key opens no other session.", code="not_allowed")
+        if caller.kind == "agent" and asked.channel is not Channel.LIVE:
+            raise ApiError(403, "Only the admin key opens sessions of this channel.", param="channel")
         _check_sampling(asked.sampling)
         key = new_key()
         session = Session(
             session_id=new_id("sess"),
             run_id=self._run_id,
-            agent_id=self._agent_id,
+            agent_id=caller.agent_id or self._agent_id,
             policy_id=self._policy_id,
             channel=asked.channel,
             group_id=asked.group_id,
@@ -184,8 +289,9 @@ class Sessions:
     async def end(
         self, session_id: str, caller: Caller, asked: CompleteSession | FailSession
     ) -> EndedSession:
-        caller.may_touch(session_id)
-        if asked.rewards and not caller.admin:
+        state = await self.state(session_id)
+        caller.may_touch(state.session)
+        if asked.rewards and caller.kind != "admin":
             raise ApiError(403, "Only the admin key gives 'rewards'.", code="not_allowed", param="rewards")
         given = list(asked.rewards)
         if asked.reward is not None:
@@ -193,7 +299,6 @@ class Sessions:
         for i, reward in enumerate(given):
             if not math.isfinite(reward.value):
                 raise bad_request("A reward must be a finite number.", f"rewards[{i}].value", "invalid_value")
-        state = await self.state(session_id)
         failed = isinstance(asked, FailSession)
         status = SessionStatus.FAILED if failed else SessionStatus.COMPLETED
         reason = asked.reason if isinstance(asked, FailSession) else None
@@ -209,8 +314,7 @@ class Sessions:
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
-        caller.may_touch(session_id)
-        await self.state(session_id)
+        caller.may_touch((await self.state(session_id)).session)
         session = await self._store.session(session_id)
         assert session is not None, "sessions are never deleted"
         return SessionView(
@@ -274,6 +378,10 @@ def _call_view(call: Call) -> CallView:
         sampled_tokens=len(call.sampled_ids),
         reply=dict(call.reply),
     )
+
+
+def _conflict(message: str) -> ApiError:
+    return ApiError(403, message, code="session_conflict")
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config import ModelConfig
-from instar.types import Call, Ids, Link, Message, Tool, ToolCall
+from instar.types import Ids, Link, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,10 @@ class Renderer(ABC):
         as it was written."""
 
     @abstractmethod
+    def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
+        """For a prompt that is no conversation: the reply is all text, as it is."""
+
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Plain text → tokens, nothing added."""
 
@@ -114,7 +118,8 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request belongs in its session's graph, and the prompt that follows from it."""
+    """Where a request belongs in its session's graph, and the prompt that follows from it. Where the tokens
+    are another's business, the prompt is empty."""
 
     prompt_ids: Ids
     link: Link
@@ -123,33 +128,6 @@ class Placement:
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""
-    """Stands for the messages and tools: equal for the same request again."""
-
-
-class Graph(ABC):
-    """The calls of one session, by their messages."""
-
-    @staticmethod
-    @abstractmethod
-    def keys(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
-        """A key for every non-empty prefix of the messages; the last is that of the whole request."""
-
-    @abstractmethod
-    def place(self, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer) -> Placement: ...
-
-    @abstractmethod
-    def release(self, placement: Placement) -> None:
-        """The placed request has ended, recorded or not. Once per ``place``."""
-
-    @abstractmethod
-    def add(self, call: Call) -> None:
-        """A recorded call; its base must have been added before."""
-
-    @abstractmethod
-    def recorded(self, key: bytes) -> list[str]:
-        """Call ids of the newest finished request with this key, in the order of its choices."""
-
-    @property
-    @abstractmethod
-    def requests(self) -> int:
-        """Finished requests so far."""
+    """Stands for the messages and tools, or the prompt: equal for the same request again."""
+    redacted: bool = False
+    """Whether the messages left to the base hold a redacted span."""

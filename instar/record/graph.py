@@ -1,9 +1,6 @@
 """The message graph of one session: which recorded call does a request continue?
 
-Requests are compared by chains of hashes over their messages, seeded with their tools. In the canonical
-chain, an assistant's message counts by what it says: white space around its content, the ids of its tool
-calls and the way their arguments are spaced do not matter, for agents change those in passing. The exact
-chain sees every byte; it decides how much of its base's messages a call may leave to the store.
+Requests are compared by their chains (`record.chain`), prompts without messages by their text or tokens.
 
 Memory is linear in what the session recorded: a call keeps its own tokens and hashes and refers to its
 base for the rest.
@@ -11,70 +8,29 @@ base for the rest.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import cast
 
 import numpy as np
-import orjson
 
-from instar.record.base import Graph, Placement, Renderer
-from instar.types import Call, CallStatus, Ids, Link, Message, Tool
+from instar.record.base import Placement, Renderer
+from instar.record.chain import SIZE, Chain, Hasher, arguments_of, is_prompt, unpack, unpack_prompt
+from instar.store.base import CallPart
+from instar.types import Call, CallStatus, Ids, Json, Link, Message, Tool, ToolCall
 
 _RECENT = 8
 """Calls looked at for a shared prefix when the messages give no hint."""
+_REMEMBERED_PROMPTS = 64
+"""Calls without messages that a prompt is compared with, the newest."""
+_BRIDGE_TOKENS = 1024
+"""How much of a prompt's end a renderer is shown to continue it: the last turn's opening lies in it."""
+_NO_IDS: Ids = np.empty(0, np.int32)
 
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Hashes of every prefix of a message list; index k stands for the first k messages."""
-
-    canonical: list[bytes]
-    exact: list[bytes]
-
-    def then(self, message: Message) -> Chain:
-        return Chain(
-            [*self.canonical, _hash(self.canonical[-1], canonical(message))],
-            [*self.exact, _hash(self.exact[-1], message)],
-        )
-
-    @staticmethod
-    def of(messages: Iterable[Message], tools: Sequence[Tool]) -> Chain:
-        seed = _hash(b"", tools)
-        loose, exact = [seed], [seed]
-        for message in messages:
-            loose.append(_hash(loose[-1], canonical(message)))
-            exact.append(_hash(exact[-1], message))
-        return Chain(loose, exact)
-
-
-def canonical(message: Message) -> list[Any]:
-    """What a message says, without what agents change in passing."""
-    role = message["role"]
-    if role == "assistant":
-        calls = [[call["name"], _arguments(call["arguments"])] for call in message.get("tool_calls", ())]
-        return [role, message["content"].strip(), calls]
-    return [role, message["content"], message.get("name") if role != "tool" else None]
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _hash(before: bytes, value: Any) -> bytes:
-    # Integers beyond 64 bits, which JSON allows and orjson does not, take the slow way.
-    try:
-        packed = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError:
-        packed = json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")
-    return blake2b(before + packed, digest_size=16).digest()
+REDACTED = "redacted: "
+"""How the reason of a call begins that is not trainable because of a redacted span."""
 
 
 @dataclass(slots=True)
@@ -82,22 +38,34 @@ class Node:
     call_id: str
     request_id: str
     parent_id: str | None
+    client_key: str | None
     ok: bool
+    known: bool
+    """Whether its tokens are at hand."""
+    stored: bool
+    """Whether they are in the store, for others to stand on."""
     base: Node | None
     base_tokens: int
     base_messages: int
     prompt: Ids
     """Beyond the base's first ``base_tokens``."""
     sampled: Ids
+    tools: bytes
     exact: list[bytes]
     """The exact chain beyond ``base_messages``, the reply included."""
-    reply_ids: tuple[str, ...]
+    reply: Message | None
+    """Kept where it has tool calls: an agent may give it back changed."""
+    digest: bytes
+    """Of the reply."""
     messages: int
+    redacted_at: int | None = None
+    """The first message with a redacted span; the reply's place is behind the messages."""
+    text: tuple[int, bytes] | None = None
+    """Length and digest of prompt + reply, where the prompt was given as text."""
 
     def prompt_ids(self) -> Ids:
-        if self.base is None:
-            return self.prompt
-        return np.concatenate([self.base.sequence(self.base_tokens), self.prompt])
+        whole = self.sequence()
+        return whole[: len(whole) - len(self.sampled)]
 
     def sequence(self, length: int | None = None) -> Ids:
         """Prompt + sampled tokens, or the first ``length`` of them. Not recursive: sessions are long."""
@@ -111,7 +79,7 @@ class Node:
                 pieces.append(own[:end])
                 wanted = node.base_tokens
             node = node.base
-        return np.concatenate(pieces[::-1]) if pieces else np.empty(0, np.int32)
+        return np.concatenate(pieces[::-1]) if pieces else _NO_IDS
 
     def shared_messages(self, exact: Sequence[bytes]) -> int:
         """How many leading messages equal those of this call and its reply, byte for byte."""
@@ -127,151 +95,387 @@ class Node:
         return 0
 
 
-class MessageGraph(Graph):
-    def __init__(self, calls: Iterable[Call] = ()) -> None:
-        """``calls``: those recorded already, in the order they were committed."""
+class MessageGraph:
+    """The calls of one session, by their messages."""
+
+    def __init__(self, hasher: Hasher, recorded: Iterable[CallPart] = ()) -> None:
+        """``recorded``: what the store holds already, in the order of its commits."""
+        self._hasher = hasher
         self._nodes: dict[str, Node] = {}
         self._asked: defaultdict[bytes, list[Node]] = defaultdict(list)
         self._answered: defaultdict[bytes, list[Node]] = defaultdict(list)
         self._said: dict[bytes, Node] = {}
+        self._by_tool_call: dict[str, Node] = {}
         self._in_flight: Counter[bytes] = Counter()
         self._finished: set[str] = set()
-        for call in calls:
-            self.add(call)
-
-    @staticmethod
-    def keys(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
-        return Chain.of(messages, tools).canonical[1:]
+        self._undelivered: set[bytes] = set()
+        self._restore(recorded)
 
     @property
     def requests(self) -> int:
+        """Finished requests so far."""
         return len(self._finished)
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer) -> Placement:
-        chain = Chain.of(messages, tools)
-        placement = self._sibling(chain) or self._extension(chain, messages, tools, renderer)
-        if placement is None:
-            placement = self._branch(chain, messages, tools, renderer)
-        self._in_flight[placement.key] += 1
-        return placement
+    # --- placing a request --------------------------------------------------------------------------
+
+    def recognise(self, chain: Chain, messages: Sequence[Message]) -> Chain:
+        """With replies of ours known again that the agent gave back changed: the ids of the tool calls are
+        those we gave, and the arguments hold all that was generated (agents fill in defaults)."""
+        known = len(chain)
+        while known and chain.canonical[known] not in self._said:
+            known -= 1
+        digests = chain.digests[known:]
+        for i, message in enumerate(messages[known:]):
+            node = self._by_tool_call.get(next(map(_plain_id, _call_ids(message)), ""))
+            if node and node.reply and _is_reply(message, node.reply):
+                digests[i] = node.digest[:SIZE] + digests[i][SIZE:]
+        return chain if digests == chain.digests[known:] else chain.upto(known).then(digests)
+
+    def place(
+        self, chain: Chain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
+    ) -> Placement:
+        """Without a ``renderer``, the tokens are another's business. Each placement is released once."""
+        placement = self._sibling(chain, messages, tools, renderer)
+        placement = placement or self._extension(chain, messages, tools, renderer)
+        return self._placed(placement or self._branch(chain, messages, tools, renderer))
+
+    def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
+        """A prompt without messages. It continues the call whose prompt and reply it begins with."""
+        parent = self._continued_text(prompt) if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            rest = prompt[parent.text[0] :] if parent and parent.text else prompt
+            ids = np.asarray(renderer.encode(rest), np.int32)
+            ids = np.concatenate([parent.sequence(), ids]) if parent else ids
+        else:
+            ids = np.asarray(prompt, np.int32)
+            parent = self._continued_tokens(ids)
+        key = self._prompt_key(prompt if isinstance(prompt, str) else ids)
+        if same := self._asked.get(key):
+            return self._placed(self._beside(same[-1], same[-1].prompt_ids(), 0, key))
+        if parent is None:
+            link = self._link(key, Link.BRANCH if self._nodes else Link.ROOT)
+            return self._placed(Placement(ids, link, key=key))
+        before = len(parent.sequence())
+        return self._placed(
+            Placement(ids, self._link(key, Link.EXTENDS), parent.call_id, parent.call_id, before, 0, key)
+        )
+
+    def settle(self, placement: Placement, prompt_ids: Ids) -> Placement:
+        """A placement without tokens, once its prompt is known from elsewhere."""
+        base = self._nodes.get(placement.base_id or "")
+        shared = _common_prefix(base.sequence(), prompt_ids) if base and base.stored else 0
+        link = placement.link
+        if link is Link.EXTENDS and (base is None or shared < len(base.sequence())):
+            link = Link.BRANCH
+        return replace(placement, prompt_ids=prompt_ids, link=link, base_tokens=shared)
 
     def release(self, placement: Placement) -> None:
+        """The placed request has ended, recorded or not. Once per placement."""
         self._in_flight[placement.key] -= 1
         if self._in_flight[placement.key] <= 0:
             del self._in_flight[placement.key]
 
-    def recorded(self, key: bytes) -> list[str]:
-        finished = [node for node in self._asked.get(key, ()) if node.ok]
-        if not finished:
-            return []
-        return [node.call_id for node in finished if node.request_id == finished[-1].request_id]
+    def _placed(self, placement: Placement) -> Placement:
+        self._in_flight[placement.key] += 1
+        return placement
 
-    def add(self, call: Call) -> None:
-        chain = Chain.of(call.messages, call.tools)
-        key = chain.canonical[-1]
-        whole = chain.then(call.reply)
-        base = self._nodes[call.base_id] if call.base_id else None
-        node = Node(
-            call_id=call.call_id,
-            request_id=call.request_id,
-            parent_id=call.parent_id,
-            ok=call.status is CallStatus.OK,
-            base=base,
-            base_tokens=call.base_tokens,
-            base_messages=call.base_messages,
-            # Copies: a slice would keep the whole prompt alive.
-            prompt=call.prompt_ids[call.base_tokens :].copy(),
-            sampled=call.sampled_ids,
-            exact=whole.exact[1 + call.base_messages :],
-            reply_ids=_call_ids(call.reply),
-            messages=len(call.messages),
-        )
-        self._nodes[call.call_id] = node
-        self._asked[key].append(node)
-        self._answered[whole.canonical[-1]].append(node)
-        for prefix in whole.canonical[1:]:
-            self._said.setdefault(prefix, node)
-        if node.ok:
-            self._finished.add(call.request_id)
+    def _link(self, key: bytes, otherwise: Link) -> Link:
+        return Link.SIBLING if self._in_flight[key] else otherwise
 
-    def _sibling(self, chain: Chain) -> Placement | None:
+    def _sibling(
+        self, chain: Chain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
+    ) -> Placement | None:
         """The same messages again: the same prompt, beside the call that asked first."""
-        key = chain.canonical[-1]
-        if not (same := self._asked.get(key)):
+        if not (same := self._asked.get(chain.key)):
             return None
         node = same[-1]
-        prompt = node.prompt_ids()
+        shared = min(node.shared_messages(chain.exact), node.messages)
+        if renderer is None or node.known:
+            return self._beside(node, node.prompt_ids() if renderer else _NO_IDS, shared, chain.key)
+        prompt = np.asarray(renderer.render(messages, tools), np.int32)
+        return replace(self._beside(node, prompt, shared, chain.key), base_tokens=0)
+
+    def _beside(self, node: Node, prompt: Ids, shared: int, key: bytes) -> Placement:
         return Placement(
             prompt_ids=prompt,
             link=Link.SIBLING,
             parent_id=node.parent_id,
             base_id=node.call_id,
-            base_tokens=len(prompt),
-            base_messages=min(node.shared_messages(chain.exact), node.messages),
+            base_tokens=len(prompt) if node.stored else 0,
+            base_messages=shared,
             key=key,
+            redacted=_holds_redacted(node, shared),
         )
 
     def _extension(
-        self, chain: Chain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer
+        self, chain: Chain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
         """Behind the call whose messages and reply are the longest prefix of these."""
-        key = chain.canonical[-1]
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
-            if not (candidates := self._answered.get(chain.canonical[count])):
+            candidates = [n for n in self._answered.get(chain.canonical[count], ()) if n.tools == chain.tools]
+            if not candidates:
                 continue
             parent = _best(candidates, _call_ids(messages[count - 1]))
-            before = parent.sequence()
-            prompt = renderer.extend(
-                before[: len(before) - len(parent.sampled)].tolist(),
-                parent.sampled.tolist(),
-                messages[count:],
-                tools,
-            )
-            if prompt is None:
-                return None
-            return Placement(
-                prompt_ids=np.asarray(prompt, np.int32),
-                link=Link.SIBLING if self._in_flight[key] else Link.EXTENDS,
+            shared = parent.shared_messages(chain.exact)
+            placement = Placement(
+                prompt_ids=_NO_IDS,
+                link=self._link(chain.key, Link.EXTENDS),
                 parent_id=parent.call_id,
                 base_id=parent.call_id,
-                base_tokens=len(before),
-                base_messages=parent.shared_messages(chain.exact),
-                key=key,
+                base_messages=shared,
+                key=chain.key,
+                redacted=_holds_redacted(parent, shared),
             )
+            if renderer is None:
+                return placement
+            return _extended(placement, parent, messages[count:], tools, renderer)
         return None
 
     def _branch(
-        self, chain: Chain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer
+        self, chain: Chain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
         """Rendered anew. What it shares with a recorded call is left to that one in the store."""
-        key = chain.canonical[-1]
-        prompt = np.asarray(renderer.render(messages, tools), np.int32)
+        key = chain.key
+        prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else _NO_IDS
         if not self._nodes:
-            link = Link.SIBLING if self._in_flight[key] else Link.ROOT
-            return Placement(prompt_ids=prompt, link=link, key=key)
-        said = next(
-            (node for prefix in reversed(chain.canonical[1:]) if (node := self._said.get(prefix))), None
-        )
+            return Placement(prompt_ids=prompt, link=self._link(key, Link.ROOT), key=key)
+        said = next((n for prefix in reversed(chain.canonical[1:]) if (n := self._said.get(prefix))), None)
         candidates = [said] if said else islice(reversed(self._nodes.values()), _RECENT)
         shared, base = max(
-            ((_common_prefix(node.sequence(), prompt), node) for node in candidates), key=lambda pair: pair[0]
+            ((_common_prefix(node.sequence(), prompt) if node.stored else 0, node) for node in candidates),
+            key=lambda pair: pair[0],
         )
-        link = Link.SIBLING if self._in_flight[key] else Link.BRANCH
+        same = base.shared_messages(chain.exact)
         return Placement(
             prompt_ids=prompt,
-            link=link,
+            link=self._link(key, Link.BRANCH),
             base_id=base.call_id,
             base_tokens=shared,
-            base_messages=base.shared_messages(chain.exact),
+            base_messages=same,
             key=key,
+            redacted=_holds_redacted(base, same),
         )
+
+    def _continued_text(self, prompt: str) -> Node | None:
+        found = [node for node in self._newest(_REMEMBERED_PROMPTS) if node.text and node.known]
+        for node in sorted(found, key=lambda node: -(node.text or (0, b""))[0]):
+            length, digest = node.text or (0, b"")
+            if length <= len(prompt) and self._hasher.text(prompt[:length]) == digest:
+                return node
+        return None
+
+    def _continued_tokens(self, prompt: Ids) -> Node | None:
+        best: Node | None = None
+        longest = 0
+        for node in self._newest(_REMEMBERED_PROMPTS):
+            if not node.stored:
+                continue
+            sequence = node.sequence()
+            fits = longest < len(sequence) <= len(prompt)
+            if fits and np.array_equal(sequence, prompt[: len(sequence)]):
+                best, longest = node, len(sequence)
+        return best
+
+    def _newest(self, count: int) -> Iterator[Node]:
+        return islice(reversed(self._nodes.values()), count)
+
+    # --- what was recorded --------------------------------------------------------------------------
+
+    def recorded(self, key: bytes) -> list[str]:
+        """Call ids of the newest finished request with this key, in the order of its choices."""
+        return _newest_request(node for node in self._asked.get(key, ()) if node.ok)
+
+    def recorded_as(self, key: bytes, client_key: str) -> list[str]:
+        """The same, of the request that the client gave this idempotency key."""
+        return _newest_request(n for n in self._asked.get(key, ()) if n.ok and n.client_key == client_key)
+
+    def not_delivered(self, key: bytes) -> None:
+        """The reply to this request was recorded, and its client was gone."""
+        self._undelivered.add(key)
+
+    def take_undelivered(self, key: bytes) -> bool:
+        """Whether a reply waits for a client that asks again; it is given out once."""
+        if key not in self._undelivered:
+            return False
+        self._undelivered.discard(key)
+        return True
+
+    def add(
+        self,
+        call: Call,
+        placement: Placement,
+        chain: Chain | None,
+        reply: bytes = b"",
+        *,
+        sampled_ids: Ids | None = None,
+        redacted_at: int | None = None,
+    ) -> None:
+        """A recorded call; ``reply`` is the digest of its reply. ``sampled_ids``: the real ones, where the
+        call was stored without its tokens."""
+        withheld = sampled_ids is not None
+        base = self._nodes[call.base_id] if call.base_id else None
+        at = placement.base_tokens if not withheld else 0
+        node = Node(
+            call_id=call.call_id,
+            request_id=call.request_id,
+            parent_id=call.parent_id,
+            client_key=call.client_key,
+            ok=call.status is CallStatus.OK,
+            known=len(placement.prompt_ids) > 0,
+            stored=len(call.prompt_ids) > 0,
+            base=base,
+            base_tokens=at,
+            base_messages=call.base_messages,
+            # Copies: a slice would keep the whole prompt alive.
+            prompt=placement.prompt_ids[at:].copy(),
+            sampled=call.sampled_ids if sampled_ids is None else sampled_ids,
+            tools=chain.tools if chain else b"",
+            exact=[],
+            reply=call.reply if call.reply.get("tool_calls") else None,
+            digest=reply,
+            messages=len(call.messages),
+            redacted_at=redacted_at,
+        )
+        if chain is None:
+            self._enter(node, placement.key)
+            node.text = unpack_prompt(call.digests)[1] if call.digests else None
+        else:
+            self._enter_chain(node, chain.then([reply]))
+
+    def _enter(self, node: Node, key: bytes) -> None:
+        self._nodes[node.call_id] = node
+        self._asked[key].append(node)
+        if node.ok:
+            self._finished.add(node.request_id)
+
+    def _enter_chain(self, node: Node, whole: Chain) -> None:
+        """``whole``: with the reply."""
+        node.exact = whole.exact[1 + node.base_messages :]
+        self._enter(node, whole.canonical[-2] + whole.tools)
+        self._answered[whole.canonical[-1]].append(node)
+        for prefix in whole.canonical[1 + node.base_messages :]:
+            self._said.setdefault(prefix, node)
+        for call_id in _call_ids(node.reply) if node.reply else ():
+            self._by_tool_call[_plain_id(call_id)] = node
+
+    def _restore(self, parts: Iterable[CallPart]) -> None:
+        chains: dict[str, Chain] = {}
+        for part in parts:
+            base = self._nodes[part.base_id] if part.base_id else None
+            tokens = part.base_tokens + len(part.prompt_tail)
+            hidden = (part.reason or "").startswith(REDACTED)
+            node = Node(
+                call_id=part.call_id,
+                request_id=part.request_id,
+                parent_id=part.parent_id,
+                client_key=part.client_key,
+                ok=part.status is CallStatus.OK,
+                known=tokens > 0,
+                stored=tokens > 0,
+                base=base,
+                base_tokens=part.base_tokens,
+                base_messages=part.base_messages,
+                prompt=part.prompt_tail,
+                sampled=part.sampled_ids,
+                tools=b"",
+                exact=[],
+                reply=part.reply if part.reply.get("tool_calls") else None,
+                digest=b"",
+                messages=part.message_count,
+                redacted_at=0 if hidden else None,
+            )
+            if part.message_count == 0:
+                self._enter(node, self._prompt_key(node.prompt_ids()))
+                continue
+            if is_prompt(part.digests):
+                key, node.text = unpack_prompt(part.digests)
+                self._enter(node, key)
+                continue
+            if part.digests:
+                tools, digests = unpack(part.digests)
+            else:
+                tools = self._hasher.tools(part.tools)
+                digests = [self._hasher.message(message) for message in (*part.messages, part.reply)]
+            node.tools, node.digest = tools, digests[-1]
+            before = chains[part.base_id].upto(part.base_messages) if part.base_id else self._hasher.empty()
+            chains[part.call_id] = whole = before.with_tools(tools).then(digests)
+            self._enter_chain(node, whole)
+
+    def _prompt_key(self, prompt: str | Ids) -> bytes:
+        if isinstance(prompt, str):
+            return self._hasher.text(prompt)
+        return self._hasher.data(prompt.tobytes())
+
+
+def _extended(
+    placement: Placement,
+    parent: Node,
+    new_messages: Sequence[Message],
+    tools: Sequence[Tool],
+    renderer: Renderer,
+) -> Placement | None:
+    """The parent's tokens, and the new messages behind them."""
+    if not parent.known:
+        return None
+    before = parent.sequence()
+    end = before[: len(before) - len(parent.sampled)][-_BRIDGE_TOKENS:].tolist()
+    sampled = parent.sampled.tolist()
+    prompt = renderer.extend(end, sampled, new_messages, tools)
+    if prompt is None:
+        return None
+    added = np.asarray(prompt[len(end) + len(sampled) :], np.int32)
+    return replace(
+        placement,
+        prompt_ids=np.concatenate([before, added]),
+        base_tokens=len(before) if parent.stored else 0,
+    )
+
+
+def _newest_request(nodes: Iterable[Node]) -> list[str]:
+    finished = list(nodes)
+    return [node.call_id for node in finished if node.request_id == finished[-1].request_id]
 
 
 def _best(candidates: Sequence[Node], ids: tuple[str, ...]) -> Node:
     """The newest, if possible a finished one with the very tool call ids."""
-    return max(enumerate(candidates), key=lambda pair: (pair[1].reply_ids == ids, pair[1].ok, pair[0]))[1]
+    return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].ok, pair[0]))[1]
+
+
+def _holds_redacted(node: Node, count: int) -> bool:
+    return node.redacted_at is not None and node.redacted_at < count
+
+
+def _reply_ids(node: Node) -> tuple[str, ...]:
+    return _call_ids(node.reply) if node.reply else ()
+
+
+def _plain_id(call_id: str) -> str:
+    """Some agents drop all but letters and digits."""
+    return "".join(filter(str.isalnum, call_id))
+
+
+def _is_reply(message: Message, reply: Message) -> bool:
+    given, made = message.get("tool_calls", ()), reply.get("tool_calls", ())
+    return (
+        message["content"].strip() == reply["content"].strip()
+        and len(given) == len(made)
+        and all(_is_call(a, b) for a, b in zip(given, made, strict=True))
+    )
+
+
+def _is_call(given: ToolCall, made: ToolCall) -> bool:
+    if given["name"] != made["name"] or _plain_id(given["id"]) != _plain_id(made["id"]):
+        return False
+    arguments, generated = arguments_of(given), arguments_of(made)
+    if not isinstance(arguments, dict) or not isinstance(generated, dict):
+        return arguments == generated
+    given_members = cast(Json, arguments)
+    return all(
+        name in given_members and given_members[name] == value
+        for name, value in cast(Json, generated).items()
+    )
 
 
 def _call_ids(message: Message) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ async def test_engine_not_ready(serving: Serve, model: ModelConfig, stream: bool
     gateway = await serving(engine=FailingEngine(model, after=0))
     answer = await send(gateway, {**OK, "stream": stream})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    assert [row.calls for row in await gateway.store.sessions("run")] == [0]
+    assert await gateway.store.sessions("run") == []
 
 
 async def test_engine_fails_amid_a_stream(serving: Serve, model: ModelConfig) -> None:

@@ -4,14 +4,19 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from instar.record.base import Placement, Renderer
+from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
 from instar.record.render import TemplateRenderer
+from instar.store.base import CallPart
 from instar.types import Call, CallStatus, Link, Message, Tool, ToolCall, new_id
 from tests.unit.record.conftest import Load
 from tests.unit.record.talk import CALC, echo, follow_up, reply_text, words
 from tests.unit.record.test_render import COUNTING
+
+HASHER = Hasher(b"key")
 
 
 def user(text: str) -> Message:
@@ -23,13 +28,16 @@ class Talk:
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
-        self.graph = MessageGraph()
+        self.graph = MessageGraph(HASHER)
         self.calls: list[Call] = []
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Placement:
-        placement = self.graph.place(messages, tools, self.renderer)
+        placement = self.graph.place(self.chain(messages, tools), messages, tools, self.renderer)
         self.graph.release(placement)
         return placement
+
+    def chain(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Chain:
+        return self.graph.recognise(HASHER.chain(messages, tools), messages)
 
     def say(
         self,
@@ -38,7 +46,8 @@ class Talk:
         tools: Sequence[Tool] = (),
         status: CallStatus = CallStatus.OK,
     ) -> Call:
-        place = self.place(messages, tools)
+        place, chain = self.place(messages, tools), self.chain(messages, tools)
+        reply = self.renderer.parse(sampled, tools)
         call = Call(
             call_id=new_id("call"),
             session_id="s",
@@ -51,7 +60,7 @@ class Talk:
             logprobs=np.zeros(len(sampled), np.float32),
             versions=np.zeros(len(sampled), np.int32),
             messages=tuple(messages),
-            reply=self.renderer.parse(sampled, tools),
+            reply=reply,
             finish_reason="stop",
             tools=tuple(tools),
             parent_id=place.parent_id,
@@ -60,9 +69,10 @@ class Talk:
             base_tokens=place.base_tokens,
             base_messages=place.base_messages,
             status=status,
+            digests=chain.packed(place.base_messages, HASHER.message(reply)),
         )
         self.check_base(call)
-        self.graph.add(call)
+        self.graph.add(call, place, chain, HASHER.message(reply))
         self.calls.append(call)
         return call
 
@@ -132,13 +142,13 @@ def test_same_messages_again_are_a_sibling(tiny: TemplateRenderer) -> None:
 
 
 def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> None:
-    graph = MessageGraph()
-    one = graph.place([user("one")], (), tiny)
-    two = graph.place([user("one")], (), tiny)
+    graph, chain = MessageGraph(HASHER), HASHER.chain([user("one")])
+    one = graph.place(chain, [user("one")], (), tiny)
+    two = graph.place(chain, [user("one")], (), tiny)
     assert (one.link, two.link) == (Link.ROOT, Link.SIBLING)
     graph.release(one)
     graph.release(two)
-    assert graph.place([user("one")], (), tiny).link is Link.ROOT
+    assert graph.place(chain, [user("one")], (), tiny).link is Link.ROOT
 
 
 def test_tie_goes_to_the_same_call_ids_then_to_the_newest(tiny: TemplateRenderer) -> None:
@@ -169,7 +179,32 @@ def test_template_that_cannot_be_bridged_branches(load: Load) -> None:
     assert talk.say([user("one"), first.reply, user("x")], talk.ids("y")).link is Link.BRANCH
 
 
-def test_rebuilt_graph_places_alike(tiny: TemplateRenderer) -> None:
+def part(call: Call, *, digests: bool = True) -> CallPart:
+    """As the store gives it back."""
+    return CallPart(
+        call_id=call.call_id,
+        request_id=call.request_id,
+        parent_id=call.parent_id,
+        link=call.link,
+        base_id=call.base_id,
+        base_tokens=call.base_tokens,
+        base_messages=call.base_messages,
+        prompt_tail=call.prompt_ids[call.base_tokens :],
+        sampled_ids=call.sampled_ids,
+        message_count=len(call.messages),
+        status=call.status,
+        trainable=call.trainable,
+        reason=call.reason,
+        client_key=call.client_key,
+        digests=call.digests if digests else b"",
+        reply=call.reply,
+        messages=() if digests else call.messages[call.base_messages :],
+        tools=() if digests else call.tools,
+    )
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_rebuilt_graph_places_alike(tiny: TemplateRenderer, digests: bool) -> None:
     rng = random.Random(4)
     talk = Talk(tiny)
     messages = [user("go")]
@@ -178,8 +213,9 @@ def test_rebuilt_graph_places_alike(tiny: TemplateRenderer) -> None:
         messages = [*messages, echo(rng, call.reply), *follow_up(rng, call.reply)]
         if rng.random() < 0.3:
             talk.say([user("elsewhere"), user(words(rng))], talk.ids("fine"), [CALC])
-    rebuilt = MessageGraph(talk.calls)
-    one, two = talk.place(messages, [CALC]), rebuilt.place(messages, [CALC], tiny)
+    rebuilt = MessageGraph(HASHER, [part(call, digests=digests) for call in talk.calls])
+    one = talk.place(messages, [CALC])
+    two = rebuilt.place(talk.chain(messages, [CALC]), messages, [CALC], tiny)
     assert one.link is Link.EXTENDS
     assert np.array_equal(one.prompt_ids, two.prompt_ids)
     assert (one.parent_id, one.base_tokens, one.base_messages) == (
@@ -188,6 +224,79 @@ def test_rebuilt_graph_places_alike(tiny: TemplateRenderer) -> None:
         two.base_messages,
     )
     assert rebuilt.requests == talk.graph.requests == len(talk.calls)
+
+
+def test_reply_with_defaults_filled_in_is_known_by_its_call_ids(tiny: TemplateRenderer) -> None:
+    talk = Talk(tiny)
+    text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
+    first = talk.say([user("one")], talk.ids(text), [CALC])
+    result = Message(role="tool", content="1")
+    filled = _changed(first, '{"exact": false, "expression": "1"}')
+    second = talk.say([user("one"), filled, result], talk.ids("two"), [CALC])
+    assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
+    third = talk.place([user("one"), filled, result, second.reply, user("x")], [CALC])
+    assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
+    rebuilt = MessageGraph(HASHER, map(part, talk.calls))
+    again = [user("one"), filled, result, second.reply, user("x")]
+    chain = rebuilt.recognise(HASHER.chain(again, [CALC]), again)
+    assert rebuilt.place(chain, again, [CALC], tiny).parent_id == second.call_id
+
+
+def test_reply_with_another_argument_is_a_branch(tiny: TemplateRenderer) -> None:
+    talk = Talk(tiny)
+    text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
+    first = talk.say([user("one")], talk.ids(text), [CALC])
+    edited = _changed(first, '{"expression": "2"}')
+    result = Message(role="tool", content="1")
+    assert talk.place([user("one"), edited, result], [CALC]).link is Link.BRANCH
+
+
+def _changed(call: Call, arguments: str) -> Message:
+    (made,) = call.reply.get("tool_calls", ())
+    plain = made["id"].replace("-", "")
+    return Message(
+        role="assistant",
+        content=call.reply["content"],
+        tool_calls=[ToolCall(id=plain, name=made["name"], arguments=arguments)],
+    )
+
+
+def test_prompts_without_messages_continue_by_text_and_by_tokens(tiny: TemplateRenderer) -> None:
+    talk = Talk(tiny)
+    graph = talk.graph
+    first = graph.place_prompt("Once upon", tiny)
+    graph.release(first)
+    call = _prompted(talk, first, "Once upon", " a time")
+    by_text = graph.place_prompt("Once upon a time there", tiny)
+    assert (by_text.link, by_text.parent_id) == (Link.EXTENDS, call.call_id)
+    assert by_text.prompt_ids.tolist() == [*call.sequence.tolist(), *tiny.encode(" there")]
+    by_ids = graph.place_prompt([*call.sequence.tolist(), 5], tiny)
+    assert (by_ids.link, by_ids.parent_id) == (Link.EXTENDS, call.call_id)
+    rebuilt = MessageGraph(HASHER, [part(call)])
+    assert rebuilt.place_prompt("Once upon a time there", tiny).parent_id == call.call_id
+    assert rebuilt.place_prompt("Once upon", tiny).link is Link.SIBLING
+
+
+def _prompted(talk: Talk, place: Placement, prompt: str, reply: str) -> Call:
+    sampled = np.asarray(talk.renderer.encode(reply), np.int32)
+    call = Call(
+        call_id=new_id("call"),
+        session_id="s",
+        run_id="r",
+        agent_id="a",
+        policy_id="p",
+        request_id=new_id("req"),
+        prompt_ids=place.prompt_ids,
+        sampled_ids=sampled,
+        logprobs=np.zeros(len(sampled), np.float32),
+        versions=np.zeros(len(sampled), np.int32),
+        messages=(user(prompt),),
+        reply=Message(role="assistant", content=reply),
+        finish_reason="stop",
+        digests=HASHER.prompt(prompt, reply),
+    )
+    talk.graph.add(call, place, None)
+    return call
 
 
 def test_aborted_calls_do_not_count_as_finished(tiny: TemplateRenderer) -> None:

@@ -1,0 +1,209 @@
+"""Answers of model calls: written while they are sampled, stopped when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from instar.errors import EngineError, EngineUnavailable, PromptTooLong, RenderError, StoreError
+from instar.gateway.base import SESSION_HEADER, ApiError
+from instar.gateway.calls import Exchange
+from instar.gateway.dialects.base import Dialect, StreamWriter, TokenLogprob
+from instar.gateway.forward import Forward
+from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.record.base import Delta
+
+JSON = "application/json"
+_EVENTS = b"text/event-stream"
+_EXPECTED = (ApiError, EngineError, RenderError, StoreError)
+
+Count = Callable[[int], None]
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a failure looks like from outside."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        case RenderError():
+            return ApiError(400, str(error), code="invalid_messages", param="messages")
+        case EngineUnavailable():
+            return ApiError(503, f"The engine is not ready: {error}", code="unavailable", retry_after=1)
+        case EngineError():
+            return ApiError(502, f"The engine failed: {error}", code="engine_error")
+        case StoreError():
+            return ApiError(503, f"The store refused: {error}", code="store_error", retry_after=1)
+        case HTTPException():
+            return ApiError(error.status_code, error.detail)
+        case _:
+            return ApiError(500, "Internal error; the gateway's log says more.", code="internal")
+
+
+def failure(dialect: Dialect, error: ApiError) -> Response:
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+    if isinstance(error, UpstreamRefused) and error.raw:
+        return Response(error.raw, error.status, headers, error.content_type or JSON)
+    return Response(dialect.error(error), error.status, headers, JSON)
+
+
+class ModelResponse(Response):
+    """Works while it answers; the work is cancelled when the client goes away."""
+
+    def __init__(self, dialect: Dialect, session_id: str, count: Count) -> None:
+        super().__init__()
+        self.dialect = dialect
+        self._session = (SESSION_HEADER.encode(), session_id.encode())
+        self._count = count
+
+    @abstractmethod
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._count(1)
+        work = asyncio.current_task()
+        assert work is not None
+        watching = asyncio.create_task(_cancel_when_gone(receive, work))
+        try:
+            await self.answer(scope, receive, send)
+        except asyncio.CancelledError:
+            # The client's leaving ends this request quietly; anything else is the server's own wish.
+            if not (watching.done() and work.uncancel() == 0):
+                raise
+        finally:
+            self._count(-1)
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        await failure(self.dialect, api_error(error))(scope, receive, send)
+
+    async def begin(self, send: Send, content_type: bytes) -> None:
+        headers = [(b"content-type", content_type), self._session]
+        if content_type == _EVENTS:
+            headers.append((b"cache-control", b"no-cache"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _cancel_when_gone(receive: Receive, work: asyncio.Task[object]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    work.cancel()
+
+
+class CallResponse(ModelResponse):
+    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count) -> None:
+        super().__init__(dialect, exchange.session_id, count)
+        self._exchange = exchange
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._exchange.request.stream:
+            await EventStream(self, self._exchange, send).run(scope, receive)
+            return
+        try:
+            choices = await self._exchange.run()
+        except _EXPECTED as error:
+            await self.refuse(error, scope, receive, send)
+            return
+        exchange = self._exchange
+        body = self.dialect.answer(exchange.request_id, exchange.request, choices)
+        await self.begin(send, JSON.encode())
+        await send({"type": "http.response.body", "body": body})
+
+
+class EventStream:
+    """A streamed answer. Headers leave with the first piece, so an early failure has its own status."""
+
+    def __init__(self, response: ModelResponse, exchange: Exchange, send: Send) -> None:
+        self._response = response
+        self._exchange = exchange
+        self._send = send
+        self._writer: StreamWriter | None = None
+
+    async def run(self, scope: Scope, receive: Receive) -> None:
+        try:
+            choices = await self._exchange.run(self._emit)
+            last = (await self._begun()).end(choices)
+        except _EXPECTED as error:
+            if self._writer is None:
+                await self._response.refuse(error, scope, receive, self._send)
+                return
+            last = self._writer.failure(api_error(error))
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _emit(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> None:
+        piece = (await self._begun()).delta(index, deltas, logprobs)
+        if piece:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _begun(self) -> StreamWriter:
+        if self._writer is None:
+            exchange = self._exchange
+            self._writer = self._response.dialect.writer(exchange.request_id, exchange.request)
+            await self._response.begin(self._send, _EVENTS)
+            first = b"".join(map(self._writer.begin, range(exchange.request.n)))
+            await self._send({"type": "http.response.body", "body": first, "more_body": True})
+        return self._writer
+
+
+class ForwardResponse(ModelResponse):
+    """A provider's answer, passed on."""
+
+    def __init__(self, dialect: Dialect, forward: Forward, count: Count) -> None:
+        super().__init__(dialect, forward.session_id, count)
+        self._forward = forward
+        self._writer: StreamWriter | None = None
+        self._begun = False
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def forward(piece: Piece) -> None:
+            await self._pass(piece, send)
+
+        try:
+            await self._forward.run(forward)
+        except _EXPECTED as error:
+            if not self._begun:
+                await self.refuse(error, scope, receive, send)
+                return
+            said = api_error(error)
+            last = self._writer.failure(said) if self._writer else self._broken(said)
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _pass(self, piece: Piece, send: Send) -> None:
+        body, content_type = piece.raw, piece.content_type
+        if not body:
+            body, content_type = self._translated(piece)
+        if not self._begun:
+            self._begun = True
+            await self.begin(send, (content_type or JSON).encode())
+        more = piece.choices is None
+        if body or not more:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _translated(self, piece: Piece) -> tuple[bytes, str]:
+        forward = self._forward
+        if not forward.request.stream:
+            assert piece.choices is not None
+            return self.dialect.answer(forward.request_id, forward.request, piece.choices), JSON
+        out: list[bytes] = []
+        writer = self._writer
+        if writer is None:
+            writer = self._writer = self.dialect.writer(forward.request_id, forward.request)
+            out += map(writer.begin, range(forward.request.n))
+        out += [writer.delta(index, [delta], ()) for index, delta in piece.deltas]
+        if piece.choices is not None:
+            out.append(writer.end(piece.choices))
+        return b"".join(out), _EVENTS.decode()
+
+    def _broken(self, error: ApiError) -> bytes:
+        """The end of a stream that was passed on as it came."""
+        forward = self._forward
+        return self.dialect.writer(forward.request_id, forward.request).failure(error)

@@ -1,0 +1,170 @@
+"""One model call that a provider answers: passed on, read on the side, recorded like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from instar.config import GatewayConfig
+from instar.errors import EngineError
+from instar.gateway.base import ApiError
+from instar.gateway.calls import Evidence
+from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.recording import Asked, Recorder, Reply
+from instar.gateway.sessions import Sessions, SessionState
+from instar.gateway.upstream.base import Answer, Piece, Upstream
+from instar.record.base import Placement
+from instar.record.chain import Chain
+from instar.record.graph import MessageGraph
+from instar.types import Message, SamplingParams
+
+Pass = Callable[[Piece], Awaitable[None]]
+
+
+class Forward:
+    """One request and its answer."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        recorder: Recorder,
+        upstream: Upstream,
+        state: SessionState,
+        request: Request,
+        chain: Chain,
+        *,
+        request_id: str,
+        dialect: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        config: GatewayConfig,
+        evidence: Evidence,
+        trainable: bool = True,
+    ) -> None:
+        self.request = request
+        self.request_id = request_id
+        self._sessions = sessions
+        self._recorder = recorder
+        self._upstream = upstream
+        self._state = state
+        self._chain = chain
+        self._dialect = dialect
+        self._body = body
+        self._headers = headers
+        self._timeout = config.request_timeout
+        self._evidence = evidence
+        self._trainable = trainable
+        self._started_at = time.time()
+        self._first_at: float | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self._state.session.session_id
+
+    async def run(self, forward: Pass) -> None:
+        """Every piece goes to ``forward``, the last one when the call is recorded."""
+        state = self._state
+        state.in_flight += 1
+        try:
+            graph = await self._sessions.graph_of(state)
+            self._chain = graph.recognise(self._chain, self.request.messages)
+            placement = graph.place(self._chain, self.request.messages, self.request.tools, None)
+            try:
+                await self._pass(graph, placement, forward)
+            finally:
+                graph.release(placement)
+        finally:
+            state.in_flight -= 1
+
+    async def _pass(self, graph: MessageGraph, placement: Placement, forward: Pass) -> None:
+        sampling: dict[str, Any] = self._state.session.sampling
+        answer = self._upstream.send(self.request, self._dialect, self._body, self._headers, sampling or None)
+        recorded = False
+        try:
+            async with asyncio.timeout(self._timeout):
+                async for piece in answer:
+                    self._first_at = self._first_at or time.time()
+                    if piece.choices is not None:
+                        recorded = True
+                        await self._record(graph, placement, piece.choices)
+                    await forward(piece)
+        except asyncio.CancelledError:
+            if not recorded:
+                await self._record_partial(graph, placement, answer, "the client went away")
+            raise
+        except TimeoutError as error:
+            await self._record_partial(graph, placement, answer, "past its deadline")
+            raise ApiError(504, f"No reply within {self._timeout:g} seconds.", code="timeout") from error
+        except (EngineError, ApiError) as error:
+            if not recorded:
+                await self._record_partial(graph, placement, answer, f"the provider failed: {error}")
+            raise
+        finally:
+            await answer.aclose()
+
+    async def _record_partial(
+        self, graph: MessageGraph, placement: Placement, answer: Answer, reason: str
+    ) -> None:
+        """What came before the end."""
+        if choices := answer.partial():
+            await self._record(graph, placement, choices, aborted=reason)
+
+    async def _record(
+        self,
+        graph: MessageGraph,
+        placement: Placement,
+        choices: Sequence[Choice],
+        *,
+        aborted: str | None = None,
+    ) -> None:
+        if choices[0].prompt_ids is not None:
+            placement = graph.settle(placement, choices[0].prompt_ids)
+        asked = Asked(
+            self.request_id,
+            self.request,
+            self._chain,
+            self._dialect,
+            self._evidence.client_key,
+            self._started_at,
+        )
+        replies = [self._reply(choice) for choice in choices]
+        await self._recorder.record(self._state, graph, asked, placement, replies, aborted=aborted)
+
+    def _reply(self, choice: Choice) -> Reply:
+        params = _params(self.request, self._state.session.sampling)
+        reply = Reply(params, choice.message, finish_reason=choice.finish_reason, stop=choice.stop)
+        reply.first_token_at, reply.ended_at = self._first_at, time.time()
+        if choice.sampled_ids is None or choice.sampled_logprobs is None:
+            reply.untrainable = "the provider returned no token ids"
+            return reply
+        reply.ids = choice.sampled_ids.tolist()
+        reply.logprobs = choice.sampled_logprobs.tolist()
+        reply.behavior = [float("nan")] * len(reply.ids)
+        # A provider's model is the base model: it has no versions of ours.
+        reply.versions = np.zeros(len(reply.ids), np.int32).tolist()
+        if not self._trainable:
+            reply.untrainable = "this model is not to be trained on"
+        elif self.request.temperature is None and "temperature" not in self._state.session.sampling:
+            reply.untrainable = "sampled with settings of the provider's own; ask for temperature 1"
+        return reply
+
+
+def _params(request: Request, forced: Mapping[str, Any]) -> SamplingParams:
+    wanted: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_tokens": request.max_tokens,
+        **forced,
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return SamplingParams(seed=request.seed, stop=request.stop, **given)
+
+
+def as_message(prompt: str | Sequence[int]) -> Message:
+    """A prompt without messages, as it is recorded where no tokenizer is at hand."""
+    return Message(role="user", content=prompt if isinstance(prompt, str) else str(list(prompt)))

@@ -1,0 +1,264 @@
+"""From replies to recorded calls: what is stored of them, what is cut out, and what of it is trainable."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from instar.gateway.dialects.base import Request
+from instar.gateway.sessions import Sessions, SessionState
+from instar.record.base import Placement
+from instar.record.chain import Chain, Hasher
+from instar.record.graph import REDACTED, MessageGraph
+from instar.record.redact import Redactor
+from instar.store.base import Store
+from instar.types import (
+    Call,
+    CallStatus,
+    Channel,
+    FinishReason,
+    Ids,
+    Link,
+    Message,
+    SamplingParams,
+    TokenChunk,
+    Tool,
+    new_id,
+)
+
+_REMEMBERED_TOOLS = 256
+_NO_IDS: Ids = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class Reply:
+    """One choice, while it comes and when it is whole."""
+
+    params: SamplingParams
+    message: Message = field(default_factory=lambda: Message(role="assistant", content=""))
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    behavior: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    first_token_at: float | None = None
+    ended_at: float = 0.0
+    untrainable: str | None = None
+    """Why it cannot be trained on, where its own numbers do not say so."""
+
+    def take(self, chunk: TokenChunk) -> None:
+        if chunk.token_ids and self.first_token_at is None:
+            self.first_token_at = time.time()
+        self.ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.versions += chunk.versions
+        self.behavior += chunk.behavior_logprobs or [math.nan] * len(chunk.token_ids)
+        self.finish_reason = chunk.finish_reason
+        self.stop = chunk.stop
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not trainable."""
+        if self.untrainable is not None:
+            return self.untrainable
+        if any(map(math.isnan, self.logprobs)):
+            return "logprobs are missing"
+        if self.params.truncates and any(map(math.isnan, self.behavior)):
+            return "sampled otherwise than at temperature 1, and the logprobs of that are missing"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The request that replies are recorded under."""
+
+    request_id: str
+    request: Request
+    chain: Chain | None
+    """None for a prompt without messages."""
+    dialect: str
+    client_key: str | None
+    started_at: float
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        prompt = self.request.prompt
+        if isinstance(prompt, str):
+            return (Message(role="user", content=prompt),)
+        return self.request.messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A call as it is stored, and what the graph needs beside it."""
+
+    call: Call
+    reply: bytes
+    sampled_ids: Ids | None
+    redacted_at: int | None
+
+
+class Recorder:
+    def __init__(self, store: Store, sessions: Sessions, hasher: Hasher, redactor: Redactor) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._hasher = hasher
+        self._redactor = redactor
+        self._tools: OrderedDict[bytes, tuple[Tool, ...] | None] = OrderedDict()
+        self._commits: set[asyncio.Task[None]] = set()
+
+    async def record(
+        self,
+        state: SessionState,
+        graph: MessageGraph,
+        asked: Asked,
+        placement: Placement,
+        replies: Sequence[Reply],
+        *,
+        aborted: str | None = None,
+    ) -> None:
+        """Durable when it returns; goes on to its end even if its caller is cancelled meanwhile."""
+        made: list[_Recorded] = []
+        for reply in replies:
+            first = made[0] if made else None
+            made.append(self._recorded(state, asked, placement, reply, first, aborted))
+        await self._finish(lambda: self._commit(state, graph, asked, placement, made))
+
+    async def drain(self) -> None:
+        await asyncio.gather(*self._commits, return_exceptions=True)
+
+    async def _finish(self, work: Callable[[], Awaitable[None]]) -> None:
+        async def run() -> None:
+            await work()
+
+        task = asyncio.create_task(run())
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+        await asyncio.shield(task)
+
+    async def _commit(
+        self,
+        state: SessionState,
+        graph: MessageGraph,
+        asked: Asked,
+        placement: Placement,
+        made: Sequence[_Recorded],
+    ) -> None:
+        live = state.session.channel is Channel.LIVE and asked.chain is not None
+        tails: dict[str, bytes] = {}
+        if live and asked.chain is not None:
+            tails = {one.call.call_id: asked.chain.then([one.reply]).canonical[-1] for one in made}
+        opening = state.take_opening()
+        try:
+            await self._store.add_calls([one.call for one in made], opening=opening, tail_keys=tails)
+        except BaseException:
+            # Not stored: the next call opens the session.
+            state.opening = opening
+            raise
+        for one in made:
+            graph.add(
+                one.call,
+                placement,
+                asked.chain,
+                one.reply,
+                sampled_ids=one.sampled_ids,
+                redacted_at=one.redacted_at,
+            )
+        for key in tails.values():
+            self._sessions.remember_tail(state, key)
+
+    def _recorded(
+        self,
+        state: SessionState,
+        asked: Asked,
+        placement: Placement,
+        reply: Reply,
+        first: _Recorded | None,
+        aborted: str | None,
+    ) -> _Recorded:
+        session = state.session
+        base_messages = len(asked.messages) if first else placement.base_messages
+        own = asked.messages[base_messages:]
+        clean = [self._redactor.message(message) for message in own]
+        said = self._redactor.message(reply.message)
+        redacted_at = _first_difference([*own, reply.message], [*clean, said], base_messages)
+        tools = self._clean_tools(asked)
+        if placement.redacted or tools is not asked.request.tools:
+            redacted_at = 0
+        if first and first.redacted_at is not None and first.redacted_at < base_messages:
+            redacted_at = first.redacted_at
+        hides = redacted_at is not None
+        reason = aborted or reply.reason
+        if hides:
+            reason = REDACTED + (reason or "it holds a secret")
+        reply_digest = self._hasher.message(reply.message) if asked.chain else b""
+        sampled = np.asarray(reply.ids, np.int32)
+        stored = not hides
+        # A further reply stands on the first one, as far as that was stored.
+        tokens = len(first.call.prompt_ids) if first else placement.base_tokens
+        call = Call(
+            call_id=new_id("call"),
+            session_id=session.session_id,
+            run_id=session.run_id,
+            agent_id=session.agent_id,
+            policy_id=session.policy_id,
+            request_id=asked.request_id,
+            prompt_ids=placement.prompt_ids if stored else _NO_IDS,
+            sampled_ids=sampled if stored else _NO_IDS,
+            logprobs=np.asarray(reply.logprobs if stored else (), np.float32),
+            versions=np.asarray(reply.versions if stored else (), np.int32),
+            behavior_logprobs=(
+                np.asarray(reply.behavior if stored else (), np.float32) if reply.params.truncates else None
+            ),
+            messages=(*asked.messages[:base_messages], *clean) if hides else asked.messages,
+            tools=tools,
+            reply=said,
+            finish_reason="aborted" if aborted else reply.finish_reason or "aborted",
+            parent_id=placement.parent_id,
+            link=Link.SIBLING if first else placement.link,
+            base_id=first.call.call_id if first else placement.base_id,
+            base_tokens=tokens if stored else 0,
+            base_messages=base_messages,
+            status=CallStatus.ABORTED if aborted else CallStatus.OK,
+            trainable=reason is None,
+            reason=reason,
+            dialect=asked.dialect,
+            model=asked.request.model,
+            client_key=asked.client_key,
+            digests=self._digests(asked, base_messages, reply_digest, reply.message),
+            params=reply.params,
+            started_at=asked.started_at,
+            first_token_at=reply.first_token_at,
+            ended_at=reply.ended_at or time.time(),
+        )
+        return _Recorded(call, reply_digest, sampled if hides else None, redacted_at)
+
+    def _digests(self, asked: Asked, since: int, digest: bytes, reply: Message) -> bytes:
+        if asked.chain is not None:
+            return asked.chain.packed(since, digest)
+        prompt = asked.request.prompt
+        return self._hasher.prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
+
+    def _clean_tools(self, asked: Asked) -> tuple[Tool, ...]:
+        """Looked through once: agents send the same tools with every call."""
+        tools = asked.request.tools
+        if not tools or asked.chain is None:
+            return tools
+        key = asked.chain.tools
+        if key not in self._tools:
+            cleaned = self._redactor.tools(tools)
+            self._tools[key] = None if cleaned is tools else cleaned
+            if len(self._tools) > _REMEMBERED_TOOLS:
+                self._tools.popitem(last=False)
+        return self._tools[key] or tools
+
+
+def _first_difference(before: Sequence[Message], after: Sequence[Message], offset: int) -> int | None:
+    return next((offset + i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a is not b), None)

@@ -1,0 +1,42 @@
+"""How the gateway's process is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+from collections import deque
+from pathlib import Path
+
+_PERIOD = 0.05
+_KEPT = 6000
+"""Five minutes."""
+
+
+class LoopWatch:
+    """How late the event loop wakes what waits for it."""
+
+    def __init__(self) -> None:
+        self._lags: deque[float] = deque(maxlen=_KEPT)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _PERIOD
+            await asyncio.sleep(_PERIOD)
+            self._lags.append(max(0.0, loop.time() - due))
+
+    def p99(self) -> float:
+        """In seconds, over the last minutes."""
+        lags = sorted(self._lags)
+        return lags[int(0.99 * (len(lags) - 1))] if lags else 0.0
+
+
+def memory_mb() -> float:
+    """Resident memory of this process; its peak where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 2**20
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,0 +1,124 @@
+"""Secrets are cut out of what is stored.
+
+Each kind of secret has a mark that its text must hold; a text without any is not searched further, so that
+looking for secrets costs next to nothing where there are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from instar.config import RedactConfig
+from instar.errors import ConfigError
+from instar.types import Json, Message, Tool, ToolCall
+
+_NOT_IN_WORD = r"(?<![A-Za-z0-9_-])"
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    name: str
+    marks: tuple[str, ...]
+    pattern: re.Pattern[str]
+
+    def cut(self, match: re.Match[str]) -> str:
+        """What stands in its place; the group ``before`` stays."""
+        return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
+
+
+def _secret(name: str, marks: str, pattern: str) -> Secret:
+    return Secret(name, tuple(marks.split()), re.compile(pattern))
+
+
+SECRETS: tuple[Secret, ...] = (
+    _secret("api-key", "sk-", _NOT_IN_WORD + r"sk-[A-Za-z0-9_-]{20,}"),
+    _secret("aws-key", "AKIA ASIA", r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
+    _secret("github-token", "ghp_ gho_ ghu_ ghs_ ghr_", _NOT_IN_WORD + r"gh[pousr]_[A-Za-z0-9]{36,}"),
+    _secret("github-token", "github_pat_", r"github_pat_[A-Za-z0-9_]{22,}"),
+    _secret("gitlab-token", "glpat-", r"glpat-[A-Za-z0-9_-]{20,}"),
+    _secret("google-key", "AIza", _NOT_IN_WORD + r"AIza[A-Za-z0-9_-]{35}"),
+    _secret("huggingface-token", "hf_", _NOT_IN_WORD + r"hf_[A-Za-z0-9]{30,}"),
+    _secret("npm-token", "npm_", _NOT_IN_WORD + r"npm_[A-Za-z0-9]{36}"),
+    _secret("slack-token", "xox", _NOT_IN_WORD + r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    _secret("stripe-key", "k_live_", _NOT_IN_WORD + r"[rs]k_live_[A-Za-z0-9]{20,}"),
+    _secret("jwt", "eyJ", _NOT_IN_WORD + r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"),
+    _secret(
+        "private-key",
+        "PRIVATE",
+        r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    ),
+    _secret("url-password", "://", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
+)
+"""Private keys are cut to the end of the text where their own end is missing."""
+
+
+@dataclass(slots=True)
+class Redactor:
+    secrets: Sequence[Secret] = SECRETS
+    patterns: Sequence[re.Pattern[str]] = ()
+    _marks: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._marks = tuple(dict.fromkeys(mark for secret in self.secrets for mark in secret.marks))
+
+    @staticmethod
+    def of(config: RedactConfig) -> Redactor:
+        patterns: list[re.Pattern[str]] = []
+        for i, pattern in enumerate(config.patterns):
+            try:
+                patterns.append(re.compile(pattern))
+            except re.error as error:
+                raise ConfigError(
+                    f"gateway.redact.patterns[{i}]: {pattern!r} is no pattern: {error}"
+                ) from error
+        return Redactor(SECRETS if config.secrets else (), patterns)
+
+    def text(self, text: str) -> str:
+        """The text itself when there is nothing to cut out."""
+        if any(mark in text for mark in self._marks):
+            for secret in self.secrets:
+                if any(mark in text for mark in secret.marks):
+                    text = secret.pattern.sub(secret.cut, text)
+        for pattern in self.patterns:
+            text = pattern.sub("[redacted]", text)
+        return text
+
+    def message(self, message: Message) -> Message:
+        """The message itself when there is nothing to cut out."""
+        clean = message
+        for name in ("content", "reasoning"):
+            if (text := message.get(name)) and (cut := self.text(text)) != text:
+                clean = cast(Message, {**clean, name: cut})
+        calls = message.get("tool_calls", [])
+        cleaned = [self._call(call) for call in calls]
+        if any(a is not b for a, b in zip(calls, cleaned, strict=True)):
+            clean = cast(Message, {**clean, "tool_calls": cleaned})
+        return clean
+
+    def tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        cleaned = tuple(cast(Tool, self.value(cast(Json, tool))) for tool in tools)
+        return cleaned if cleaned != tools else tools
+
+    def value(self, value: Any) -> Any:
+        """Every text within it."""
+        match value:
+            case str():
+                return self.text(value)
+            case dict():
+                items = cast(Json, value).items()
+                return {self.text(str(key)): self.value(item) for key, item in items}
+            case list() | tuple():
+                return [self.value(item) for item in cast(Sequence[Any], value)]
+            case _:
+                return value
+
+    def _call(self, call: ToolCall) -> ToolCall:
+        arguments = self.text(call["arguments"])
+        return (
+            call
+            if arguments == call["arguments"]
+            else ToolCall(id=call["id"], name=call["name"], arguments=arguments)
+        )
