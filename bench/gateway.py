@@ -6,7 +6,7 @@ Needs nginx with its Lua module, and wrk: apt-get install nginx libnginx-mod-htt
 installed into environments of their own under .cache/bench the first time, which takes some minutes.
 
 Rates: nginx answers at once with a fixed reply, wrk sends requests that are all different, of 1 KB and of
-400 KB (a session of 200 messages: all but the last are the same as before). *proxy* is the gateway in front
+400 KB (turn 100 of a session, which extends what was recorded before). *proxy* is the gateway in front
 of nginx; *exact* renders the messages to tokens and asks a scripted engine, which replies with 32 tokens. The
 floor is a bare forwarder that commits one row per call. Within a cell the servers take turns, so that what
 else the machine does hits all of them.
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway_parts.load import Cell, Kind, Target, greet, measure, median, wrk
+from gateway_parts.load import LARGE, SMALL, Cell, Kind, Target, begin, check, measure, median, wrk
 from gateway_parts.peers import PEERS, install, started
 from gateway_parts.processes import DidNotStart, usage
 from gateway_parts.servers import exact_engine, floor, gateway, proxy_engine
@@ -37,7 +37,6 @@ from rich.console import Console
 from rich.table import Table
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
-SMALL, LARGE = 1_000, 400_000
 HEADLINES = (Kind(SMALL, 32, False), Kind(LARGE, 32, False))
 PARTS = ("rates", "turns", "memory")
 
@@ -117,7 +116,7 @@ def measure_rates(folder: Path, targets: Sequence[Target], plan: Plan, failed: d
     cells: Cells = {target.name: {} for target in targets}
     for size in (SMALL, LARGE):
         for stream in (False, True):
-            ready = [target for target in targets if greeted(target, size, stream, failed)]
+            ready = [target for target in targets if answers(target, size, stream, failed)]
             for concurrency in plan.concurrency:
                 kind = Kind(size, concurrency, stream)
                 log(kind.name)
@@ -134,9 +133,11 @@ def measure_rates(folder: Path, targets: Sequence[Target], plan: Plan, failed: d
     return cells
 
 
-def greeted(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
+def answers(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
     try:
-        greet(target, size, stream)
+        if size == LARGE and not stream and target.knows_sessions:
+            begin(target)
+        check(target, size, stream)
     except DidNotStart as error:
         failed[f"{target.name} {size // 1000} KB{', streamed' if stream else ''}"] = str(error)
         return False

@@ -12,12 +12,12 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gateway_parts.processes import DidNotStart, usage
 from gateway_parts.stub import DEBIAN, REPLY
 
 SCRIPT = Path(__file__).with_name("request.lua")
+SMALL, LARGE = 1_000, 400_000
 LONG_SESSIONS = 32
 """Sessions with a long history; more connections share them."""
 
@@ -33,6 +33,8 @@ class Target:
     """(path, key) of each session, as many as the most connections."""
     pid: int
     """The one process that is measured."""
+    knows_sessions: bool = False
+    """It recognizes a request that extends an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,25 @@ class Cell:
 
 
 def body(size: int, stream: bool) -> str:
-    """A chat request of about this many bytes. ``@SESSION@`` stands in its opening, ``@NONCE@`` in its last
-    message. A long one has 200 messages, at some 3.3 bytes a token."""
-    count = 200 if size > 100_000 else 2
+    """A chat request of about this many bytes, with places for a session's number and for what makes it
+    unique. A long one is a late turn of a session, at some 3.3 bytes a token."""
+    return _written(_messages(size), stream)
+
+
+def _messages(size: int) -> list[dict[str, str]]:
+    count = 200 if size == LARGE else 2
     room = size // count - 48
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": f"You are worker @SESSION@. {filler(room)}"}
-    ]
+    messages = [{"role": "system", "content": f"You are worker @SESSION@. {filler(room)}"}]
     for n in range(1, count):
         role = "user" if n % 2 else "assistant"
         messages.append({"role": role, "content": f"Step {n}: {filler(room, n)}"})
+    if count > 2:
+        messages[-2] = {"role": "assistant", "content": REPLY}
     messages[-1] = {"role": "user", "content": f"Do @NONCE@ now: {filler(room, count)}"}
+    return messages
+
+
+def _written(messages: list[dict[str, str]], stream: bool) -> str:
     return json.dumps({"model": "bench", "stream": stream, "messages": messages}, separators=(",", ":"))
 
 
@@ -87,7 +97,7 @@ def filler(length: int, seed: int = 0) -> str:
 def measure(target: Target, kind: Kind, seconds: float, folder: Path, seed: str) -> Cell:
     """One cell, once. Answers that are not 2xx make it invalid."""
     sessions = target.sessions[
-        : min(kind.concurrency, LONG_SESSIONS) if kind.size > 100_000 else kind.concurrency
+        : min(kind.concurrency, LONG_SESSIONS) if kind.size == LARGE else kind.concurrency
     ]
     request, chosen = folder / "body.json", folder / "sessions.txt"
     request.write_text(body(kind.size, kind.stream))
@@ -128,13 +138,17 @@ def median(cells: Sequence[Cell]) -> Cell:
     return Cell(**values, rss_mb=cells[-1].rss_mb, error=errors[0] if errors else None)
 
 
-def greet(target: Target, size: int, stream: bool) -> None:
-    """One request to each session, so that none is new when it is measured. Checks the answers."""
-    count = LONG_SESSIONS if size > 100_000 else 4
-    template = body(size, stream)
-    for n, (path, key) in enumerate(target.sessions[:count]):
-        filled = template.replace("@SESSION@", f"{n:08d}").replace("@NONCE@", f"hello-{size}-{stream}-{n}")
-        _post(target, path, key, filled, stream)
+def begin(target: Target) -> None:
+    """The turn before the long requests, in each of their sessions: they extend what was recorded of it."""
+    template = _written(_messages(LARGE)[:-2], stream=False)
+    for n, (path, key) in enumerate(target.sessions[:LONG_SESSIONS]):
+        _post(target, path, key, template.replace("@SESSION@", f"{n:08d}"), stream=False)
+
+
+def check(target: Target, size: int, stream: bool) -> None:
+    """One request; raises DidNotStart unless the reply is the one that everyone is to give."""
+    (path, key), filled = target.sessions[0], body(size, stream)
+    _post(target, path, key, filled.replace("@SESSION@", f"{0:08d}").replace("@NONCE@", "hello"), stream)
 
 
 def _post(target: Target, path: str, key: str, filled: str, stream: bool) -> None:

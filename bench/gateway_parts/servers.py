@@ -73,7 +73,7 @@ class Gateway:
 
     def target(self, name: str) -> Target:
         sessions = [("/v1/chat/completions", self.post("/sessions", {})["api_key"]) for _ in range(SESSIONS)]
-        return Target(name, f"Instar, {name}", self.url, sessions, self.pid)
+        return Target(name, f"Instar, {name}", self.url, sessions, self.pid, knows_sessions=True)
 
 
 @contextlib.contextmanager
