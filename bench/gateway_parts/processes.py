@@ -14,7 +14,6 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TICK = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -30,9 +29,9 @@ class Usage:
 
 def usage(pid: int) -> Usage:
     """CPU time so far and memory of one process, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    clock = (~pid << 3) | 2  # as clock_getcpuclockid(3) makes it: to the nanosecond, where /proc has ticks
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Usage((int(fields[11]) + int(fields[12])) / TICK, pages * PAGE / 2**20)
+    return Usage(time.clock_gettime(clock), pages * PAGE / 2**20)
 
 
 def free_port() -> int:

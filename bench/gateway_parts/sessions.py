@@ -19,7 +19,7 @@ SMALL_TURN_BYTES = 400
 
 @dataclass(frozen=True)
 class Phase:
-    """Turns over which CPU time is summed: the clock of a process ticks too slowly for one."""
+    """Turns over which CPU time is averaged."""
 
     name: str
     first: int
