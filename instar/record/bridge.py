@@ -52,7 +52,9 @@ class TemplateBridge:
         self._stop_ids = frozenset(stop_ids)
         self._structured_calls = structured_calls
         self.roles = frozenset(
-            role for role in ("user", "tool") if all(self._is_stable(role, tools) for tools in tool_formats)
+            role
+            for role in ("user", "tool", "system")
+            if all(self._is_stable(role, tools) for tools in tool_formats)
         )
         """Roles that may follow a reply with the tokens before them unchanged."""
 
@@ -65,7 +67,9 @@ class TemplateBridge:
     ) -> list[int] | None:
         if not new_messages or new_messages[0]["role"] not in self.roles:
             return None
-        if any(message["role"] in ("assistant", "system") for message in new_messages):
+        if any(message["role"] == "assistant" for message in new_messages):
+            return None
+        if "system" not in self.roles and any(message["role"] == "system" for message in new_messages):
             return None
         behind = self._behind(0, new_messages, tools)
         if not behind:
@@ -147,4 +151,7 @@ def _new_messages(role: str) -> list[list[Message]]:
         Message(role="tool", content="7440", tool_call_id="call-0", name=PROBE_TOOL["name"]),
         Message(role="tool", content='{"error": "none"}\n', tool_call_id="call-1", name=PROBE_TOOL["name"]),
     ]
+    if role == "system":
+        system = Message(role="system", content="Mind the time.\n")
+        return [[user, system], [system, user], [*results, system]]
     return [results[:1], results, [*results, user]]

@@ -84,7 +84,7 @@ def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
 def test_template_that_knows_tools_is_used(load: Load) -> None:
     renderer = load(HERMES)
     assert not renderer.generic_tools
-    assert renderer.bridged_roles == {"user", "tool"}
+    assert renderer.bridged_roles == {"user", "tool", "system"}
     sampled = renderer.encode('<tool_call>{"name":"calc","arguments":{"expression":"1"}}</tool_call>')
     sampled.append(renderer.stop_token_ids[0])
     prompt = renderer.render([QUESTION], [CALC])

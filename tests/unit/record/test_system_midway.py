@@ -1,0 +1,31 @@
+"""Agents send system messages midway through a conversation: they are continued exactly where they can be."""
+
+from __future__ import annotations
+
+from instar.record.render import TemplateRenderer
+from instar.types import Message
+from tests.tiny import CHATML
+from tests.unit.record.conftest import Load
+
+HOISTING = (
+    "{% for m in messages if m['role'] == 'system' %}"
+    "{{ '<|im_start|>system\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+) + CHATML.replace("for message in messages", "for message in messages if message['role'] != 'system'")
+
+START = [Message(role="system", content="Be kind."), Message(role="user", content="Hi")]
+NEW = [Message(role="user", content="And now?"), Message(role="system", content="It is late.")]
+
+
+def test_a_system_message_midway_is_continued_exactly(renderer: TemplateRenderer) -> None:
+    prompt, sampled = renderer.render(START), [*renderer.encode("Hello."), renderer.stop_token_ids[0]]
+    extended = renderer.extend(prompt, sampled, NEW)
+    assert extended is not None
+    assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    assert extended == renderer.render([*START, Message(role="assistant", content="Hello."), *NEW])
+
+
+def test_a_template_that_moves_system_messages_to_the_top_is_not_continued(load: Load) -> None:
+    renderer = load(HOISTING)
+    prompt, sampled = renderer.render(START), [*renderer.encode("Hello."), renderer.stop_token_ids[0]]
+    assert renderer.extend(prompt, sampled, NEW[:1]) is not None
+    assert renderer.extend(prompt, sampled, NEW) is None
