@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,6 +22,7 @@ from instar.types import FinishReason, Json, Message, ToolCall
 
 DIALECT = ResponsesDialect()
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TRAFFIC = Path(__file__).parent.parent / "record" / "fixtures" / "traffic"
 ID = "resp-0123456789abcdef0123"
 
 CALC = {
@@ -442,3 +445,27 @@ def test_a_custom_tools_input_is_told_as_it_comes() -> None:
     told = events(read(tools=TOOLS), pieces, reply)
     assert [e["delta"] for e in told if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
     assert cast(Json, told[-1]["response"])["output"][0]["input"] == text
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"input": "x", "more": 1}', '{"input": 3}', '{"input": "\\ud83d"}', "[]"]
+)
+def test_a_custom_tool_called_otherwise_is_a_functions_call(arguments: str) -> None:
+    reply = assistant("", call("apply_patch", arguments))
+    (item,) = answered(read(tools=TOOLS), reply)["output"]
+    assert (item["type"], item["arguments"]) == ("function_call", arguments)
+    assert read(input=[item]).messages == (reply,)
+
+
+def test_white_space_alone_opens_no_message() -> None:
+    reply = assistant("\n\n", call("calc", "{}"))
+    assert [item["type"] for item in answered(read(tools=TOOLS), reply)["output"]] == ["function_call"]
+
+
+@pytest.mark.parametrize("scene", ["compaction", "edit", "retry", "subagents"])
+def test_the_recorded_traffic_of_codex_gets_through(scene: str) -> None:
+    with gzip.open(TRAFFIC / f"codex-{scene}.json.gz") as packed:
+        exchanges = json.load(packed)
+    requests = [DIALECT.read(json.dumps(exchange["body"]).encode()) for exchange in exchanges]
+    assert [request.refusal for request in requests] == [None] * len(exchanges)
+    assert len({request.identity[0] for request in requests}) == 1
