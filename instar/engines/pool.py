@@ -1,0 +1,329 @@
+"""Several engines as one.
+
+A session stays with the engine that it used last, which has its earlier turns in its cache, as long as that
+one is healthy and not far busier than the others; any other request goes to the least busy. An engine that
+cannot be reached is left out until it answers again and serves the newest policy. A request that it had not
+begun to answer goes to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError
+from instar.types import Policy, SamplingParams, TokenChunk
+
+Newest = Callable[[], Awaitable[Policy | None]]
+
+FAILURES = 2
+"""Health checks in a row that an engine may miss before it is left out."""
+KEPT_SESSIONS = 65_536
+"""Sessions whose engine is remembered; the ones that were silent longest are forgotten."""
+BUSIER = 2
+SLACK = 8
+"""A session leaves its engine where that has more than BUSIER times the requests of the idlest, and SLACK."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    engine: Engine
+    place: int
+    healthy: bool = False
+    reason: str = "it has not answered yet"
+    """Why it is not healthy."""
+    failures: int = 0
+    in_flight: int = 0
+    elsewhere: int = 0
+    """Requests that others have there, as of the last check."""
+    served: int = 0
+    loaded: int | None = None
+    """The version that the pool itself made it serve."""
+    doubted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Something failed: it is to be looked at now."""
+    unanswered: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+    """Requests that wait for their first token."""
+
+    @property
+    def load(self) -> int:
+        return self.in_flight + self.elsewhere
+
+    def doubt(self, reason: str) -> None:
+        self.healthy = False
+        self.reason = reason
+        self.doubted.set()
+
+    def give_up(self) -> None:
+        """What it has not begun to answer is for others."""
+        while self.unanswered:
+            self.unanswered.pop().reschedule(asyncio.get_running_loop().time())
+
+
+class EnginePool(Engine):
+    """Call ``start`` first. ``newest`` tells which policy is to be served, where others than the pool load
+    policies; a returning engine is given it before it serves. Closing the pool closes its engines."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        period: float = 1.0,
+        timeout: float = 3.0,
+        newest: Newest | None = None,
+    ) -> None:
+        """``period``: seconds between two health checks of an engine. ``timeout``: deadline of one."""
+        self.members = [Member(engine, place) for place, engine in enumerate(engines)]
+        self._period = period
+        self._timeout = timeout
+        self._newest = newest
+        self._policy: Policy | None = None
+        self._info: EngineInfo | None = None
+        self._sessions: OrderedDict[str, Member] = OrderedDict()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, timeout: float = 60.0) -> None:
+        """Wait until an engine answers, at most ``timeout`` seconds. Raises ConfigError where two that
+        answer do not serve the same model."""
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._stop)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._first_answers()
+            self._pick(())
+            self._watchers = [asyncio.create_task(self._watch(member)) for member in self.members]
+            undo.pop_all()
+
+    async def _first_answers(self) -> None:
+        pause = 0.05
+        while True:
+            await asyncio.gather(*(self._check(member) for member in self.members))
+            self._refuse_mixed()
+            if any(member.healthy for member in self.members):
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("no engine has answered yet")
+        return self._info
+
+    def route(self, session: str) -> Engine:
+        return _Routed(self, session)
+
+    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        return self.generate_for(None, prompt_ids, params)
+
+    async def generate_for(
+        self, session: str | None, prompt_ids: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[TokenChunk, None]:
+        tried: list[Member] = []
+        while True:
+            member = self._pick(tried, session)
+            tried.append(member)
+            member.in_flight += 1
+            member.served += 1
+            began = False
+            try:
+                async with aclosing(member.engine.generate(prompt_ids, params)) as chunks:
+                    first = await self._first(member, chunks)
+                    began = True
+                    yield first
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except EngineUnavailable as error:
+                member.doubt(str(error))
+                if began:
+                    raise
+            finally:
+                member.in_flight -= 1
+
+    async def load(self, policy: Policy) -> None:
+        """Into every healthy engine; the others are given it when they return. Raises what an engine says
+        that refuses it, and EngineUnavailable where none could be reached."""
+        before, self._policy = self._policy, policy
+        healthy = [member for member in self.members if member.healthy]
+        outcomes = await asyncio.gather(
+            *(self._load(member, policy) for member in healthy), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineUnavailable):
+                self._policy = before
+                raise outcome
+        self._pick(())
+
+    async def status(self) -> EngineStatus:
+        """The sum over those that answer; the version is the lowest of them."""
+        healthy = [member for member in self.members if member.healthy]
+        statuses = await asyncio.gather(*map(self._ask, healthy), return_exceptions=True)
+        answers = [status for status in statuses if isinstance(status, EngineStatus)]
+        if not answers:
+            raise self._nobody()
+        return EngineStatus(
+            version=min(status.version for status in answers),
+            running=sum(status.running for status in answers),
+            waiting=sum(status.waiting for status in answers),
+            generated_tokens=sum(status.generated_tokens for status in answers),
+            prompt_tokens=sum(status.prompt_tokens for status in answers),
+            cached_tokens=sum(status.cached_tokens for status in answers),
+        )
+
+    async def close(self) -> None:
+        await self._stop()
+        await asyncio.gather(*(member.engine.close() for member in self.members))
+
+    async def _stop(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    # --- one request -------------------------------------------------------------------------------
+
+    def _pick(self, tried: Iterable[Member], session: str | None = None) -> Member:
+        open_to = [member for member in self.members if member.healthy and member not in tried]
+        if not open_to:
+            raise self._nobody()
+        idlest = min(open_to, key=lambda member: (member.load, member.served, member.place))
+        if session is None:
+            return idlest
+        used = self._sessions.get(session)
+        chosen = used if used in open_to and used.load <= BUSIER * idlest.load + SLACK else idlest
+        self._sessions[session] = chosen
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > KEPT_SESSIONS:
+            self._sessions.popitem(last=False)
+        return chosen
+
+    async def _first(self, member: Member, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
+        """Raises EngineUnavailable also where the engine is left out meanwhile, or has been started again
+        and does not serve what it was given."""
+        expected = member.loaded
+        waiting = asyncio.timeout(None)
+        try:
+            async with waiting:
+                member.unanswered.add(waiting)
+                chunk = await anext(chunks)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise EngineUnavailable(member.reason) from None
+        except StopAsyncIteration:
+            raise EngineUnavailable("the engine ended a reply before its first token") from None
+        finally:
+            member.unanswered.discard(waiting)
+        if expected is not None and chunk.versions and chunk.versions[0] < expected:
+            raise EngineUnavailable(f"it serves version {chunk.versions[0]} and was given {expected}")
+        return chunk
+
+    def _nobody(self) -> EngineUnavailable:
+        reasons = "; ".join(
+            f"engine {member.place}: {member.reason}" for member in self.members if not member.healthy
+        )
+        count = len(self.members)
+        return EngineUnavailable(f"none of the {count} engines can answer ({reasons or 'all were tried'})")
+
+    # --- health ------------------------------------------------------------------------------------
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period):
+                    await member.doubted.wait()
+            member.doubted.clear()
+            await self._check(member)
+
+    async def _check(self, member: Member) -> None:
+        try:
+            status = await self._ask(member)
+            if member.loaded is not None and status.version < member.loaded:
+                member.healthy = False
+            if not member.healthy:
+                await self._admit(member)
+        except InstarError as error:
+            member.failures += 1
+            if not member.healthy or member.failures >= FAILURES:
+                member.healthy = False
+                member.reason = str(error)
+                member.give_up()
+            return
+        member.failures = 0
+        member.elsewhere = max(0, status.running + status.waiting - member.in_flight)
+
+    async def _ask(self, member: Member) -> EngineStatus:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await member.engine.status()
+        except TimeoutError as error:
+            raise EngineUnavailable(f"it did not answer within {self._timeout:g} s") from error
+
+    async def _admit(self, member: Member) -> None:
+        """Healthy again, once it serves what the others do."""
+        info = await member.engine.refresh()
+        if self._info is None:
+            self._info = info
+        elif info != self._info:
+            raise EngineError(f"it serves {_told(info)}, the others {_told(self._info)}")
+        while True:
+            # The status first: a policy is known as the newest before an engine can serve it.
+            status = await self._ask(member)
+            policy = await self._newest() if self._newest else self._policy
+            if policy is None or status.version == policy.version:
+                break
+            await self._load(member, policy)
+        member.healthy = True
+
+    async def _load(self, member: Member, policy: Policy) -> None:
+        try:
+            await member.engine.load(policy)
+        except EngineUnavailable as error:
+            member.doubt(str(error))
+            raise
+        if self._newest is None:
+            member.loaded = policy.version
+
+    def _refuse_mixed(self) -> None:
+        infos = {info for member in self.members if (info := _info_of(member)) is not None}
+        if len(infos) > 1:
+            raise ConfigError(f"engines of one pool differ: {' and '.join(sorted(map(_told, infos)))}")
+
+
+class _Routed(Engine):
+    """The pool, as one session sees it."""
+
+    def __init__(self, pool: EnginePool, session: str) -> None:
+        self._pool = pool
+        self._session = session
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._pool.info
+
+    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        return self._pool.generate_for(self._session, prompt_ids, params)
+
+    async def load(self, policy: Policy) -> None:
+        await self._pool.load(policy)
+
+    async def status(self) -> EngineStatus:
+        return await self._pool.status()
+
+    async def close(self) -> None:
+        """Nothing: the pool is for others too."""
+
+
+def _info_of(member: Member) -> EngineInfo | None:
+    try:
+        return member.engine.info
+    except EngineUnavailable:
+        return None
+
+
+def _told(info: EngineInfo) -> str:
+    return f"{info.model} ({info.vocab_size} tokens in its vocabulary, a context of {info.max_context})"

@@ -1,0 +1,386 @@
+"""Several engines as one: who answers, who is left out, who returns, and with which policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.config import ModelConfig, ScriptedEngineConfig
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.factory import connect_engines
+from instar.engines.pool import EnginePool, Newest
+from instar.engines.remote import RemoteEngine
+from instar.engines.scripted import ScriptedEngine
+from instar.errors import ConfigError, EngineError, EngineUnavailable, PromptTooLong
+from instar.gateway.serve import bind
+from instar.types import Artifact, Policy, SamplingParams, TokenChunk
+from tests.unit.engines.conformance import EngineConformance, collect, ids_of, settled, versions_of
+from tests.unit.engines.test_conformance import LONG_REPLY, scripted_engine, served
+
+PROMPT = [5, 6, 7]
+
+
+class TestPool(EngineConformance):
+    seeds_matter = False
+
+    @pytest.fixture
+    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+        pool = EnginePool([scripted_engine(tiny), scripted_engine(tiny)])
+        await pool.start(5)
+        yield pool
+        await pool.close()
+
+
+class TestRemotePool(EngineConformance):
+    seeds_matter = False
+
+    @pytest.fixture
+    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+        async with served(scripted_engine(tiny), "s") as one, served(scripted_engine(tiny), "s") as two:
+            pool = await connect_engines([one, two], "s", timeout=10)
+            yield pool
+            await pool.close()
+
+
+class FlakyEngine(ScriptedEngine):
+    """Scripted, and can be made to fail."""
+
+    def __init__(self, tiny: Path, context: int = 256) -> None:
+        super().__init__(ModelConfig(name=str(tiny), max_context=context), ScriptedEngineConfig())
+        self.answers = True
+        self.hangs = False
+        self.failure: EngineError | None = None
+        self.fails_after = 0
+        self.asked = 0
+
+    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        count = 0
+        async for chunk in super().generate(prompt_ids, params):
+            if self.failure and count == self.fails_after:
+                raise self.failure
+            yield chunk
+            count += 1
+
+    async def load(self, policy: Policy) -> None:
+        self._check_answers()
+        await super().load(policy)
+
+    async def status(self) -> EngineStatus:
+        self._check_answers()
+        return await super().status()
+
+    def restart(self) -> None:
+        self._version = 0
+
+    def _check_answers(self) -> None:
+        if not self.answers:
+            raise EngineUnavailable("it is gone")
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def pool_of(tiny: Path) -> AsyncIterator[Start]:
+    pools: list[EnginePool] = []
+
+    async def start(
+        count: int = 2, period: float = 0.02, newest: Newest | None = None
+    ) -> tuple[EnginePool, list[FlakyEngine]]:
+        engines = [FlakyEngine(tiny) for _ in range(count)]
+        pools.append(EnginePool(engines, period=period, newest=newest))
+        await pools[-1].start(5)
+        return pools[-1], engines
+
+    yield start
+    for pool in pools:
+        await pool.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for is a health check
+            await asyncio.sleep(0.005)
+
+
+async def answers(engine: Engine, **params: object) -> bool:
+    return (await collect(engine, PROMPT, **params))[-1].finish_reason == "stop"
+
+
+async def test_a_session_stays_with_its_engine_and_others_spread(pool_of: Start) -> None:
+    pool, engines = await pool_of(3)
+    for _ in range(4):
+        for session in range(6):
+            assert await answers(pool.route(f"sess-{session}"))
+    assert [engine.asked for engine in engines] == [8, 8, 8]
+    for _ in range(5):
+        assert await answers(pool.route("sess-0"))
+    assert sorted(engine.asked for engine in engines) == [8, 8, 13]
+
+
+async def test_a_session_leaves_an_engine_that_is_far_busier(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    assert await answers(pool.route("busy"))
+    (used,) = [engine for engine in engines if engine.asked]
+    used.hangs = True
+    waiting = [asyncio.create_task(collect(pool.route("busy"), PROMPT)) for _ in range(9)]
+    await until(lambda: used.asked == 10)
+    assert await answers(pool.route("busy"))
+    assert used.asked == 10
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_requests_go_to_the_least_busy(pool_of: Start) -> None:
+    pool, engines = await pool_of(3)
+    for engine in engines:
+        engine.hangs = True
+    waiting = [asyncio.create_task(collect(pool, PROMPT)) for _ in range(6)]
+    await until(lambda: sum(engine.asked for engine in engines) == 6)
+    assert [engine.asked for engine in engines] == [2, 2, 2]
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_what_others_ask_of_an_engine_counts(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    engines[0].hangs = True
+    engines[0]._running = 5  # what another gateway has there
+    await asyncio.sleep(0.1)
+    for _ in range(4):
+        assert await answers(pool)
+    assert engines[1].asked == 4
+    engines[0]._running = 0
+
+
+async def test_an_unbegun_request_goes_to_another_engine(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    assert await answers(pool.route("s"))
+    engines[0].failure = engines[1].failure = None
+    used = next(engine for engine in engines if engine.asked)
+    used.failure, used.answers = EngineUnavailable("restarting"), False
+    assert await answers(pool.route("s"))
+    assert used.asked == 2
+    assert await answers(pool.route("s"))
+    assert used.asked == 2, "left out while it does not answer"
+    used.failure, used.answers = None, True
+    other = next(engine for engine in engines if engine is not used)
+    await until(lambda: pool.members[engines.index(used)].healthy)
+    other.failure, other.answers = EngineUnavailable("restarting"), False
+    assert await answers(pool.route("s"))
+    assert used.asked == 3, "it has returned"
+
+
+async def test_a_begun_request_fails_as_unavailable(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    for engine in engines:
+        engine.failure, engine.fails_after = EngineUnavailable("it died"), 2
+    stream = pool.generate(PROMPT, SamplingParams())
+    received = [await anext(stream), await anext(stream)]
+    assert len(ids_of(received)) == 2
+    with pytest.raises(EngineUnavailable, match="it died"):
+        await anext(stream)
+    assert sum(engine.asked for engine in engines) == 1
+
+
+@pytest.mark.parametrize("error", [PromptTooLong("too long"), EngineError("refused")])
+async def test_a_refusal_is_not_tried_elsewhere(pool_of: Start, error: EngineError) -> None:
+    pool, engines = await pool_of(2)
+    for engine in engines:
+        engine.failure = error
+    with pytest.raises(type(error), match=str(error)):
+        await collect(pool, PROMPT)
+    assert sum(engine.asked for engine in engines) == 1
+    for engine in engines:
+        engine.failure = None
+    assert await answers(pool)
+
+
+async def test_with_none_left_it_says_so_at_once_and_recovers(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    for engine in engines:
+        engine.answers, engine.failure = False, EngineUnavailable("it is gone")
+    for ask in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(policy(1))):
+        with pytest.raises(EngineUnavailable, match=r"none of the 2 engines can answer .*it is gone"):
+            async with asyncio.timeout(2):
+                await ask()
+    for engine in engines:
+        engine.answers, engine.failure = True, None
+    await until(lambda: any(member.healthy for member in pool.members))
+    assert set(versions_of(await collect(pool, PROMPT))) == {1}, "loaded when it was known, not when reached"
+
+
+async def test_requests_that_wait_at_a_dead_engine_are_moved(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    engines[0].hangs = engines[1].hangs = True
+    waiting = asyncio.create_task(collect(pool, PROMPT))
+    await until(lambda: any(engine.asked for engine in engines))
+    dead = next(engine for engine in engines if engine.asked)
+    for engine in engines:
+        engine.hangs = engine is dead
+    dead.answers = False
+    async with asyncio.timeout(10):
+        assert (await waiting)[-1].finish_reason == "stop"
+
+
+def policy(version: int) -> Policy:
+    return Policy("p", version, Artifact("base"))
+
+
+async def test_a_returning_engine_is_given_the_newest_policy_first(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    await pool.load(policy(1))
+    engines[0].answers = False
+    await until(lambda: not pool.members[0].healthy)
+    await pool.load(policy(2))
+    await pool.load(policy(3))
+    engines[0].restart()
+    engines[0].answers, engines[1].answers = True, False
+    await until(lambda: pool.members[0].healthy and not pool.members[1].healthy)
+    assert set(versions_of(await collect(pool, PROMPT))) == {3}
+
+
+async def test_an_engine_that_was_started_again_unseen_does_not_answer_with_an_old_policy(
+    pool_of: Start,
+) -> None:
+    pool, engines = await pool_of(2, period=60)
+    await pool.load(policy(4))
+    engines[0].restart()
+    for _ in range(4):
+        assert set(versions_of(await collect(pool, PROMPT))) == {4}
+    await until(lambda: pool.members[0].healthy)
+    assert (await engines[0].status()).version == 4
+
+
+async def test_policies_that_others_load_are_asked_for(pool_of: Start) -> None:
+    head = policy(7)
+
+    async def newest() -> Policy:
+        return head
+
+    pool, engines = await pool_of(2, newest=newest)
+    assert [(await engine.status()).version for engine in engines] == [7, 7]
+    head = policy(5)
+    for engine in engines:
+        await engine.load(head)  # the trainer made an earlier version the head again
+    assert set(versions_of(await collect(pool, PROMPT))) == {5}
+
+
+async def test_mixed_engines_are_refused(tiny: Path) -> None:
+    pool = EnginePool([FlakyEngine(tiny), FlakyEngine(tiny, context=128)])
+    with pytest.raises(ConfigError, match=r"a context of 128.* and .*a context of 256"):
+        await pool.start(5)
+    await pool.close()
+
+
+async def test_an_engine_that_returns_as_another_one_stays_out(pool_of: Start) -> None:
+    pool, engines = await pool_of(2)
+    engines[0].answers = False
+    await until(lambda: not pool.members[0].healthy)
+    engines[0]._info = EngineInfo("scripted", "another", 10, 20, ("base",))
+    engines[0].answers = True
+    await until(lambda: "another" in pool.members[0].reason)
+    assert not pool.members[0].healthy
+
+
+async def test_no_engine_at_all_is_an_error_after_the_deadline() -> None:
+    with pytest.raises(EngineUnavailable, match="none of the 2 engines"):
+        await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
+
+
+class Process:
+    """An engine process that can be killed and started again behind the same socket."""
+
+    def __init__(self, tiny: Path) -> None:
+        self._tiny = tiny
+        self.listener: socket.socket = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        if self.listener.fileno() < 0:
+            self.listener = bind("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        fd = self.listener.fileno()
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "tests.unit.engines.engine_process", str(self._tiny), str(fd), LONG_REPLY),
+            pass_fds=(fd,),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    async def kill(self, *, refuse: bool) -> None:
+        """``refuse``: nobody listens any more; else connections wait, as behind a supervisor's socket."""
+        assert self.process is not None
+        if refuse:
+            self.listener.close()
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+@pytest.fixture
+async def processes(tiny: Path) -> AsyncIterator[list[Process]]:
+    made = [Process(tiny) for _ in range(3)]
+    for process in made:
+        await process.start()
+    yield made
+    for process in made:
+        await process.kill(refuse=True)
+
+
+async def test_engines_that_are_killed_and_return_amid_traffic(processes: list[Process]) -> None:
+    remotes = [await RemoteEngine.connect(process.url, timeout=60) for process in processes]
+    pool = EnginePool(remotes, period=0.1, timeout=0.5)
+    await pool.start(60)
+    await pool.load(policy(2))
+    broken_off: list[int] = []
+    done = 0
+    stop = asyncio.Event()
+
+    async def talk(session: str) -> None:
+        nonlocal done
+        while not stop.is_set():
+            received: list[TokenChunk] = []
+            try:
+                stream = pool.route(session).generate(PROMPT, SamplingParams(max_tokens=8, temperature=0))
+                async for chunk in stream:
+                    received.append(chunk)
+            except EngineUnavailable:
+                broken_off.append(len(received))
+                continue
+            assert len(ids_of(received)) == 8
+            assert set(versions_of(received)) == {2}
+            done += 1
+
+    talking = [asyncio.create_task(talk(f"sess-{i}")) for i in range(12)]
+    await asyncio.sleep(0.5)
+    for place, refuse in ((0, True), (1, False)):
+        member = pool.members[place]
+        await processes[place].kill(refuse=refuse)
+        await until(lambda member=member: not member.healthy)
+        before = done
+        await until(lambda before=before: done > before + 50)
+        await processes[place].start()
+        await until(lambda member=member: member.healthy, 60)
+        served = member.served
+        talking += [asyncio.create_task(talk(f"sess-{place}-{i}")) for i in range(6)]
+        await until(lambda member=member, served=served: member.served > served + 5)
+    stop.set()
+    await asyncio.gather(*talking)
+    assert all(count > 0 for count in broken_off), "nothing failed that had not begun"
+    assert 1 <= len(broken_off) <= 30, "what had begun there was told to have ended"
+    await settled(pool)
+    await pool.close()
