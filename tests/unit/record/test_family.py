@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from instar.record.base import Delta
 from instar.record.family import FamilyRenderer
 from instar.types import Message
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.record.talk import CALC, calls_of
+from tests.unit.record.talk import CALC, call_text, calls_of, words
 
 QUESTION = Message(role="user", content="What is 24 * 310?")
 REPLY = (
@@ -69,3 +70,79 @@ def test_malformed_call_is_text(qwen3: FamilyRenderer) -> None:
     assert "tool_calls" not in reply
     assert reply["content"].startswith("hi")
     assert "<tool_call>\n{bad\n</tool_call>" in reply["content"]
+
+
+def fed(
+    renderer: FamilyRenderer, text: str, *, stop: tuple[str, ...] = (), eager: bool = True
+) -> list[Delta]:
+    """Token by token. What the pieces add up to is the message."""
+    parser = renderer.stream([CALC], stop, eager=eager)
+    deltas = [delta for token in ids_of(renderer, text) for delta in parser.feed([token])]
+    deltas += parser.finish()
+    message = parser.message
+    assert "".join(delta.text for delta in deltas) == message["content"]
+    assert "".join(delta.reasoning for delta in deltas) == message.get("reasoning", "")
+    assert calls_of(deltas) == message.get("tool_calls", [])
+    return deltas
+
+
+def said(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def test_arguments_come_as_they_are_written(qwen3: FamilyRenderer) -> None:
+    written = '{"expression":  "' + "日本 + \\u00e9 " * 20 + '"}'
+    deltas = fed(qwen3, f'Hm.<tool_call>\n{{"name": "calc", "arguments": {written}}}\n</tool_call>')
+    pieces = [delta.call for delta in deltas if delta.call]
+    assert len(pieces) > 100
+    assert calls_of(deltas)[0]["arguments"] == written
+
+
+def test_a_call_comes_when_it_is_closed(qwen3: FamilyRenderer) -> None:
+    parser = qwen3.stream([CALC])
+    assert any(delta.call for delta in parser.feed(ids_of(qwen3, REPLY)))
+
+
+def test_a_call_that_was_cut_off_stands_once_it_was_let_out(qwen3: FamilyRenderer) -> None:
+    cut = '<tool_call>\n{"name": "calc", "arguments": {"expression": "24 *'
+    assert calls_of(fed(qwen3, cut))[0]["arguments"] == '{"expression": "24 *'
+    assert said(fed(qwen3, cut, eager=False)) == cut
+
+
+def test_a_draft_within_reasoning_is_no_call(qwen3: FamilyRenderer) -> None:
+    draft = '<tool_call>\n{"name": "calc", "arguments": {"expression": "1"}}\n</tool_call>'
+    deltas = fed(qwen3, f"<think>\nI might {draft}\n</think>\n\nNo.")
+    assert calls_of(deltas) == []
+    assert said(deltas) == "No."
+    assert len(calls_of(fed(qwen3, f"<think>\nI will {draft}"))) == 1
+
+
+def test_stop_strings_are_not_said(qwen3: FamilyRenderer) -> None:
+    assert said(fed(qwen3, "one END two", stop=("END",))) == "one "
+    assert said(fed(qwen3, "one EN two", stop=("END",))) == "one EN two"
+    deltas = fed(qwen3, "<think>\nhm END", stop=("END",))
+    assert "".join(delta.reasoning for delta in deltas) == "hm "
+    call = '<tool_call>\n{"name": "calc", "arguments": {"expression": "a END'
+    assert calls_of(fed(qwen3, call, stop=("END",)))[0]["arguments"] == '{"expression": "a '
+
+
+def test_text_comes_as_it_is_sampled(qwen3: FamilyRenderer) -> None:
+    parser = qwen3.stream([CALC])
+    told = ""
+    for i, token in enumerate(ids_of(qwen3, "a < b <b>bold</b> " * 50)):
+        told += said(parser.feed([token]))
+        assert len(told.split()) >= (i - 12) // 12, "at most a few tokens late"
+
+
+def test_random_replies_add_up(qwen3: FamilyRenderer) -> None:
+    rng = random.Random(6)
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    for _ in range(150):
+        parts = [rng.choice([*marks, words(rng), call_text(rng)]) for _ in range(rng.randint(1, 6))]
+        fed(qwen3, "".join(parts), stop=rng.choice([(), ("stop",)]), eager=rng.random() < 0.7)
+
+
+def test_a_plain_reply_is_all_text(qwen3: FamilyRenderer) -> None:
+    parser = qwen3.stream_text(["END"])
+    deltas = [*parser.feed(ids_of(qwen3, f" {REPLY}\n END")), *parser.finish()]
+    assert said(deltas) == parser.message["content"] == f" {REPLY}\n "

@@ -225,3 +225,10 @@ def is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
+
+
+def test_a_plain_reply_is_all_text(tiny: TemplateRenderer) -> None:
+    text = f" <think>hm</think> {CALL}\n END two"
+    parser = tiny.stream_text(["END"])
+    deltas = fed(parser, ids_of(tiny, text), [1] * 500)
+    assert "".join(d.text for d in deltas) == parser.message["content"] == text.removesuffix("END two")
