@@ -2,8 +2,8 @@
 
     python floor.py PORT UPSTREAM STORE ROW_BYTES
 
-The row is the request's last ROW_BYTES, which is what is new in a long session, and as much of the reply.
-One thread writes, with the pragmas of the gateway's store; calls that wait share a commit.
+The row is the request's last ROW_BYTES, which is what is new in a long session: as many as the gateway
+commits for such a call. One thread writes, with the pragmas of its store; calls that wait share a commit.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ queue: SimpleQueue = SimpleQueue()
 
 def write() -> None:
     db = sqlite3.connect(STORE, isolation_level=None)
-    db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; CREATE TABLE calls (body, reply)")
+    db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; CREATE TABLE calls (body)")
     while True:
         batch = [queue.get(), *(queue.get() for _ in range(min(queue.qsize(), 255)))]
         db.execute("BEGIN IMMEDIATE")
-        db.executemany("INSERT INTO calls VALUES (?, ?)", [row for row, _ in batch])
+        db.executemany("INSERT INTO calls VALUES (?)", [row for row, _ in batch])
         db.execute("COMMIT")
         waiting = [written for _, written in batch]
         waiting[0].get_loop().call_soon_threadsafe(release, waiting)
@@ -42,9 +42,9 @@ def release(waiting: list[asyncio.Future[None]]) -> None:
             written.set_result(None)
 
 
-async def commit(body: bytes, reply: bytes) -> None:
+async def commit(body: bytes) -> None:
     written = asyncio.get_running_loop().create_future()
-    queue.put(((body[-ROW_BYTES:], reply[-ROW_BYTES:]), written))
+    queue.put(((body[-ROW_BYTES:],), written))
     await written
 
 
@@ -54,17 +54,17 @@ async def forward(request: Request) -> Response:
     if answer.content_type == "text/event-stream":
         return StreamingResponse(pieces(answer, body), media_type=answer.content_type)
     reply = await answer.read()
-    await commit(body, reply)
+    await commit(body)
     return Response(reply, answer.status, media_type="application/json")
 
 
 async def pieces(answer: aiohttp.ClientResponse, body: bytes):
     """As they come; the last one once the row is written."""
-    sent, held = b"", b""
+    held = b""
     async for piece in answer.content.iter_any():
         yield held
-        sent, held = sent + held, piece
-    await commit(body, sent + held)
+        held = piece
+    await commit(body)
     yield held
 
 
