@@ -59,16 +59,24 @@ class HttpAnswer(Answer):
             raise StopAsyncIteration
         try:
             piece = await self._next()
+        except UpstreamRefused as error:
+            self._close()
+            if self._translated:
+                error.raw, error.content_type = b"", None
+            raise
         except BaseException:
-            await self.aclose()
+            self._close()
             raise
         if piece.choices is not None:
-            await self.aclose()
+            self._close()
         return piece
 
     async def aclose(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._over = True
-        if self._response is not None:
+        if self._response is not None and not self._response.closed:
             self._response.close()
 
     def partial(self) -> list[Choice]:

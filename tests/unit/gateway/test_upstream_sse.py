@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from instar.gateway.upstream.sse import EventSplitter
+
+STREAM = (
+    ": ping\n\n"
+    'data: {"a": "Grüße 世界 🌍"}\n\n'
+    "event: message_stop\r\ndata: {}\r\n\r\n"
+    "data: one\ndata:two\nid: 3\n\n"
+    "data: mixed\n\r\n"
+    "data: old\r\r"
+    "\n"
+    "data: [DONE]\n\n"
+).encode()
+DATA = [b"", '{"a": "Grüße 世界 🌍"}'.encode(), b"{}", b"one\ntwo", b"mixed", b"old", b"[DONE]"]
+
+
+def split(pieces: list[bytes]) -> tuple[list[bytes], bytes]:
+    splitter = EventSplitter()
+    events = [event for piece in pieces for event in splitter.feed(piece)]
+    if rest := splitter.flush():
+        events.append(rest)
+    return [event.data for event in events], b"".join(event.raw for event in events)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_cut_gives_the_same_events(seed: int) -> None:
+    chance = random.Random(seed)
+    cuts = sorted(chance.sample(range(len(STREAM)), chance.randrange(len(STREAM))))
+    pieces = [STREAM[a:b] for a, b in zip([0, *cuts], [*cuts, len(STREAM)], strict=True)]
+    data, raw = split(pieces)
+    assert data == DATA
+    assert raw == STREAM
+
+
+def test_a_last_event_may_lack_its_blank_line() -> None:
+    assert split([b"data: a\n\nda", b"ta: [DONE]\n"]) == ([b"a", b"[DONE]"], b"data: a\n\ndata: [DONE]\n")
+
+
+def test_a_long_event_in_small_pieces_is_found_in_time() -> None:
+    event = b"data: " + b"x" * 2_000_000 + b"\n\n"
+    data, _ = split([event[i : i + 16384] for i in range(0, len(event), 16384)])
+    assert len(data[0]) == 2_000_000

@@ -1,0 +1,200 @@
+"""Agents whose dialect a provider does not speak: requests and answers are translated."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+import pytest
+from anthropic.types import MessageCreateParams
+from openai.types.chat import CompletionCreateParams
+from pydantic import TypeAdapter
+
+from instar.config import UpstreamEngineConfig
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.dialects.base import Request
+from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.gateway.upstream.http import HttpUpstream
+from instar.types import Message, Tool, ToolCall
+from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
+
+AGENTS = ("chat", "responses", "messages")
+PROVIDERS = ("chat", "messages")
+PAIRS = [(agent, provider) for agent in AGENTS for provider in PROVIDERS if agent != provider]
+
+TOOL = Tool(name="weather", description="Tells it.", parameters={"properties": {"city": {"type": "string"}}})
+CALLS = [
+    ToolCall(id="functions.weather:0", name="weather", arguments=ARGUMENTS),
+    ToolCall(id="call_2", name="weather", arguments='{"city": '),
+]
+CONVERSATION = (
+    Message(role="system", content="Be brief."),
+    Message(role="user", content="Weather?"),
+    Message(role="assistant", content="", reasoning="Hm.", tool_calls=CALLS),
+    Message(role="tool", content="18°", tool_call_id="functions.weather:0"),
+    Message(role="tool", content="bad call", tool_call_id="call_2"),
+    Message(role="user", content="And?"),
+)
+Make = Callable[..., HttpUpstream]
+
+
+@pytest.fixture
+async def provider() -> AsyncGenerator[Provider]:
+    async with run_provider() as provider:
+        yield provider
+
+
+@pytest.fixture
+async def upstream(provider: Provider) -> AsyncGenerator[Make]:
+    made: list[HttpUpstream] = []
+
+    def make(dialect: str, **settings: Any) -> HttpUpstream:
+        base = provider.url + ("" if dialect == "messages" else "/v1")
+        made.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+def asked(model: str = "plain", **more: Any) -> Request:
+    return Request(model, CONVERSATION, (TOOL,), **more)
+
+
+async def ask(
+    upstream: HttpUpstream, dialect: str, request: Request, headers: dict[str, str] | None = None
+) -> list[Piece]:
+    async with aclosing(upstream.send(request, dialect, b"not for the provider", headers or {})) as answer:
+        return [piece async for piece in answer]
+
+
+def said(pieces: list[Piece]) -> Message:
+    """What the deltas add up to."""
+    message = Message(role="assistant", content="")
+    reasoning, calls = "", list[ToolCall]()
+    for index, delta in [delta for piece in pieces for delta in piece.deltas]:
+        assert index == 0
+        message["content"] += delta.text
+        reasoning += delta.reasoning
+        if call := delta.call:
+            if call.index == len(calls):
+                calls.append(ToolCall(id=call.id, name=call.name, arguments=""))
+            calls[call.index]["arguments"] += call.arguments
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+@pytest.mark.parametrize("model", ["plain", "tools"])
+@pytest.mark.parametrize(("agent", "dialect"), PAIRS)
+async def test_an_answer_is_told_in_canonical_words(
+    upstream: Make, agent: str, dialect: str, model: str
+) -> None:
+    (piece,) = await ask(upstream(dialect), agent, asked(model))
+    assert (piece.raw, piece.deltas) == (b"", [])
+    (choice,) = piece.choices or ()
+    assert choice.message["content"] == ("" if model == "tools" else TEXT)
+    assert (choice.finish_reason, choice.prompt_tokens, choice.sampled_tokens) == ("stop", 12, 7)
+
+
+@pytest.mark.parametrize("model", ["plain", "tools", "bytewise"])
+@pytest.mark.parametrize(("agent", "dialect"), PAIRS)
+async def test_deltas_add_up_to_the_reply(upstream: Make, agent: str, dialect: str, model: str) -> None:
+    pieces = await ask(upstream(dialect), agent, asked(model, stream=True))
+    assert all(piece.raw == b"" for piece in pieces)
+    (choice,) = pieces[-1].choices or ()
+    assert said(pieces) == choice.message
+    assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
+    deltas = [delta for piece in pieces for _, delta in piece.deltas]
+    assert len(deltas) >= 4
+    if model == "tools":
+        arguments = "".join(delta.call.arguments for delta in deltas if delta.call)
+        assert orjson.loads(arguments) == orjson.loads(ARGUMENTS)
+
+
+@pytest.mark.parametrize("agent", ["responses", "messages"])
+async def test_a_chat_provider_is_asked_in_its_words(provider: Provider, upstream: Make, agent: str) -> None:
+    settings = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ("\n\n",), "seed": 3}
+    await ask(upstream("chat", model="m"), agent, asked(stream=True, **settings))
+    body = provider.asked
+    TypeAdapter(CompletionCreateParams).validate_python(body)
+    assert body["model"] == "m"
+    assert [message["role"] for message in body["messages"]] == [m["role"] for m in CONVERSATION]
+    calls = body["messages"][2]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == [ARGUMENTS, '{"city": ']
+    assert body["messages"][3]["tool_call_id"] == calls[0]["id"] == "functions.weather:0"
+    assert body["tools"] == [{"type": "function", "function": TOOL}]
+    assert body["stream_options"] == {"include_usage": True}
+    assert {name: body[name] for name in ("max_tokens", "temperature", "top_p", "stop", "seed")} == {
+        **settings,
+        "stop": ["\n\n"],
+    }
+
+
+@pytest.mark.parametrize("agent", ["chat", "responses"])
+async def test_an_anthropic_provider_is_asked_in_its_words(
+    provider: Provider, upstream: Make, agent: str
+) -> None:
+    await ask(upstream("messages", model="m"), agent, asked(temperature=0.5, stop=("x",)))
+    body = provider.asked
+    TypeAdapter(MessageCreateParams).validate_python(body)
+    assert (body["system"], body["max_tokens"], body["stop_sequences"]) == ("Be brief.", 8192, ["x"])
+    assert [turn["role"] for turn in body["messages"]] == ["user", "assistant", "user"]
+    first, second = body["messages"][1]["content"]
+    assert first["input"] == orjson.loads(ARGUMENTS)
+    assert second["input"] == {"arguments": '{"city": '}
+    results = body["messages"][2]["content"]
+    assert [block["type"] for block in results] == ["tool_result", "tool_result", "text"]
+    assert results[0]["tool_use_id"] == first["id"] == "functions_weather_0"
+    assert body["tools"][0]["input_schema"]["type"] == "object"
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", 2), ("seed", 1)])
+async def test_what_anthropic_cannot_do_is_refused_by_name(upstream: Make, name: str, value: int) -> None:
+    with pytest.raises(ApiError, match=f"'{name}' is not supported") as caught:
+        await ask(upstream("messages"), "chat", asked(**{name: value}))
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+async def test_what_canonical_words_cannot_say_is_refused(upstream: Make) -> None:
+    with pytest.raises(ApiError, match="images"):
+        await ask(upstream("chat"), "messages", asked(refusal=bad_request("No images.")))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "agent"), [("responses", "chat"), ("completions", "chat"), ("chat", "completions")]
+)
+async def test_what_cannot_be_translated_is_refused(upstream: Make, dialect: str, agent: str) -> None:
+    with pytest.raises(ApiError, match=f"does not speak '{agent}'; it speaks: {dialect}"):
+        await ask(upstream(dialect), agent, asked())
+
+
+async def test_an_agents_key_moves_to_where_the_provider_looks(provider: Provider, upstream: Make) -> None:
+    headers = {"x-api-key": "k", "anthropic-version": "2023-06-01", "anthropic-beta": "b"}
+    await ask(upstream("chat"), "messages", asked(), headers)
+    sent = provider.headers[-1]
+    assert sent["authorization"] == "Bearer k"
+    assert not {"x-api-key", "anthropic-beta", "anthropic-version"} & set(sent)
+    await ask(upstream("messages"), "chat", asked(), {"authorization": "Bearer k", "openai-project": "p"})
+    sent = provider.headers[-1]
+    assert (sent["x-api-key"], sent["anthropic-version"]) == ("k", "2023-06-01")
+    assert not {"authorization", "openai-project"} & set(sent)
+
+
+async def test_a_refusal_is_told_in_canonical_words(upstream: Make) -> None:
+    with pytest.raises(UpstreamRefused, match=r"Slow down\.") as caught:
+        await ask(upstream("chat"), "messages", asked("limited"))
+    assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")
+
+
+async def test_token_ids_are_kept_through_a_translation(upstream: Make) -> None:
+    for stream in (False, True):
+        pieces = await ask(upstream("chat", token_ids=True), "messages", asked("exact", stream=stream))
+        (choice,) = pieces[-1].choices or ()
+        assert choice.sampled_ids is not None
+        assert choice.sampled_ids.tolist() == [7, 8, 2]
