@@ -52,8 +52,8 @@ class Channel:
         said = self.text
         if whole.startswith(said):
             return whole[len(said) :]
-        same = next(i for i, (a, b) in enumerate(zip(said, whole + "\0", strict=False)) if a != b)
-        return whole[same:]
+        pairs = enumerate(zip(said, whole, strict=False))
+        return whole[next((i for i, (a, b) in pairs if a != b), len(whole)) :]
 
     def holds(self, now: str, run: str) -> bool:
         """Whether a run of text is the end of this channel, which has grown since the run began."""
@@ -175,9 +175,12 @@ class FamilyStreamParser(StreamParser):
         if marker := _MARKER.search(text):
             said = self._say(channel, text[: marker.start()].rstrip())
             return said + self._at_boundary(text[marker.end() :])
-        sure = text[: len(text) - max(overlap(text, held) for held in self._held_for)].rstrip()
+        sure = self._settled(text)
         self._run = text[len(sure) :]
         return self._say(channel, sure)
+
+    def _settled(self, text: str) -> str:
+        return text[: len(text) - max(overlap(text, held) for held in self._held_for)].rstrip()
 
     def _say(self, channel: Channel, text: str) -> list[Delta]:
         if not text:
@@ -195,7 +198,7 @@ class FamilyStreamParser(StreamParser):
             return deltas
         parsed = self._parse(self._ids)
         self._reasoning.base, self._content.base = self._told(parsed, cut=False)
-        deltas += self._let_out(*self._told(parsed))
+        deltas += self._let_out(*map(self._settled, self._told(parsed)))
         if parsed.tool_calls and self._tools and self._calls_are_safe():
             deltas += self._closed_calls(parsed.tool_calls)
         return deltas
