@@ -7,7 +7,8 @@ is ``NOT_SAMPLED``.
 
 from __future__ import annotations
 
-import uuid
+import os
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,9 +25,13 @@ Json = dict[str, Any]
 NOT_SAMPLED = -1
 
 
+_ids = random.Random(os.urandom(32))
+"""Ids are unique, not secret; asking the system for each costs more than the rest of many a call."""
+
+
 def new_id(prefix: str) -> str:
     """A fresh id, readable in a log: ``sess-1f0c…``."""
-    return f"{prefix}-{uuid.uuid4().hex[:20]}"
+    return f"{prefix}-{_ids.getrandbits(80):020x}"
 
 
 # --- messages, as every dialect translates them -------------------------------------------------
@@ -259,8 +264,8 @@ class Call:
     client_key: str | None = None
     """The idempotency key of the request: the same one again is the same request again."""
     digests: bytes = b""
-    """What requests are compared by (`record.chain`): keyed hashes of the tools, then of each message
-    beyond ``base_messages`` and of the reply, as they were before redaction. Empty: made from the messages."""
+    """What requests are compared by (`record.chain`): keyed hashes of the tools, then of each message beyond
+    ``base_messages`` and of the reply, as they were before redaction. Empty: made from the messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so one for all is safe
     started_at: float = 0.0
     first_token_at: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ def api_error(error: Exception) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, error.detail)
         case _:
+            traceback.print_exception(error)
             return ApiError(500, "Internal error; the gateway's log says more.", code="internal")
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import msgspec
 import orjson
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from instar.config import GatewayConfig, ModelRoute, SamplingConfig
 from instar.engines.base import Engine
@@ -52,6 +52,8 @@ from instar.types import new_id
 
 T = TypeVar("T")
 JSON = "application/json"
+_PREFIXES = ("/v1", "/s/{session}/v1")
+_KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
 HASH_KEY = "message-hashes"
 """The store's secret that messages are hashed with."""
 
@@ -98,7 +100,8 @@ def create_app(
             yield
         await recorder.drain()
 
-    return Starlette(
+    return App(
+        gateway,
         routes=gateway.routes(),
         lifespan=lifespan,
         exception_handlers={
@@ -108,6 +111,21 @@ def create_app(
             Exception: gateway.on_error,
         },
     )
+
+
+class App(Starlette):
+    """Model calls go straight to the gateway: a router and its layers cost more than many a call."""
+
+    def __init__(self, gateway: Gateway, **options: Any) -> None:
+        super().__init__(**options)
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._gateway.find(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await self._gateway.answer(found, scope, receive, send)
 
 
 class Routing:
@@ -134,6 +152,16 @@ class Routing:
         return self._upstream, True
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a path asks for."""
+
+    dialect: Dialect
+    session: str | None
+    counts: bool
+    """To count a prompt's tokens, not to answer it."""
+
+
 class Gateway:
     def __init__(
         self,
@@ -152,21 +180,14 @@ class Gateway:
         self._config = config
         self._policy_id = policy_id
         self._dialects = [cast(Dialect, resolve("dialects", name)()) for name in names("dialects")]
+        self._paths = {f"/v1{path}": d for d in self._dialects for path in (d.path, d.count_path) if path}
         self._watch = LoopWatch()
         self._in_flight = 0
 
     def routes(self) -> list[Route]:
-        routes: list[Route] = []
-        for prefix in ("/v1", "/s/{session}/v1"):
-            for dialect in self._dialects:
-                routes.append(Route(f"{prefix}{dialect.path}", self._endpoint(dialect), methods=["POST"]))
-                if dialect.count_path:
-                    counting = self._counting(dialect)
-                    routes.append(Route(f"{prefix}{dialect.count_path}", counting, methods=["POST"]))
-            routes.append(Route(f"{prefix}/models", self.models))
-            routes.append(Route(f"{prefix}/models/{{model:path}}", self.model))
         return [
-            *routes,
+            *(Route(f"{prefix}/models", self.models) for prefix in _PREFIXES),
+            *(Route(f"{prefix}/models/{{model:path}}", self.model) for prefix in _PREFIXES),
             Route("/healthz", self.health),
             Route("/stats", self.stats),
             Route("/sessions", self.open_session, methods=["POST"]),
@@ -196,21 +217,39 @@ class Gateway:
 
     # --- model calls ------------------------------------------------------------------------------
 
-    def _endpoint(self, dialect: Dialect) -> Callable[[HttpRequest], Awaitable[Response]]:
-        async def endpoint(http: HttpRequest) -> Response:
-            try:
-                if self._in_flight >= self._config.max_in_flight:
-                    raise ApiError(429, "Too many requests at once.", code="too_many_requests", retry_after=1)
-                return await self._call(dialect, http)
-            except (ApiError, StoreError) as error:
-                return failure(dialect, api_error(error))
+    def find(self, path: str) -> Found | None:
+        """The model call that a path stands for."""
+        session = None
+        if path.startswith("/s/"):
+            session, _, rest = path[3:].partition("/")
+            path = f"/{rest}"
+        if (dialect := self._paths.get(path)) is not None:
+            return Found(dialect, session, counts=path == f"/v1{dialect.count_path}")
+        return None
 
-        return endpoint
+    async def answer(self, found: Found, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._response(found, scope, receive)
+        except Exception as error:  # noqa: BLE001 — whatever it is, it is said in the dialect's words
+            response = failure(found.dialect, api_error(error))
+        await response(scope, receive, send)
 
-    async def _call(self, dialect: Dialect, http: HttpRequest) -> Response:
-        caller, headers = await self._caller(http), http.headers
-        body = await self._body(http)
-        url, header = http.path_params.get("session"), headers.get(SESSION_HEADER)
+    async def _response(self, found: Found, scope: Scope, receive: Receive) -> Response:
+        if scope["method"] != "POST":
+            raise ApiError(405, "Only POST is possible here.", code="method_not_allowed")
+        if self._in_flight >= self._config.max_in_flight:
+            raise ApiError(429, "Too many requests at once.", code="too_many_requests", retry_after=1)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        caller = await self._identified(headers)
+        body = await self._body(headers, receive)
+        if found.counts:
+            return self._count(found.dialect, body)
+        return await self._call(found.dialect, caller, found.session, headers, body)
+
+    async def _call(
+        self, dialect: Dialect, caller: Caller, url: str | None, headers: Mapping[str, str], body: bytes
+    ) -> Response:
+        header = headers.get(SESSION_HEADER)
         where = url or header or caller.session_id or caller.agent_id
         request, chain = self._recall.read(dialect, where, body)
         self._check_size(request)
@@ -294,42 +333,35 @@ class Gateway:
         request = replace(request, messages=(*own, *earlier, call.reply, *new))
         return request, self._hasher.chain(request.messages, request.tools), call.session_id
 
-    def _counting(self, dialect: Dialect) -> Callable[[HttpRequest], Awaitable[Response]]:
-        async def endpoint(http: HttpRequest) -> Response:
-            try:
-                await self._caller(http)
-                request = dialect.read_count(await self._body(http))
-                if self._routing.calls is None:
-                    raise ApiError(404, "Tokens cannot be counted without a model of our own.")
-                ids = self._routing.calls.renderer.render(request.messages, request.tools)
-                return Response(dialect.count(len(ids)), media_type=JSON)
-            except Exception as error:  # noqa: BLE001 — in the dialect's own words
-                return failure(dialect, api_error(error))
+    def _count(self, dialect: Dialect, body: bytes) -> Response:
+        request = dialect.read_count(body)
+        if self._routing.calls is None:
+            raise ApiError(404, "Tokens cannot be counted without a model of our own.")
+        ids = self._routing.calls.renderer.render(request.messages, request.tools)
+        return Response(dialect.count(len(ids)), media_type=JSON)
 
-        return endpoint
-
-    async def _caller(self, http: HttpRequest) -> Caller:
-        headers = http.headers
-        if sum(len(name) + len(value) for name, value in headers.raw) > self._config.max_header:
+    async def _identified(self, headers: Mapping[str, str]) -> Caller:
+        size = sum(map(len, headers)) + sum(map(len, headers.values()))
+        if size > self._config.max_header:
             raise ApiError(431, f"The headers are larger than {self._config.max_header} bytes.")
         return await self._sessions.keys.identify(bearer(headers))
 
-    async def _body(self, http: HttpRequest) -> bytes:
+    async def _caller(self, http: HttpRequest) -> Caller:
+        return await self._identified(http.headers)
+
+    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         limit = self._config.max_body
-        if http.headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "Compressed bodies are not taken.", code="unsupported_encoding")
-        chunks: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(self._config.read_timeout):
-                async for chunk in http.stream():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > limit:
-                        raise ApiError(413, f"The body is larger than {limit} bytes.", code="too_large")
+                message = await receive()
+                body: bytes = message.get("body", b"")
+                if not message.get("more_body", False) and len(body) <= limit:
+                    return body
+                return await _rest_of_body(body, receive, limit)
         except TimeoutError as error:
             raise ApiError(408, "The body did not arrive in time.", code="timeout") from error
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def models(self, http: HttpRequest) -> Response:
         await self._caller(http)
@@ -364,7 +396,9 @@ class Gateway:
 
     async def open_session(self, http: HttpRequest) -> Response:
         caller = await self._caller(http)
-        session, key = await self._sessions.open(caller, _decode(await self._body(http), OpenSession))
+        session, key = await self._sessions.open(
+            caller, _decode(await self._body(http.headers, http.receive), OpenSession)
+        )
         base_url = f"{http.url.scheme}://{http.url.netloc}/s/{session.session_id}/v1"
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _struct(opened, 201)
@@ -377,7 +411,7 @@ class Gateway:
 
     async def _end(self, http: HttpRequest, kind: type[CompleteSession | FailSession]) -> Response:
         caller = await self._caller(http)
-        asked = _decode(await self._body(http), kind)
+        asked = _decode(await self._body(http.headers, http.receive), kind)
         return _struct(await self._sessions.end(http.path_params["session"], caller, asked))
 
     async def read_session(self, http: HttpRequest) -> Response:
@@ -385,28 +419,32 @@ class Gateway:
         return _struct(await self._sessions.view(http.path_params["session"], caller))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
-        fits = (d for d in self._dialects if http.url.path.endswith((d.path, d.count_path or d.path)))
-        return failure(next(fits, self._chat), api_error(error))
-
-    @property
-    def _chat(self) -> Dialect:
-        return next(dialect for dialect in self._dialects if dialect.name == "chat")
+        return failure(self._paths["/v1/chat/completions"], api_error(error))
 
 
-def _evidence(headers: Headers) -> Evidence:
+async def _rest_of_body(body: bytes, receive: Receive, limit: int) -> bytes:
+    chunks, size, more = [body], len(body), True
+    while more and size <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "The body broke off.", code="invalid_json")
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        more = message.get("more_body", False)
+    if size > limit:
+        raise ApiError(413, f"The body is larger than {limit} bytes.", code="too_large")
+    return b"".join(chunks)
+
+
+def _evidence(headers: Mapping[str, str]) -> Evidence:
     """OpenAI's and Anthropic's clients count their retries: that tells a replay from a second wish."""
     retried = headers.get("x-stainless-retry-count", "0") != "0"
     return Evidence(headers.get("idempotency-key"), retried)
 
 
-def _without_our_keys(headers: Headers) -> dict[str, str]:
+def _without_our_keys(headers: Mapping[str, str]) -> dict[str, str]:
     """The agent's headers, without a key that is ours: it is nobody else's business."""
-    kept: dict[str, str] = {}
-    for name, value in headers.items():
-        if name in ("authorization", "x-api-key", "api-key"):
-            continue
-        kept[name] = value
-    return kept
+    return {name: value for name, value in headers.items() if name not in _KEY_HEADERS}
 
 
 def _decode(body: bytes, kind: type[T]) -> T:

@@ -43,6 +43,7 @@ async def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(grace)),
     )
