@@ -94,7 +94,7 @@ class Display:
         head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
         for mode, values in _evaluations(run).items():
             head.add_row(f"held-out {mode}", " → ".join(f"{value:.2f}" for value in values[-6:]))
-        body: list[RenderableType] = [head, Text(), _roles(endpoints)]
+        body: list[RenderableType] = [head, Text(), roles_table(endpoints)]
         if self.events:
             body += [Text(), Text("\n".join(self.events[-4:]), style="dim")]
         return Panel(Group(*body), title=f"instar · {run.run_id}", border_style="cyan", padding=(1, 2))
@@ -162,10 +162,10 @@ def _evaluations(run: LiveRun) -> dict[str, list[float]]:
     return by_mode
 
 
-def _roles(endpoints: Sequence[Endpoint]) -> Table:
+def roles_table(endpoints: Sequence[Endpoint]) -> Table:
     table = Table.grid(padding=(0, 2))
-    by_role = {endpoint.role: endpoint for endpoint in endpoints}
     for role in ROLE_ORDER:
-        if role in by_role:
-            table.add_row(Text(role, style="cyan"), Text(by_role[role].doing))
+        for endpoint in endpoints:
+            if endpoint.role == role:
+                table.add_row(Text(endpoint.name, style="cyan"), Text(endpoint.doing))
     return table

@@ -1,9 +1,10 @@
-"""How an engine and a trainer share the cores of one machine.
+"""How the engines and a trainer share the cores of one machine.
 
 Threads of two processes on the same cores slow each other down by far more than half: they wait for
-one another in every operation. So each computes on half of the cores while the other may be busy: the
-engine as long as a trainer is up, the trainer whenever replies are being sampled. In sync mode the two
+one another in every operation. So each side computes on half of the cores while the other may be busy: the
+engines as long as a trainer is up, the trainer whenever replies are being sampled. In sync mode the two
 take turns anyway, and the number of threads, which can change the last bits of a sum, stays as it is.
+Several engines divide what is theirs among them.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ def _usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-async def share_cores(config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None]) -> None:
-    """Follow what the other role does, until cancelled."""
+async def share_cores(
+    config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, among: int = 1
+) -> None:
+    """Follow what the other role does, until cancelled. ``among``: processes of this role."""
     cores = _usable_cores()
     granted = cores
+    if among > 1:
+        granted = max(1, cores // among)
+        use_cores(granted)
     while config.trainer.mode == "async":
         endpoints = await store.endpoints(config.name)
         busy = any(e.role == other and is_busy(e, time.time()) for e in endpoints)
-        wanted = max(1, cores // 2) if busy else cores
+        wanted = max(1, (cores // 2 if busy else cores) // among)
         if wanted != granted:
             use_cores(wanted)
             granted = wanted

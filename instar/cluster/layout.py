@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from instar.config import RunConfig
+from instar.config import LocalEngineConfig, RunConfig, ScriptedEngineConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
 from instar.types import Json
 
@@ -17,6 +17,17 @@ from instar.types import Json
 def public_settings(config: RunConfig) -> Json:
     """The settings without what an agent's environment holds: keys, often."""
     return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
+
+
+def engine_names(config: RunConfig) -> list[str]:
+    """What the run's engine processes are called; none, where someone else serves the model."""
+    match config.engine:
+        case UpstreamEngineConfig():
+            return []
+        case LocalEngineConfig(count=count) | ScriptedEngineConfig(count=count) if count > 1:
+            return [f"engine-{place}" for place in range(count)]
+        case _:
+            return ["engine"]
 
 
 class RunFolder:
@@ -27,8 +38,8 @@ class RunFolder:
         self.locks = path / "locks"
         self.report = path / "report"
 
-    def log(self, role: str) -> Path:
-        return self.logs / f"{role}.log"
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
 
     def create(self, config: RunConfig) -> None:
         """Write the resolved config, from which every role reads its own part."""
@@ -52,10 +63,10 @@ class RunFolder:
         # The folder may have been moved since.
         return config.model_copy(update={"dir": self.path})
 
-    def lock(self, role: str, *, wait: float = 20.0) -> int:
-        """Hold the role's lock until this process ends. Its last holder may still be dying."""
+    def lock(self, name: str, *, wait: float = 20.0) -> int:
+        """Hold a role's lock until this process ends. Its last holder may still be dying."""
         self.locks.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.locks / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait
         while True:
             try:
@@ -64,5 +75,5 @@ class RunFolder:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
-                    raise InstarError(f"another process already runs the {role} of {self.path}") from None
+                    raise InstarError(f"another process already runs the {name} of {self.path}") from None
                 time.sleep(0.05)

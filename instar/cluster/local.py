@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from instar.cluster.layout import RunFolder, public_settings
-from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN, ENGINE_URL, GATEWAY_URL
+from instar.cluster.layout import RunFolder, engine_names, public_settings
+from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN, ENGINE_URL, ENGINE_URLS, GATEWAY_URL
 from instar.cluster.supervisor import Supervisor, listen, url_of
 from instar.config import RunConfig
-from instar.engines.base import EngineStatus
-from instar.engines.remote import RemoteEngine
+from instar.engines.base import Engine, EngineStatus
+from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
 from instar.store.base import Run, Store
 from instar.store.factory import open_store
@@ -34,11 +34,11 @@ class LiveRun:
     folder: RunFolder
     supervisor: Supervisor
     store: Store
-    engine_url: str
+    engine_urls: list[str]
     engine_token: str
     gateway_url: str
     admin_key: str
-    engine: RemoteEngine | None = None
+    engine: Engine | None = None
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
     stopped_by_user: bool = False
@@ -54,7 +54,7 @@ class LiveRun:
 async def serving(
     config: RunConfig, *, resume: bool = False, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
-    """Engine and gateway up, both answering; everything is stopped on leaving."""
+    """Engines and gateway up, all answering; everything is stopped on leaving."""
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, config, resume)
@@ -73,7 +73,7 @@ async def serving(
     for left in await store.endpoints(config.name):
         # Of an earlier process. That its rollout had finished says nothing of this one's.
         await store.remove_endpoint(config.name, left.role, left.name)
-    engine_socket = listen("127.0.0.1", 0)
+    engine_sockets = {name: listen("127.0.0.1", 0) for name in engine_names(config)}
     gateway_socket = listen(config.gateway.host, config.gateway.port)
     supervisor = Supervisor(folder, log=log)
     run = LiveRun(
@@ -81,15 +81,15 @@ async def serving(
         folder=folder,
         supervisor=supervisor,
         store=store,
-        engine_url=url_of(engine_socket),
+        engine_urls=[url_of(server) for server in engine_sockets.values()],
         engine_token=secrets.token_urlsafe(24),
         gateway_url=url_of(gateway_socket),
         admin_key=os.environ.get(ADMIN_KEY) or f"sk-instar-{secrets.token_urlsafe(24)}",
     )
     try:
-        await supervisor.start(
-            "engine", python=config.engine.python, env=_environment(run), server=engine_socket
-        )
+        for name, server in engine_sockets.items():
+            env = {**_environment(run), ENGINE_URL: url_of(server)}
+            await supervisor.start("engine", name=name, python=config.engine.python, env=env, server=server)
         await supervisor.start("gateway", env=_environment(run), server=gateway_socket)
         await _until_up(run)
         yield run
@@ -101,7 +101,7 @@ async def serving(
         if run.engine is not None:
             await run.engine.close()
         await supervisor.close()
-        for server in (engine_socket, gateway_socket):
+        for server in (*engine_sockets.values(), gateway_socket):
             server.close()
         await store.close()
         os.close(lock)
@@ -124,7 +124,7 @@ def _environment(run: LiveRun) -> dict[str, str]:
     return {
         ADMIN_KEY: run.admin_key,
         ENGINE_TOKEN: run.engine_token,
-        ENGINE_URL: run.engine_url,
+        ENGINE_URLS: " ".join(run.engine_urls),
         GATEWAY_URL: run.gateway_url,
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
@@ -137,7 +137,7 @@ async def _until_up(run: LiveRun, timeout: float = 600.0) -> None:
 
     deadline = time.monotonic() + timeout
     async with aiohttp.ClientSession() as client:
-        for url in (run.engine_url, run.gateway_url):
+        for url in (*run.engine_urls, run.gateway_url):
             while True:
                 run.supervisor.raise_failure()
                 try:
@@ -163,6 +163,8 @@ async def train(
     cannot go on; on Ctrl-C it drains, checkpoints and returns with ``stopped_by_user`` set."""
     if config.rollout is None:
         raise ConfigError("rollout: needed to train; name the tasks and the agent that tries them")
+    if not engine_names(config):
+        raise ConfigError("engine.type: an upstream is recorded, not trained; use local to train")
     async with serving(config, resume=resume, log=log) as run:
         if observe is not None:
             observe(run)
@@ -261,10 +263,12 @@ async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:
 
 
 async def engine_status(run: LiveRun) -> EngineStatus | None:
-    """What the engine reports; None while it cannot be asked."""
+    """What the engines report together; None while they cannot be asked, and where there are none."""
+    if not run.engine_urls:
+        return None
     try:
         if run.engine is None:
-            run.engine = await RemoteEngine.connect(run.engine_url, run.engine_token, timeout=30)
+            run.engine = await connect_engines(run.engine_urls, run.engine_token, timeout=30)
         return await run.engine.status()
     except EngineUnavailable:
         return None

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.cluster.cores import share_cores
-from instar.cluster.layout import RunFolder
+from instar.cluster.layout import RunFolder, engine_names
 from instar.cluster.supervisor import FATAL
 from instar.config import RunConfig
 from instar.errors import EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
-from instar.types import Endpoint
+from instar.types import Endpoint, Policy
 
 if TYPE_CHECKING:
     from instar.trainer.loop import Trainer
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 ADMIN_KEY = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
 ENGINE_URL = "INSTAR_ENGINE_URL"
+"""Where an engine listens itself."""
+ENGINE_URLS = "INSTAR_ENGINE_URLS"
+"""Where all of them do, with spaces between."""
 GATEWAY_URL = "INSTAR_GATEWAY_URL"
 HEARTBEAT = 0.5
 FINISHED = "finished"
@@ -44,6 +47,7 @@ class Context:
 
     def __init__(self, role: str, folder: RunFolder, arguments: argparse.Namespace) -> None:
         self.role = role
+        self.name: str = arguments.name or role
         self.folder = folder
         self.config: RunConfig = folder.read_config()
         self.arguments = arguments
@@ -79,11 +83,11 @@ class Context:
             Endpoint(
                 self.run_id,
                 self.role,
-                self.role,
+                self.name,
                 url,
                 os.getpid(),
                 doing,
-                str(self.folder.log(self.role)),
+                str(self.folder.log(self.name)),
                 time.time(),
             )
         )
@@ -93,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m instar.cluster.role")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--name", help="tells processes of one role apart")
     parser.add_argument("--lifeline", type=int, required=True, help="a pipe that ends with the supervisor")
     parser.add_argument("--fd", type=int, help="the socket to listen on")
     parser.add_argument("--evaluate", metavar="LABEL")
@@ -100,7 +105,7 @@ def main() -> None:
     _end_with_supervisor(arguments.lifeline)
     folder = RunFolder(arguments.run_dir)
     try:
-        lock = folder.lock(arguments.role)
+        lock = folder.lock(arguments.name or arguments.role)
         code = _run(arguments.role, folder, arguments)
         os.close(lock)
     except (EngineUnavailable, StoreFull):
@@ -168,7 +173,9 @@ async def engine(context: Context) -> None:
     await _first(
         serve(app, listener, stop=context.stop),
         refresh(),
-        share_cores(context.config, store, "trainer", served.use_cores),
+        share_cores(
+            context.config, store, "trainer", served.use_cores, among=len(engine_names(context.config))
+        ),
         context.heartbeat(store, doing, os.environ[ENGINE_URL]),
     )
     await served.close()
@@ -176,33 +183,28 @@ async def engine(context: Context) -> None:
 
 
 async def gateway(context: Context) -> None:
-    from instar.engines.remote import RemoteEngine
-    from instar.gateway.app import create_app
+    from instar.engines.factory import connect_engines
+    from instar.gateway.build import gateway_app
     from instar.gateway.serve import serve
-    from instar.models import resolve_model
-    from instar.record.render import load_renderer
 
     store = context.open_store()
+    await context.announce(store, "waiting for the engine")
+
+    async def head() -> Policy:
+        return await store.head(context.policy_id)
+
+    urls = os.environ[ENGINE_URLS].split()
+    connected = (
+        await connect_engines(urls, os.environ[ENGINE_TOKEN], timeout=300, newest=head) if urls else None
+    )
     await context.announce(store, "loading the tokenizer")
-    renderer = load_renderer(resolve_model(context.config.model.name), context.config.model)
-    remote = await RemoteEngine.connect(os.environ[ENGINE_URL], os.environ[ENGINE_TOKEN], timeout=300)
-    rollout = context.config.rollout
-    app = create_app(
-        store=store,
-        engine=remote,
-        renderer=renderer,
-        run_id=context.run_id,
-        agent_id=context.config.agent_id,
-        policy_id=context.policy_id,
-        config=context.config.gateway,
-        train_sampling=rollout.sampling if rollout else None,
-        admin_key=os.environ[ADMIN_KEY],
-    )
-    await _first(
-        serve(app, context.socket(), stop=context.stop),
-        context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
-    )
-    await remote.close()
+    async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
+        await _first(
+            serve(app, context.socket(), stop=context.stop),
+            context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
+        )
+    if connected is not None:
+        await connected.close()
     await store.close()
 
 
@@ -219,8 +221,10 @@ async def trainer(context: Context) -> None:
     store = context.open_store()
     await context.announce(store, "loading the model")
     backend = create_backend(config)
-    remote = await RemoteEngine.connect(os.environ[ENGINE_URL], os.environ[ENGINE_TOKEN], timeout=300)
-    engines: list[Engine] = [remote]
+    token = os.environ[ENGINE_TOKEN]
+    engines: list[Engine] = await asyncio.gather(
+        *(RemoteEngine.connect(url, token, timeout=300) for url in os.environ[ENGINE_URLS].split())
+    )
 
     async def current_engines() -> list[Engine]:
         return engines
@@ -233,7 +237,7 @@ async def trainer(context: Context) -> None:
         store=store,
         backend=backend,
         batcher=Batcher(store, context.run_id, config),
-        sync=create_sync(backend.capabilities.artifacts, remote.info.artifacts),
+        sync=create_sync(backend.capabilities.artifacts, engines[0].info.artifacts),
         engines=current_engines,
         monitor=monitor,
         log=context.log,
@@ -251,7 +255,8 @@ async def trainer(context: Context) -> None:
         beating.cancel()
         monitor.close()
         await backend.close()
-        await remote.close()
+        for connected in engines:
+            await connected.close()
     await context.announce(store, loop.doing)
     await store.close()
 

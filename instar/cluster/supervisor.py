@@ -78,16 +78,20 @@ class Supervisor:
         self,
         role: str,
         *arguments: str,
+        name: str | None = None,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         server: socket.socket | None = None,
     ) -> Role:
+        """``name`` tells processes of the same role apart."""
+        name = name or role
         argv = [
             python or sys.executable,
             "-m",
             "instar.cluster.role",
             role,
             str(self.folder.path),
+            f"--name={name}",
             f"--lifeline={self._lifeline}",
             *arguments,
         ]
@@ -95,8 +99,8 @@ class Supervisor:
         if server is not None:
             argv.append(f"--fd={server.fileno()}")
             fds.append(server.fileno())
-        started = Role(role, argv, {**os.environ, **(env or {})}, self.folder.log(role), fds)
-        self.roles[role] = started
+        started = Role(name, argv, {**os.environ, **(env or {})}, self.folder.log(name), fds)
+        self.roles[name] = started
         await self._spawn(started)
         watcher = asyncio.create_task(self._watch(started))
         self._watchers.add(watcher)

@@ -1,0 +1,105 @@
+"""A run with two engines, every role a process: one is killed, the agent does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from transformers import LlamaConfig
+
+from instar.cli.display import roles_table
+from instar.cluster.layout import engine_names
+from instar.cluster.local import LiveRun, engine_status, serving, train
+from instar.config import RolloutConfig, RunConfig
+from instar.engines.remote import RemoteEngine
+from instar.errors import ConfigError
+from tests.tiny import make_tiny_tokenizer
+
+
+def config_in(folder: Path, **engine: object) -> RunConfig:
+    make_tiny_tokenizer().save_pretrained(folder / "model")
+    LlamaConfig().save_pretrained(folder / "model")
+    return RunConfig.model_validate(
+        {
+            "name": "two",
+            "dir": str(folder / "run"),
+            "model": {"name": str(folder / "model"), "max_context": 1024},
+            "gateway": {"port": 0},
+            "engine": {"type": "scripted", "replies": ["fine, thank you"], **engine},
+        }
+    )
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[LiveRun]:
+    async with serving(config_in(tmp_path, count=2), log=lambda _: None) as live:
+        yield live
+
+
+async def ask(http: httpx.AsyncClient, text: str) -> None:
+    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "fine, thank you"
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 90) -> None:
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - what is waited for is another process
+            await asyncio.sleep(0.05)
+
+
+async def test_one_of_two_engines_dies_and_returns(run: LiveRun) -> None:
+    first, second = [await RemoteEngine.connect(url, run.engine_token) for url in run.engine_urls]
+    asked = 0
+
+    async def both_answer() -> bool:
+        nonlocal asked
+        for _ in range(4):
+            asked += 1
+            await ask(http, f"how are you, {asked}?")
+        statuses = [await first.status(), await second.status()]
+        return all(status.generated_tokens > 0 for status in statuses)
+
+    headers = {"Authorization": f"Bearer {run.admin_key}"}
+    async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=60) as http:
+        await until(both_answer)
+        role = run.supervisor.roles["engine-0"]
+        assert role.process is not None
+        os.kill(role.process.pid, signal.SIGKILL)
+        for n in range(20):
+            await ask(http, f"and you, {n}?")
+        await until(both_answer)  # it starts again with no tokens generated
+        assert role.restarts == 1
+    endpoints = await run.store.endpoints(run.run_id)
+    named = {(endpoint.role, endpoint.name): endpoint.url for endpoint in endpoints}
+    assert [named["engine", name] for name in ("engine-0", "engine-1")] == run.engine_urls
+    assert roles_table(endpoints).row_count == 3
+    status = await engine_status(run)
+    assert status is not None
+    total = [await first.status(), await second.status()]
+    assert status.generated_tokens == sum(one.generated_tokens for one in total)
+    await first.close()
+    await second.close()
+
+
+def test_engines_are_named_by_their_place(tmp_path: Path) -> None:
+    assert engine_names(config_in(tmp_path)) == ["engine"]
+    assert engine_names(config_in(tmp_path, count=3)) == ["engine-0", "engine-1", "engine-2"]
+
+
+async def test_an_upstream_is_not_trained(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    upstream = {"type": "upstream", "base_url": "http://127.0.0.1:9/v1"}
+    rollout = RolloutConfig.model_validate(
+        {"tasks": {"type": "python", "function": "a:b"}, "agent": {"type": "function", "function": "a:b"}}
+    )
+    config = RunConfig.model_validate({**config.model_dump(), "engine": upstream, "rollout": rollout})
+    assert engine_names(config) == []
+    with pytest.raises(ConfigError, match=r"engine\.type: an upstream"):
+        await train(config)
