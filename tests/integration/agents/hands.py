@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,12 @@ class Hands:
 
     def delegating(self, path: str, what: str) -> ToolUse:
         return _filled(self.delegate, prompt=f"{DELEGATED} {path} and report its {what}.")
+
+
+def codex_waiting(text: str) -> ToolUse:
+    """Codex does not wait for its sub-agents by itself; their ids stand in what it was told of them."""
+    ids = dict.fromkeys(re.findall(r"agent_id\W+([0-9a-f-]{36})", text))
+    return "multi_agent_v1.wait_agent", {"targets": list(ids), "timeout_ms": 20000}
 
 
 def _filled(use: ToolUse, **values: str) -> ToolUse:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.integration.agents.capture import Json, Reply, Script
-from tests.integration.agents.hands import DELEGATED, HANDS, ToolUse
+from tests.integration.agents.hands import DELEGATED, HANDS, ToolUse, codex_waiting
 
 Step = Reply | Callable[[Json], Reply]
 FULL = 1_000_000
@@ -88,7 +88,7 @@ def subagents(agent: str, path: str) -> Scene:
     """Two at once."""
     hands = HANDS[agent]
     ask = _use("I ask two helpers.", hands.delegating(path, "words"), hands.delegating(path, "length"))
-    wait: list[Step] = [_codex_wait] if agent == "codex" else []
+    wait: list[Step] = [lambda body: _use("", codex_waiting(json.dumps(body)))] if agent == "codex" else []
     return Scene(
         [
             ask,
@@ -111,12 +111,6 @@ SCENES: dict[str, Callable[[str, str], Scene]] = {
 
 def _use(text: str, *calls: ToolUse) -> Reply:
     return Reply(text, calls)
-
-
-def _codex_wait(body: Json) -> Reply:
-    """Codex does not wait for its sub-agents by itself."""
-    ids = re.findall(r"agent_id\W+([0-9a-f-]{36})", json.dumps(body["input"]))
-    return _use("", ("multi_agent_v1.wait_agent", {"targets": ids, "timeout_ms": 20000}))
 
 
 def _text(message: Json) -> str:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 
-from tests.integration.agents.hands import DELEGATED, HANDS, Hands, ToolUse
+from tests.integration.agents.hands import DELEGATED, HANDS, Hands, ToolUse, codex_waiting
 
 TASK = re.compile(r"(?:moon in|Look into) (/\S+?greeting\.txt)( with helpers)?")
 REPLY = "<|im_start|>assistant\n"
@@ -27,6 +27,8 @@ def player(hands: Hands) -> Callable[[str, int | None], str]:
             if helpers:
                 ask = hands.delegating(path, "words"), hands.delegating(path, "length")
                 steps.insert(0, _say("I ask two helpers.", *ask))
+                if hands is HANDS["codex"]:
+                    steps.insert(1, _say("", codex_waiting(prompt)))
         return steps[min(turn, len(steps) - 1)]
 
     return play
@@ -34,10 +36,15 @@ def player(hands: Hands) -> Callable[[str, int | None], str]:
 
 def _say(text: str, *calls: ToolUse) -> str:
     written = [
-        f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+        f"<tool_call>{json.dumps({'name': _offered(name), 'arguments': arguments})}</tool_call>"
         for name, arguments in calls
     ]
     return "\n".join([text, *written] if text else written)
+
+
+def _offered(name: str) -> str:
+    """A tool of a namespace, as the gateway offers it to the model."""
+    return name.replace(".", "__")
 
 
 claude_code = player(HANDS["claude-code"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,11 +14,16 @@ import pytest
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.models import DEFAULT_MODEL, resolve_model
+from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
-from instar.types import Call, CallStatus, Link, Session
+from instar.types import Call, CallStatus, Channel, Link, Session
 from tests.integration.agents.cli import AGENTS, CliAgent, NotInstalled, Target
 from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
 from tests.serving import ADMIN_KEY, running_gateway
+
+ASKED = re.compile(r"Change the word|Look into .*\.")
+OWN_SESSIONS = {"opencode", "qwen-code"}
+"""Their sub-agents come under ids of their own, or none: they are sessions unless one was opened for all."""
 
 
 @dataclass
@@ -46,8 +52,9 @@ def installed(name: str) -> CliAgent:
     return agent
 
 
-async def run_agent(agent: CliAgent, folder: Path, more: str = "") -> Run:
-    """One run of an agent that sends no session of ours: the gateway finds it out."""
+async def run_agent(agent: CliAgent, folder: Path, *, helpers: bool = False, opened: bool = False) -> Run:
+    """One run at a gateway of its own. ``opened``: in a session that was opened for it, by URL and key;
+    else the agent has a key that opens no session, and the gateway finds out which calls belong together."""
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
     script = f"tests.integration.agents.script:{agent.name.replace('-', '_')}"
     engine = ScriptedEngine(model, ScriptedEngineConfig(function=script))
@@ -56,10 +63,10 @@ async def run_agent(agent: CliAgent, folder: Path, more: str = "") -> Run:
     work.mkdir()
     path = work / FILE
     path.write_text(BEFORE)
-    config = RunConfig(name="agents", model=model)
-    async with running_gateway(config, store, engine) as url:
-        target = Target(url, ADMIN_KEY)
-        said = await asyncio.to_thread(agent.run, folder / "home", work, target, task(str(path)) + more)
+    wanted = task(str(path)) + (" with helpers" if helpers else "")
+    async with running_gateway(RunConfig(name="agents", model=model), store, engine) as url:
+        target = await open_target(url) if opened else Target(url, ADMIN_KEY)
+        said = await asyncio.to_thread(agent.run, folder / "home", work, target, wanted)
     sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
     await engine.close()
@@ -67,9 +74,21 @@ async def run_agent(agent: CliAgent, folder: Path, more: str = "") -> Run:
     return Run(path.read_text(), said, sessions, calls)
 
 
-def conversation(calls: Sequence[Call], words: str) -> list[Call]:
-    """The calls that have tools and whose first message of the user with these words is theirs."""
-    return [call for call in calls if call.tools and any(words in m["content"] for m in call.messages)]
+async def open_target(url: str) -> Target:
+    client = GatewayClient(url, ADMIN_KEY)
+    session = await client.open_session(channel=Channel.TRAIN)
+    await client.close()
+    return Target(session.base_url.removesuffix("/v1"), session.api_key)
+
+
+def conversations(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """Calls by what the agent or its sub-agent was asked to do. Those without tools (titles) are left out."""
+    found: dict[str, list[Call]] = {}
+    for call in calls:
+        said = "\n".join(message["content"] for message in call.messages if message["role"] == "user")
+        if call.tools and (asked := ASKED.search(said)):
+            found.setdefault(asked.group(), []).append(call)
+    return found
 
 
 def check_exact(calls: Sequence[Call]) -> None:
@@ -82,11 +101,25 @@ def check_exact(calls: Sequence[Call]) -> None:
         assert after.prompt_ids.tolist()[: len(whole)] == whole
 
 
-async def test_an_agent_edits_a_file_and_is_recorded(agent: CliAgent, tmp_path: Path) -> None:
-    run = await run_agent(agent, tmp_path)
+@pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
+async def test_an_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: bool, tmp_path: Path) -> None:
+    run = await run_agent(agent, tmp_path, opened=opened)
     assert run.file == AFTER, run.said
     assert len(run.sessions) == 1
     assert all(call.status is CallStatus.OK for call in run.calls)
-    calls = conversation(run.calls, "Change the word world")
+    (calls,) = conversations(run.calls).values()
     assert len(calls) == 3
     check_exact(calls)
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex", "qwen-code", "opencode"])
+@pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
+async def test_sub_agents_are_conversations_of_their_own(name: str, opened: bool, tmp_path: Path) -> None:
+    run = await run_agent(installed(name), tmp_path, helpers=True, opened=opened)
+    assert run.file == AFTER, run.said
+    found = conversations(run.calls)
+    assert len(found) == 3, list(found)
+    for calls in found.values():
+        assert len(calls) >= 2
+        check_exact(calls)
+    assert len(run.sessions) == (1 if opened or name not in OWN_SESSIONS else 3)
