@@ -90,6 +90,7 @@ class Forward:
                     self._first_at = self._first_at or time.time()
                     if piece.choices is not None:
                         recorded = True
+                        self.request_id = piece.answer_id or self.request_id
                         await self._record(graph, placement, piece.choices)
                     await forward(piece)
         except asyncio.CancelledError:

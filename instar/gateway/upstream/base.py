@@ -30,8 +30,8 @@ class Piece:
     content_type: str | None = None
     """Of ``raw``; set on the first piece."""
     answer_id: str | None = None
-    """By which ``raw`` names the answer, on the last piece: what an agent calls it later, as in
-    ``previous_response_id``."""
+    """On the last piece: what the provider calls the answer, where an agent may go on from it by that name
+    (``previous_response_id``)."""
 
 
 class UpstreamRefused(ApiError):

@@ -88,14 +88,12 @@ class WireUsage(msgspec.Struct):
 class WireAnswer(msgspec.Struct):
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
-    id: str | None = None
     error: Any = None
 
 
 class ExactAnswer(msgspec.Struct):
     choices: list[ExactChoice] | None = None
     usage: WireUsage | None = None
-    id: str | None = None
     error: Any = None
     prompt_token_ids: list[int] | None = None
 
@@ -150,7 +148,6 @@ class ChatReader(Reader):
             self.ended = self.over = True
             return
         chunk = self._decode(data)
-        self.answer_id = self.answer_id or chunk.id
         if chunk.error:
             raise refusal(data)
         if chunk.usage:

@@ -36,7 +36,6 @@ class WireUsage(msgspec.Struct):
 
 
 class WireAnswer(msgspec.Struct):
-    id: str | None = None
     content: list[Block] | None = None
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -92,7 +91,7 @@ class MessagesReader(Reader):
             self._begin(index, block)
             if index in self._calls:
                 self._draft.add_arguments(self._calls[index], bytes(block.input).decode())
-        self._begun(answer)
+        _add_usage(self.usage, answer.usage)
         self._end(answer.stop_reason, answer.stop_sequence)
 
     def feed(self, data: bytes) -> None:
@@ -100,7 +99,7 @@ class MessagesReader(Reader):
         if event.type == "error":
             raise refusal(data)
         if event.type == "message_start" and event.message:
-            self._begun(event.message)
+            _add_usage(self.usage, event.message.usage)
         elif event.type == "content_block_start" and event.content_block:
             self._begin(event.index, event.content_block)
         elif event.type == "content_block_delta" and event.delta:
@@ -113,10 +112,6 @@ class MessagesReader(Reader):
             _add_usage(self.usage, event.usage)
             if event.delta and event.delta.stop_reason:
                 self._end(event.delta.stop_reason, event.delta.stop_sequence)
-
-    def _begun(self, answer: WireAnswer) -> None:
-        self.answer_id = answer.id
-        _add_usage(self.usage, answer.usage)
 
     def _end(self, reason: str | None, sequence: str | None) -> None:
         self.ended = True

@@ -133,7 +133,7 @@ class Reader(ABC):
         self.over = False
         """The last event has come."""
         self.answer_id: str | None = None
-        """What the provider calls it."""
+        """What the provider calls it, where an agent may go on from it by that name."""
 
     @abstractmethod
     def read(self, body: bytes) -> None: ...

@@ -1,0 +1,175 @@
+"""The official SDKs, through a gateway, to a provider that speaks their dialect or another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import orjson
+import pytest
+
+from instar.config import GatewayConfig, UpstreamEngineConfig
+from instar.gateway.base import OpenedSession
+from instar.gateway.upstream.http import HttpUpstream
+from instar.types import Call, CallStatus
+from tests.unit.gateway.conftest import Served, run_gateway
+from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
+
+Start = Callable[..., Any]
+USER: Any = [{"role": "user", "content": "hi"}]
+AGENTS = ("chat", "responses", "messages")
+PAIRS = [(agent, dialect) for agent in AGENTS for dialect in dict.fromkeys(("chat", "messages", agent))]
+
+
+@pytest.fixture
+async def provider() -> AsyncGenerator[Provider]:
+    async with run_provider() as provider:
+        yield provider
+
+
+@pytest.fixture
+async def start(tmp_path: Path, provider: Provider) -> AsyncGenerator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def start(dialect: str, **settings: Any) -> Served:
+            base = provider.url + ("" if dialect == "messages" else "/v1")
+            upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings))
+            stack.push_async_callback(upstream.close)
+            none: Any = None
+            gateway = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
+            return await stack.enter_async_context(gateway)
+
+        yield start
+
+
+def claude(session: OpenedSession) -> anthropic.AsyncAnthropic:
+    base = session.base_url.removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=base, api_key=session.api_key, max_retries=0)
+
+
+async def ask(gateway: Served, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
+    """The text, and the arguments of the tool call, as the agent's SDK reads them."""
+    if agent == "messages":
+        async with claude(session) as client:
+            said = await client.messages.create(model=model, max_tokens=50, messages=USER)
+        texts = [block.text for block in said.content if block.type == "text"]
+        inputs = [orjson.dumps(block.input).decode() for block in said.content if block.type == "tool_use"]
+        return "".join(texts), "".join(inputs)
+    async with gateway.client(session) as client:
+        if agent == "responses":
+            response = await client.responses.create(model=model, input="hi")
+            calls = [item.arguments for item in response.output if item.type == "function_call"]
+            return response.output_text, "".join(calls)
+        answer = await client.chat.completions.create(model=model, messages=USER)
+    message = answer.choices[0].message
+    arguments = [call.function.arguments for call in message.tool_calls or () if call.type == "function"]
+    return message.content or "", "".join(arguments)
+
+
+async def stream(gateway: Served, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
+    text = arguments = ""
+    if agent == "messages":
+        async with claude(session) as client:
+            async with client.messages.stream(model=model, max_tokens=50, messages=USER) as events:
+                async for event in events:
+                    text += event.text if event.type == "text" else ""
+                    arguments += event.partial_json if event.type == "input_json" else ""
+        return text, arguments
+    async with gateway.client(session) as client:
+        if agent == "responses":
+            async for event in await client.responses.create(model=model, input="hi", stream=True):
+                text += event.delta if event.type == "response.output_text.delta" else ""
+                arguments += event.delta if event.type == "response.function_call_arguments.delta" else ""
+                if event.type == "response.failed":  # which the SDK leaves to its user
+                    raise openai.OpenAIError(str(event.response.error))
+            return text, arguments
+        async for chunk in await client.chat.completions.create(model=model, messages=USER, stream=True):
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                for call in choice.delta.tool_calls or ():
+                    arguments += (call.function and call.function.arguments) or ""
+    return text, arguments
+
+
+@pytest.mark.parametrize("model", ["plain", "tools"])
+@pytest.mark.parametrize("how", [ask, stream])
+@pytest.mark.parametrize(("agent", "dialect"), PAIRS)
+async def test_every_agent_can_use_every_provider(
+    start: Start, agent: str, dialect: str, how: Any, model: str
+) -> None:
+    gateway = await start(dialect)
+    session = await gateway.open()
+    text, arguments = await how(gateway, session, agent, model)
+    assert text == (TEXT if model == "plain" else "")
+    assert not arguments if model == "plain" else orjson.loads(arguments) == orjson.loads(ARGUMENTS)
+    (call,) = await gateway.calls(session)
+    assert call.status is CallStatus.OK
+    assert call.reply["content"] == text
+    assert (call.trainable, call.reason) == (False, "the provider returned no token ids")
+    assert call.dialect == agent
+
+
+async def test_exact_tokens_of_a_provider_are_recorded(start: Start) -> None:
+    gateway = await start("chat", token_ids=True)
+    session = await gateway.open()
+    await ask(gateway, session, "chat", "exact")
+    (call,) = await gateway.calls(session)
+    assert call.prompt_ids.tolist() == [1, 5, 6]
+    assert call.sampled_ids.tolist() == [7, 8, 2]
+    assert call.logprobs.tolist() == [-0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_a_refusal_reaches_the_agent(start: Start, agent: str) -> None:
+    gateway = await start("chat", also=["responses", "messages"])
+    session = await gateway.open()
+    expected = anthropic.RateLimitError if agent == "messages" else openai.RateLimitError
+    with pytest.raises(expected, match="Slow down") as caught:
+        await ask(gateway, session, agent, "limited")
+    assert caught.value.response.headers["retry-after"] == "7"
+    assert await gateway.calls(session) == []
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_what_came_before_a_break_is_recorded_as_aborted(start: Start, agent: str) -> None:
+    gateway = await start("chat", also=["responses", "messages"])
+    session = await gateway.open()
+    with pytest.raises((openai.OpenAIError, anthropic.APIError)):
+        await stream(gateway, session, agent, "breaks")
+    call = await the_call(gateway, session)
+    assert call.status is CallStatus.ABORTED
+    assert call.reply["content"]
+    assert TEXT.startswith(call.reply["content"])
+
+
+async def the_call(gateway: Served, session: OpenedSession) -> Call:
+    for _ in range(100):
+        if calls := await gateway.calls(session):
+            return calls[0]
+        await asyncio.sleep(0.05)
+    raise AssertionError("nothing was recorded")
+
+
+async def test_the_key_of_a_session_stays_here(start: Start, provider: Provider) -> None:
+    gateway = await start("chat", also=["messages"])
+    session = await gateway.open()
+    for agent in ("chat", "messages"):
+        await ask(gateway, session, agent, "plain")
+    assert session.api_key not in str(provider.headers)
+
+
+async def test_a_providers_response_can_be_continued(start: Start, provider: Provider) -> None:
+    gateway = await start("responses")
+    session = await gateway.open()
+    async with gateway.client(session) as client:
+        first = await client.responses.create(model="plain", input="hi")
+        await client.responses.create(model="plain", input="and?", previous_response_id=first.id)
+    assert provider.asked["previous_response_id"] == first.id == "resp_9"
+    one, two = await gateway.calls(session)
+    assert two.parent_id == one.call_id
+    assert [message["content"] for message in two.messages] == ["hi", TEXT, "and?"]
