@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,8 +31,9 @@ _ids = random.Random(os.urandom(32))
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id, readable in a log: ``sess-1f0c…``."""
-    return f"{prefix}-{_ids.getrandbits(80):020x}"
+    """A fresh id, readable in a log: ``sess-18e7…``. It begins with the time, so that an index of ids
+    grows at its end: anywhere else, a row would cost the store twice as much."""
+    return f"{prefix}-{time.time_ns() >> 20:011x}{_ids.getrandbits(36):09x}"
 
 
 # --- messages, as every dialect translates them -------------------------------------------------
