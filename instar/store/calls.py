@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from instar.errors import StoreError
@@ -123,13 +124,19 @@ def _without_session(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> St
 
 def insert_rows(db: sqlite3.Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """In statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
-    start, size = 0, ROWS_AT_ONCE
+    names, start, size = table.inserted, 0, ROWS_AT_ONCE
     while start < len(rows):
         while size > len(rows) - start:
             size //= 2
-        values = [row[name] for row in rows[start : start + size] for name in table.inserted]
-        db.execute(table.insert_rows(size), values)
+        values = [row[name] for row in rows[start : start + size] for name in names]
+        db.execute(_insert(table.name, names, size), values)
         start += size
+
+
+@cache
+def _insert(table: str, names: tuple[str, ...], count: int) -> str:
+    row = f"({', '.join('?' for _ in names)})"
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -38,12 +38,6 @@ class Table:
         values = ", ".join(f":{name}" for name in self.inserted)
         return f"INSERT INTO {self.name} ({', '.join(self.inserted)}) VALUES ({values})"
 
-    def insert_rows(self, count: int) -> str:
-        """Several rows in one statement, each value by its place."""
-        values = f"({', '.join('?' for _ in self.inserted)})"
-        rows = ", ".join([values] * count)
-        return f"INSERT INTO {self.name} ({', '.join(self.inserted)}) VALUES {rows}"
-
 
 ORDER = "INTEGER PRIMARY KEY"
 """A row number: the order in which rows were committed."""
