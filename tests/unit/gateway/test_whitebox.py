@@ -1,0 +1,246 @@
+"""Token ids from outside: what is read, what is written, and every refusal with the path of its fault."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.recording import Reply
+from instar.gateway.whitebox import (
+    read_generate,
+    read_submission,
+    write_failure,
+    write_generated,
+    write_piece,
+    write_submitted,
+)
+from instar.types import SamplingParams, TokenChunk
+
+VOCAB = 100
+HEAD = 7
+CALL = {
+    "prompt_ids": [1, 2, 99],
+    "sampled_ids": [3, 4],
+    "logprobs": [-0.5, 0],
+    "versions": [6, 7],
+    "finish_reason": "stop",
+}
+
+
+def refusal(body: bytes, submitted: bool) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        _ = read_submission(body, VOCAB, HEAD, max_calls=3) if submitted else read_generate(body, VOCAB)
+    assert caught.value.status == 400
+    assert caught.value.message
+    return caught.value
+
+
+def test_generate_is_read() -> None:
+    body = {
+        "prompt_ids": [1, 2, 99],
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "seed": 4,
+        "stop": ["end"],
+        "stop_token_ids": [9],
+        "n": 2,
+        "stream": True,
+    }
+    given = read_generate(json.dumps(body).encode(), VOCAB)
+    request = given.request
+    assert (request.prompt, request.n, request.stream, request.max_tokens) == ((1, 2, 99), 2, True, 5)
+    assert (request.temperature, request.top_p, request.top_k, request.seed) == (0.5, 0.9, 3, 4)
+    assert (request.stop, given.stop_token_ids) == (("end",), (9,))
+    plain = read_generate(b'{"prompt_ids":[1]}', VOCAB)
+    assert (plain.request.max_tokens, plain.request.temperature, plain.request.n) == (None, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt_ids": []}, "prompt_ids"),
+        ({"prompt_ids": None}, "prompt_ids"),
+        ({"prompt_ids": "text"}, "prompt_ids"),
+        ({"prompt_ids": [1, 100]}, "prompt_ids[1]"),
+        ({"prompt_ids": [1, -1]}, "prompt_ids[1]"),
+        ({"prompt_ids": [1, 2**40]}, "prompt_ids[1]"),
+        ({"prompt_ids": [1, 2**80]}, "prompt_ids[1]"),
+        ({"prompt_ids": [1.5]}, "prompt_ids[0]"),
+        ({"prompt_ids": [True]}, "prompt_ids[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"logit_bias": {}}, "logit_bias"),
+    ],
+)
+def test_generate_refusals(change: dict[str, Any], param: str) -> None:
+    body = {"prompt_ids": [1], **change}
+    assert refusal(json.dumps(body).encode(), submitted=False).param == param
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[", b'{"prompt_ids":[NaN]}', b"\xff\xfe", b"{}", b"[]", b"[" * 100_000]
+)
+@pytest.mark.parametrize("submitted", [False, True])
+def test_bodies_that_are_no_request(body: bytes, submitted: bool) -> None:
+    refusal(body, submitted)
+
+
+def test_answers_are_written() -> None:
+    reply = Reply(SamplingParams(temperature=0))
+    reply.message = {"role": "assistant", "content": "hi"}
+    reply.take(TokenChunk([5], [math.nan], [3], behavior_logprobs=[-0.5], finish_reason="stop"))
+    answer = json.loads(write_generated("gen-1", [reply]))
+    assert answer["id"] == "gen-1"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "token_ids": [5],
+            "logprobs": [None],
+            "versions": [3],
+            "finish_reason": "stop",
+            "text": "hi",
+            "behavior_logprobs": [-0.5],
+        }
+    ]
+    line = write_piece(1, TokenChunk([5, 6], [-1.0, -2.0], [3, 4]))
+    assert line.endswith(b"\n")
+    assert json.loads(line) == {
+        "index": 1,
+        "token_ids": [5, 6],
+        "logprobs": [-1.0, -2.0],
+        "versions": [3, 4],
+    }
+    assert json.loads(write_piece(0, TokenChunk([5], [-1.0], [3], finish_reason="length")))[
+        "finish_reason"
+    ] == ("length")
+    assert json.loads(write_failure(bad_request("no", "n", "c")))["error"] == {
+        "message": "no",
+        "code": "c",
+        "param": "n",
+    }
+    assert json.loads(write_submitted(["call-1"])) == {"call_ids": ["call-1"]}
+
+
+def submission(*calls: Any) -> bytes:
+    return json.dumps({"calls": calls}).encode()
+
+
+def test_calls_are_read() -> None:
+    full = {
+        **CALL,
+        "behavior_logprobs": [-0.25, None],
+        "params": {"temperature": 0.5},
+        "messages": [
+            {"role": "system", "content": "s"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning": "r",
+                "tool_calls": [{"id": "1", "name": "f", "arguments": "{}"}],
+            },
+            {"role": "tool", "content": "4", "tool_call_id": "1", "name": "f"},
+        ],
+        "tools": [{"name": "f", "parameters": {"type": "object"}}],
+        "reply": {"role": "assistant", "content": "four"},
+        "model": "m",
+        "parent_id": "call-1",
+        "client_key": "k",
+    }
+    plain, call = read_submission(submission(CALL, full), VOCAB, HEAD)
+    assert (plain.messages, plain.has_message, plain.parent_id, plain.client_key) == (None, False, None, None)
+    assert plain.prompt_ids.tolist() == [1, 2, 99]
+    assert (plain.reply.ids, plain.reply.logprobs, plain.reply.versions) == ([3, 4], [-0.5, 0.0], [6, 7])
+    assert (plain.reply.finish_reason, plain.reply.reason) == ("stop", None)
+    assert call.messages is not None
+    assert list(call.messages) == full["messages"]
+    assert call.tools == ({"name": "f", "description": "", "parameters": {"type": "object"}},)
+    assert (call.reply.message, call.has_message) == (full["reply"], True)
+    assert (call.model, call.parent_id, call.client_key) == ("m", "call-1", "k")
+    assert (
+        call.reply.reason == "sampled otherwise than at temperature 1, and the logprobs of that are missing"
+    )
+
+
+def test_a_call_without_a_logprob_is_not_trainable() -> None:
+    (call,) = read_submission(submission({**CALL, "logprobs": [-0.5, None]}), VOCAB, HEAD)
+    assert math.isnan(call.reply.logprobs[1])
+    assert call.reply.reason == "logprobs are missing"
+
+
+TOOL_CALL = {"id": "1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt_ids": []}, "prompt_ids"),
+        ({"prompt_ids": [100]}, "prompt_ids[0]"),
+        ({"prompt_ids": [-1]}, "prompt_ids[0]"),
+        ({"sampled_ids": []}, "sampled_ids"),
+        ({"sampled_ids": [3, 100]}, "sampled_ids[1]"),
+        ({"sampled_ids": [3, "4"]}, "sampled_ids[1]"),
+        ({"sampled_ids": [3]}, "logprobs"),
+        ({"logprobs": [-0.5]}, "logprobs"),
+        ({"logprobs": None}, "logprobs"),
+        ({"logprobs": [-0.5, 0.1]}, "logprobs[1]"),
+        ({"logprobs": [-0.5, -1e300]}, "logprobs[1]"),
+        ({"versions": [6]}, "versions"),
+        ({"versions": [6, 8]}, "versions[1]"),
+        ({"versions": [-1, 6]}, "versions[0]"),
+        ({"behavior_logprobs": [-0.5]}, "behavior_logprobs"),
+        ({"behavior_logprobs": [-0.5, 1]}, "behavior_logprobs[1]"),
+        ({"behavior_logprobs": [-1e300, -1]}, "behavior_logprobs[0]"),
+        ({"finish_reason": "tired"}, "finish_reason"),
+        ({"finish_reason": None}, "finish_reason"),
+        ({"params": {"temperature": -1}}, "params.temperature"),
+        ({"params": {"top_p": 0}}, "params.top_p"),
+        ({"params": {"stop": [""]}}, "params.stop[0]"),
+        ({"params": {"stop_token_ids": [100]}}, "params.stop_token_ids[0]"),
+        ({"params": {"logit_bias": 1}}, "params.logit_bias"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "critic", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "", "extra": 1}]}, "messages[0].extra"),
+        ({"messages": [{"role": "user", "content": "", "reasoning": "r"}]}, "messages[0].reasoning"),
+        (
+            {"messages": [{"role": "user", "content": "", "tool_calls": [TOOL_CALL]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"reply": {"role": "user", "content": ""}}, "reply.role"),
+        ({"reply": {"role": "assistant", "content": "", "tool_call_id": "1"}}, "reply.tool_call_id"),
+        ({"tools": [{"description": "d"}]}, "tools[0].name"),
+        ({"parent_id": 5}, "parent_id"),
+        ({"client_key": "k" * 513}, "client_key"),
+        ({"reward": 1}, "reward"),
+    ],
+)
+def test_refused_calls(change: dict[str, Any], param: str) -> None:
+    body = submission(CALL, {**CALL, **change})
+    assert refusal(body, submitted=True).param == f"calls[1].{param}"
+
+
+def test_too_few_and_too_many_calls() -> None:
+    assert refusal(submission(), submitted=True).param == "calls"
+    assert refusal(submission(*[CALL] * 4), submitted=True).param == "calls"
+    assert len(read_submission(submission(*[CALL] * 3), VOCAB, HEAD, max_calls=3)) == 3
