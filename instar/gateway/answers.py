@@ -51,6 +51,8 @@ def api_error(error: Exception) -> ApiError:
 
 def failure(dialect: Dialect, error: ApiError) -> Response:
     headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+    if error.param == "messages":
+        error.param = dialect.messages_param
     if isinstance(error, UpstreamRefused) and error.raw:
         return Response(error.raw, error.status, headers, error.content_type or JSON)
     return Response(dialect.error(error), error.status, headers, JSON)

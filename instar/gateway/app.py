@@ -258,7 +258,7 @@ class Gateway:
         if request.prompt is not None and (upstream is not None or isinstance(request.prompt, str)):
             chain = self._hasher.chain([as_message(request.prompt)])
         named = Named(url, header, external_id(headers, request.identity), previous)
-        state = await self._sessions.resolve(caller, named, chain)
+        state = await self._sessions.resolve(caller, named, chain, request.messages)
         evidence = _evidence(headers)
         request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
         if upstream is None:
@@ -293,6 +293,8 @@ class Gateway:
         evidence: Evidence,
         trainable: bool,
     ) -> Exchange:
+        if request.refusal is not None:
+            raise request.refusal
         if self._routing.calls is None:
             raise ApiError(
                 404, f"There is no model {request.model!r}.", code="model_not_found", param="model"

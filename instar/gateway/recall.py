@@ -69,6 +69,8 @@ class Recall:
                 read = dialect.read(rest)
             except ApiError:
                 return self._plain(dialect, body)  # says where the fault is in the whole
+            if read.refusal is not None:
+                return self._plain(dialect, body)
             request = replace(read, messages=known.request.messages[:count] + read.messages)
             same = request.tools == known.request.tools
             tools = known.chain.tools if same else self._hasher.tools(request.tools)
@@ -76,7 +78,7 @@ class Recall:
             chain = before.then(map(self._hasher.message, read.messages))
             ends = known.ends[:count]
             offset -= begin
-        found = _ends(rest)
+        found = _ends(rest) if request.refusal is None else None
         if found is not None:
             first, own = found
             self._keep(

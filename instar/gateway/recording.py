@@ -173,6 +173,9 @@ class Recorder:
             )
         for key in tails.values():
             self._sessions.remember_tail(state, key)
+        if live:
+            for one in made:
+                self._sessions.remember_tool_calls(state, one.call.reply)
 
     def _recorded(
         self,

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,11 +26,12 @@ from instar.gateway.base import (
     bad_request,
 )
 from instar.record.chain import Chain, Hasher
-from instar.record.graph import MessageGraph
+from instar.record.graph import MessageGraph, plain_id
 from instar.store.base import Store
 from instar.types import (
     Call,
     Channel,
+    Message,
     Reward,
     RewardSource,
     Session,
@@ -111,12 +113,15 @@ class Sessions:
         self._states: OrderedDict[str, SessionState] = OrderedDict()
         self._external: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
+        self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     # --- which session ----------------------------------------------------------------------------
 
-    async def resolve(self, caller: Caller, named: Named, chain: Chain | None) -> SessionState:
-        """The session of a model call: by URL, key or header, by the agent's own id for it, by the answer it
-        continues, else by what is said; a fresh one when it is none of those."""
+    async def resolve(
+        self, caller: Caller, named: Named, chain: Chain | None, messages: Sequence[Message]
+    ) -> SessionState:
+        """The session of a model call: by URL, key or header, by the answer it continues, by the agent's own
+        id for it, else by what is said; a fresh one when it is none of those."""
         agent_id = caller.agent_id or self._agent_id
         chosen = self._chosen(caller, named)
         if chosen is not None:
@@ -127,7 +132,7 @@ class Sessions:
             return await self._usable(named.previous, caller)
         if named.external is not None:
             return await self._by_external(agent_id, named.external)
-        return await self._by_graph(agent_id, chain)
+        return await self._by_graph(agent_id, chain, messages)
 
     def _chosen(self, caller: Caller, named: Named) -> str | None:
         """All that name a session of ours must agree."""
@@ -158,8 +163,11 @@ class Sessions:
         _remember(self._external, key, state.session.session_id, 16 * self._limit)
         return state
 
-    async def _by_graph(self, agent_id: str, chain: Chain | None) -> SessionState:
-        """The live session with a call whose messages and reply these begin with."""
+    async def _by_graph(
+        self, agent_id: str, chain: Chain | None, messages: Sequence[Message]
+    ) -> SessionState:
+        """The live session with a call whose messages and reply these begin with, or which made a tool call
+        that these tell of: an agent that hands over to another changes its instructions and tools."""
         tails = list(reversed(chain.canonical[2:-1])) if chain is not None else []
         for tail in tails:
             if (session_id := self._tails.get((agent_id, tail))) and (
@@ -170,6 +178,11 @@ class Sessions:
             session_id = await self._store.session_by_tail(self._run_id, agent_id, tails[:_TAILS])
             if session_id is not None and (state := await self._open_state(session_id)):
                 return state
+        for message in reversed(messages):
+            for call in message.get("tool_calls", ()):
+                session_id = self._tool_calls.get((agent_id, plain_id(call["id"])))
+                if session_id is not None and (state := await self._open_state(session_id)):
+                    return state
         return self._fresh(agent_id, None)
 
     async def _open_state(self, session_id: str) -> SessionState | None:
@@ -195,6 +208,11 @@ class Sessions:
         """``key`` stands for a recorded call's messages and reply."""
         where = (state.session.agent_id, key)
         _remember(self._tails, where, state.session.session_id, 16 * self._limit)
+
+    def remember_tool_calls(self, state: SessionState, reply: Message) -> None:
+        for call in reply.get("tool_calls", ()):
+            where = (state.session.agent_id, plain_id(call["id"]))
+            _remember(self._tool_calls, where, state.session.session_id, 16 * self._limit)
 
     async def answer(self, caller: Caller, request_id: str) -> list[Call]:
         """The calls behind an earlier answer of this caller's."""

@@ -126,7 +126,7 @@ class MessageGraph:
             known -= 1
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
-            node = self._by_tool_call.get(next(map(_plain_id, _call_ids(message)), ""))
+            node = self._by_tool_call.get(next(map(plain_id, _call_ids(message)), ""))
             if node and node.reply and _is_reply(message, node.reply):
                 digests[i] = node.digest[:SIZE] + digests[i][SIZE:]
         return chain if digests == chain.digests[known:] else chain.upto(known).then(digests)
@@ -358,7 +358,7 @@ class MessageGraph:
         for prefix in whole.canonical[1 + node.base_messages :]:
             self._said.setdefault(prefix, node)
         for call_id in _call_ids(node.reply) if node.reply else ():
-            self._by_tool_call[_plain_id(call_id)] = node
+            self._by_tool_call[plain_id(call_id)] = node
 
     def _restore(self, parts: Iterable[CallPart]) -> None:
         chains: dict[str, Chain] = {}
@@ -451,7 +451,7 @@ def _reply_ids(node: Node) -> tuple[str, ...]:
     return _call_ids(node.reply) if node.reply else ()
 
 
-def _plain_id(call_id: str) -> str:
+def plain_id(call_id: str) -> str:
     """Some agents drop all but letters and digits."""
     return "".join(filter(str.isalnum, call_id))
 
@@ -466,7 +466,7 @@ def _is_reply(message: Message, reply: Message) -> bool:
 
 
 def _is_call(given: ToolCall, made: ToolCall) -> bool:
-    if given["name"] != made["name"] or _plain_id(given["id"]) != _plain_id(made["id"]):
+    if given["name"] != made["name"] or plain_id(given["id"]) != plain_id(made["id"]):
         return False
     arguments, generated = arguments_of(given), arguments_of(made)
     if not isinstance(arguments, dict) or not isinstance(generated, dict):

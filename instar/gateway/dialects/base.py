@@ -94,6 +94,8 @@ class Dialect(ABC):
     """Behind ``/v1``."""
     id_prefix: str
     """Answers are named by ids that begin so."""
+    messages_param: str = "messages"
+    """What the messages are called in its body."""
     count_path: str | None = None
     """Where it counts the tokens of a prompt, where it does."""
     plain_messages: bool = False

@@ -121,6 +121,7 @@ class ChatStreamWriter(StreamWriter):
 class ChatDialect(Dialect):
     name = "chat"
     path = "/chat/completions"
+    plain_messages = True
     id_prefix = "chatcmpl"
     plain_messages = True
 

@@ -137,6 +137,7 @@ class CompletionsStreamWriter(StreamWriter):
 class CompletionsDialect(Dialect):
     name = "completions"
     path = "/completions"
+    messages_param = "prompt"
     id_prefix = "cmpl"
 
     def read(self, body: bytes) -> Request:

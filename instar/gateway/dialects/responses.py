@@ -313,6 +313,7 @@ class ResponsesStreamWriter(StreamWriter):
 class ResponsesDialect(Dialect):
     name = "responses"
     path = "/responses"
+    messages_param = "input"
     id_prefix = "resp"
     count_path = "/responses/input_tokens"
 
