@@ -184,7 +184,9 @@ def _opencode(home: Path, target: Target, task: str) -> Prepared:
     return Prepared(["opencode", "run", task], {"OPENCODE_DISABLE_MODELS_FETCH": "1"})
 
 
-def _openclaw(home: Path, target: Target, task: str) -> Prepared:
+def openclaw_with_all_tools(home: Path, target: Target, task: str) -> Prepared:
+    """As it is installed. It then puts a note on running programs and sub-agents behind the last message, and
+    takes it out again in the next request: no request continues another."""
     settings = home / ".openclaw" / "openclaw.json"
     settings.parent.mkdir(exist_ok=True)
     model = {"id": target.model, "name": target.model, "contextWindow": 200000, "maxTokens": 8192}
@@ -203,11 +205,18 @@ def _openclaw(home: Path, target: Target, task: str) -> Prepared:
                     }
                 },
                 "agents": {"defaults": {"model": {"primary": f"instar/{target.model}"}}},
-                "tools": {"deny": ["process", "sessions_spawn"]},
             }
         )
     )
     return Prepared(["openclaw", "agent", "--local", "--session-id", "tests", "--message", task])
+
+
+def _openclaw(home: Path, target: Target, task: str) -> Prepared:
+    prepared = openclaw_with_all_tools(home, target, task)
+    settings = home / ".openclaw" / "openclaw.json"
+    without = {"tools": {"deny": ["process", "sessions_spawn"]}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **without}))
+    return prepared
 
 
 AGENTS = {

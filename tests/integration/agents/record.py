@@ -17,12 +17,13 @@ import re
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from instar.gateway.serve import bind, serve
 from tests.integration.agents.capture import Capture, Exchange
-from tests.integration.agents.cli import AGENTS, CliAgent, Target
+from tests.integration.agents.cli import AGENTS, CliAgent, Target, openclaw_with_all_tools
 from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
 from tests.integration.agents.scenes import SCENES
 
@@ -35,7 +36,7 @@ RECORDED = {
     "codex": ["edit", "retry", "compaction", "subagents"],
     "qwen-code": ["edit", "retry", "compaction", "subagents"],
     "opencode": ["edit", "retry", "compaction", "subagents"],
-    "openclaw": ["edit", "retry", "compaction"],
+    "openclaw": ["edit", "retry", "compaction", "rewriting"],
 }
 
 
@@ -97,6 +98,8 @@ def _clean(value: Any, names: dict[str, str]) -> Any:
 
 def record(agent: CliAgent, scene: str) -> Path:
     agent.install()
+    if scene == "rewriting":
+        agent = replace(agent, prepare=openclaw_with_all_tools)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         traffic = anonymous(asyncio.run(perform(agent, scene, folder)), folder)

@@ -103,6 +103,7 @@ def subagents(agent: str, path: str) -> Scene:
 
 SCENES: dict[str, Callable[[str, str], Scene]] = {
     "edit": edit,
+    "rewriting": edit,
     "retry": retry,
     "compaction": compaction,
     "subagents": subagents,
