@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 from instar.config import ModelConfig, SamplingConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.base import OpenedSession
+from instar.gateway.dialects.base import Choice
+from instar.gateway.dialects.chat import ChatDialect
 from instar.record.base import Renderer
 from instar.types import CallStatus, Link
 from tests.unit.gateway.conftest import Serve, Served
@@ -226,12 +230,9 @@ async def test_recorded_before_the_finish_leaves(gateway: Served) -> None:
     async with gateway.client(session) as client:
         stream = await client.chat.completions.create(model="m", messages=[user("hello")], stream=True)
         async for chunk in stream:
-            count = _count(gateway.path, session.session_id)
-            if chunk.choices[0].finish_reason is None:
-                assert count == 0
-            else:
+            if chunk.choices[0].finish_reason is not None:
                 seen += 1
-                assert count == 1
+                assert _count(gateway.path, session.session_id) == 1
     assert seen == 1
 
 
@@ -295,3 +296,113 @@ async def test_many_turns_store_new_tokens_only(serving: Serve, model: ModelConf
     stored = sum(len(call.prompt_ids) - call.base_tokens + len(call.sampled_ids) for call in calls)
     assert stored == len(calls[-1].sequence)
     assert [call.base_messages for call in calls[1:]] == [len(call.messages) + 1 for call in calls[:-1]]
+
+
+async def test_arguments_are_streamed_as_they_are_written(gateway: Served) -> None:
+    session = await gateway.open()
+    chunks = await ask_streamed(gateway, session, [user("What is 24 * 310?")], tools=[TOOL])
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
+    assert {piece.index for piece in pieces} == {0}
+    assert (pieces[0].type, pieces[0].function.name, pieces[0].function.arguments) == ("function", "calc", "")
+    assert pieces[0].id
+    assert not any(piece.id or piece.function.name for piece in pieces[1:])
+    assert len(pieces) > 5, "token by token"
+    assert "".join(piece.function.arguments for piece in pieces) == '{"expression": "24 * 310"}'
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
+    (call,) = await gateway.calls(session)
+    (made,) = call.reply.get("tool_calls", [])
+    assert (made["id"], made["arguments"]) == (pieces[0].id, '{"expression": "24 * 310"}')
+
+
+HINTS: list[dict[str, Any]] = [
+    {"tools": [TOOL], "tool_choice": "required"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "calc"}}},
+    {"tools": [TOOL], "parallel_tool_calls": False},
+    {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]},
+    {"reasoning_effort": "high", "verbosity": "low", "service_tier": "auto"},
+    {"modalities": ["text"], "response_format": {"type": "text"}, "store": False, "logit_bias": {}},
+    {"prediction": {"type": "content", "content": "You said"}, "prompt_cache_key": "k"},
+    {"metadata": {"session_id": "s"}, "user": "u", "safety_identifier": "i"},
+]
+
+
+async def test_what_agents_send_by_default_is_taken(gateway: Served) -> None:
+    session = await gateway.open()
+    for options in HINTS:
+        answer = await ask(gateway, session, [user("hello")], **options)
+        assert answer.choices[0].message.content == "You said: hello"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.type"),
+    ({"modalities": ["text", "audio"], "audio": {"voice": "x", "format": "wav"}}, "modalities"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
+    ({"extra_body": {"min_p": 0.1}}, "min_p"),
+]
+
+
+async def test_what_cannot_be_honoured_is_named(gateway: Served) -> None:
+    session = await gateway.open()
+    for options, param in REFUSED:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(gateway, session, [user("hello")], **options)
+        assert refused.value.param == param
+    assert await gateway.calls(session) == []
+
+
+PARTS: list[tuple[Any, str]] = [
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "content[0]"),
+    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "content[0]"),
+    ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "function_call"),
+    ({"role": "assistant", "audio": {"id": "x"}}, "audio"),
+]
+
+
+async def test_what_is_no_text_is_refused_by_its_path(gateway: Served) -> None:
+    session = await gateway.open()
+    # Long enough for its beginning to be recognised: it is refused the second time too, at the same path.
+    long = [user("word " * 50)] * 50
+    for message, path in PARTS:
+        for more in ([], [user("and?")]):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(gateway, session, [*long, message, *more])
+            assert refused.value.param == f"messages[50].{path}"
+
+
+async def test_a_refusal_and_parts_are_read_as_text(gateway: Served) -> None:
+    session = await gateway.open()
+    text = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    refusals = [{"content": None, "refusal": "no"}, {"content": [{"type": "refusal", "refusal": "no"}]}]
+    for refusal in refusals:
+        messages = [user("one"), {"role": "assistant", **refusal}, {"role": "user", "content": text}]
+        answer = await ask(gateway, session, messages)
+        assert answer.choices[0].message.content == "You said: hello"
+    calls = await gateway.calls(session)
+    assert [call.messages[1]["content"] for call in calls] == ["no", "no"]
+
+
+def test_identity_is_told_with_its_kind() -> None:
+    body = {
+        "model": "m",
+        "messages": [user("hi")],
+        "user": "bob",
+        "safety_identifier": "bob",
+        "prompt_cache_key": "k",
+        "metadata": {"thread_id": "t", "session_id": "s", "chat_id": 5, "other": "x"},
+    }
+    read = ChatDialect().read(json.dumps(body).encode())
+    told = ("session_id:s", "thread_id:t", "prompt_cache_key:k", "safety_identifier:bob", "user:bob")
+    assert read.identity == told
+
+
+def test_usage_tells_what_is_known() -> None:
+    choice = Choice({"role": "assistant", "content": "x"}, "stop", 10, 2, cached_tokens=8)
+    request = ChatDialect().read(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}')
+    told = json.loads(ChatDialect().answer("id", request, [choice]))["usage"]
+    assert told["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert told["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -1,0 +1,133 @@
+"""OpenAI's completions over a real socket, with the official SDK."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from instar.gateway.base import OpenedSession
+from instar.record.base import Renderer
+from tests.unit.gateway.conftest import Served
+
+PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+SAID = "You said: hello"
+
+
+async def complete(gateway: Served, session: OpenedSession, prompt: Any = PROMPT, **options: Any) -> Any:
+    options.setdefault("max_tokens", 100)
+    async with gateway.client(session) as client:
+        return await client.completions.create(model="m", prompt=prompt, **options)
+
+
+async def streamed(
+    gateway: Served, session: OpenedSession, prompt: Any = PROMPT, **options: Any
+) -> list[Any]:
+    options.setdefault("max_tokens", 100)
+    async with gateway.client(session) as client:
+        stream = await client.completions.create(model="m", prompt=prompt, stream=True, **options)
+        return [chunk async for chunk in stream]
+
+
+async def test_text_and_token_ids_are_continued_alike(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    ids = renderer.encode(PROMPT)
+    for prompt in (PROMPT, [PROMPT], ids, [ids]):
+        answer = await complete(gateway, session, prompt)
+        assert (answer.object, answer.choices[0].text) == ("text_completion", SAID)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.id.startswith("cmpl")
+    calls = await gateway.calls(session)
+    assert [call.prompt_ids.tolist() for call in calls] == [ids] * 4
+    assert answer.usage.prompt_tokens == len(ids)
+    assert answer.usage.completion_tokens == len(calls[-1].sampled_ids)
+    assert all(call.trainable and np.isfinite(call.logprobs).all() for call in calls)
+    assert {call.dialect for call in calls} == {"completions"}
+
+
+async def test_streamed_token_by_token(gateway: Served) -> None:
+    session = await gateway.open()
+    chunks = await streamed(gateway, session, stream_options={"include_usage": True})
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) == SAID
+    assert len(texts) > 5
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    (call,) = await gateway.calls(session)
+    assert chunks[-1].usage.completion_tokens == len(call.sampled_ids)
+
+
+@pytest.mark.parametrize("question", ["What is 24 * 310?", "<think>no</think>", "  "])
+async def test_a_reply_is_text_as_it_is(gateway: Served, question: str) -> None:
+    session = await gateway.open()
+    prompt = PROMPT.replace("hello", question)
+    whole = (await complete(gateway, session, prompt)).choices[0].text
+    assert ("<tool_call>" in whole) == ("*" in question)
+    assert "".join(chunk.choices[0].text for chunk in await streamed(gateway, session, prompt)) == whole
+    assert all("tool_calls" not in call.reply for call in await gateway.calls(session))
+
+
+async def test_length_stop_and_choices(gateway: Served) -> None:
+    session = await gateway.open()
+    long = PROMPT.replace("hello", "long")
+    async with gateway.client(session) as client:
+        answer = await client.completions.create(model="m", prompt=long)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 16)
+    answer = await complete(gateway, session, stop=" said", n=2, best_of=2)
+    assert [choice.text for choice in answer.choices] == ["You", "You"]
+
+
+async def test_logprobs(gateway: Served) -> None:
+    session = await gateway.open()
+    told = (await complete(gateway, session, logprobs=0)).choices[0].logprobs
+    assert "".join(told.tokens) == SAID
+    assert [
+        SAID[at : at + len(t)] for at, t in zip(told.text_offset, told.tokens, strict=True)
+    ] == told.tokens
+    chunks = await streamed(gateway, session, logprobs=0)
+    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token for piece in pieces for token in piece.tokens] == told.tokens
+    assert [at for piece in pieces for at in piece.text_offset] == told.text_offset
+    one, two = await gateway.calls(session)
+    assert np.allclose(told.token_logprobs, one.logprobs[:-1])
+    assert np.allclose([p for piece in pieces for p in piece.token_logprobs], two.logprobs[:-1])
+
+
+async def test_the_same_again_is_a_sibling(gateway: Served) -> None:
+    session = await gateway.open()
+    for _ in range(2):
+        await complete(gateway, session)
+    one, two = await gateway.calls(session)
+    assert (one.link, two.link) == ("root", "sibling")
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": ["one", "two"]}, "prompt"),
+    ({"prompt": [1, 2, 3, -4]}, "prompt[3]"),
+    ({"prompt": [1, 2, 3, 1 << 40]}, "prompt[3]"),
+    ({"prompt": [1, 2, 3, 2_000_000_000]}, "prompt[3]"),
+    ({"prompt": [1, "two"]}, "prompt[1]"),
+    ({"prompt": [1, True]}, "prompt[1]"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"stop": ["", "x"]}, "stop[0]"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"temperature": 9}, "temperature"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+]
+
+
+async def test_faults_are_named(gateway: Served) -> None:
+    session = await gateway.open()
+    for options, param in FAULTS:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await complete(gateway, session, **options)
+        assert refused.value.param == param, options
+    assert await gateway.calls(session) == []
