@@ -52,8 +52,9 @@ def pack_runs(values: Ids) -> bytes:
     values = np.asarray(values, _INT)
     if len(values) == 0:
         return b""
-    if (values == values[0]).all():
-        return np.array([values[0], len(values)], _INT).tobytes()
+    data = values.tobytes()
+    if data == data[:4] * len(values):
+        return data[:4] + len(values).to_bytes(4, "little")
     starts = np.concatenate([[0], np.flatnonzero(values[1:] != values[:-1]) + 1])
     lengths = np.diff(starts, append=len(values))
     return np.stack([values[starts], lengths], axis=1).astype(_INT).tobytes()

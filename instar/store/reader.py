@@ -1,7 +1,7 @@
 """Reads run beside the writer: a few threads, each with a connection of its own.
 
-A read sees one snapshot and ends with its last row; what it returns is made into objects afterwards,
-so that no snapshot is held for long.
+A read sees one snapshot and ends with its last row; what is costly to make into objects is made
+afterwards, so that no snapshot is held for long.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Readers:
         self._closed = False
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="instar-store-reader")
 
-    def submit(self, fetch: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def submit(self, read: Callable[[], T]) -> Future[T]:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store {self._path} is closed")
-            return self._executor.submit(self._read, fetch)
+            return self._executor.submit(read)
 
     def close(self) -> None:
         with self._lock:
@@ -43,7 +43,15 @@ class Readers:
             connection.close()
         self._connections.clear()
 
-    def _read(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
+    def look_up(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
+        """A read of one statement, which is a snapshot by itself. In a thread of `submit`."""
+        try:
+            return fetch(self._connection())
+        except sqlite3.Error as error:
+            raise translate(error, self._path) from error
+
+    def snapshot(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
+        """A read of any number of statements. In a thread of `submit`."""
         try:
             connection = self._connection()
             connection.execute("BEGIN")

@@ -77,7 +77,17 @@ class SqliteStore(Store):
         return await self._writer.submit(work)
 
     async def _read(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.wrap_future(self._readers.submit(fetch))
+        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.snapshot(fetch)))
+
+    async def _look_up(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
+        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.look_up(fetch)))
+
+    async def _decoded(
+        self,
+        fetch: Callable[[sqlite3.Connection], call_queries.Fetched],
+        decode: Callable[[call_queries.Fetched], T],
+    ) -> T:
+        return await asyncio.wrap_future(self._readers.submit(lambda: decode(self._readers.snapshot(fetch))))
 
     # runs
 
@@ -116,21 +126,21 @@ class SqliteStore(Store):
         await self._write(lambda db: sessions.open_session(db, row))
 
     async def session(self, session_id: str) -> Session | None:
-        return await self._read(lambda db: sessions.get_session(db, "session_id", session_id))
+        return await self._look_up(lambda db: sessions.get_session(db, "session_id", session_id))
 
     async def session_by_key(self, key_hash: str) -> Session | None:
-        return await self._read(lambda db: sessions.get_session(db, "key_hash", key_hash))
+        return await self._look_up(lambda db: sessions.get_session(db, "key_hash", key_hash))
 
     async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
-        return await self._read(
+        return await self._look_up(
             lambda db: sessions.get_session_by_external(db, run_id, agent_id, external_id)
         )
 
     async def session_by_tail(self, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
-        return await self._read(lambda db: call_queries.session_by_tail(db, run_id, agent_id, keys))
+        return await self._look_up(lambda db: call_queries.session_by_tail(db, run_id, agent_id, keys))
 
     async def silent_sessions(self, run_id: str, before: float) -> list[str]:
-        return await self._read(lambda db: sessions.silent_sessions(db, run_id, before))
+        return await self._look_up(lambda db: sessions.silent_sessions(db, run_id, before))
 
     async def end_session(
         self,
@@ -174,21 +184,25 @@ class SqliteStore(Store):
         await self._write(call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}))
 
     async def call(self, call_id: str) -> Call | None:
-        fetched = await self._read(lambda db: call_queries.fetch_call(db, call_id))
-        decoded = await asyncio.to_thread(fetched.decode)
+        decoded = await self._decoded(
+            lambda db: call_queries.fetch_call(db, call_id), call_queries.Fetched.decode
+        )
         return decoded[0] if decoded else None
 
     async def calls(self, session_id: str) -> list[Call]:
-        fetched = await self._read(lambda db: call_queries.fetch_calls(db, "session_id", session_id))
-        return await asyncio.to_thread(fetched.decode)
+        return await self._decoded(
+            lambda db: call_queries.fetch_calls(db, "session_id", session_id), call_queries.Fetched.decode
+        )
 
     async def calls_of_request(self, request_id: str) -> list[Call]:
-        fetched = await self._read(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
-        return await asyncio.to_thread(fetched.decode)
+        return await self._decoded(
+            lambda db: call_queries.fetch_calls(db, "request_id", request_id), call_queries.Fetched.decode
+        )
 
     async def graph_rows(self, session_id: str) -> list[CallPart]:
-        fetched = await self._read(lambda db: call_queries.fetch_parts(db, session_id))
-        return await asyncio.to_thread(fetched.decode_parts)
+        return await self._decoded(
+            lambda db: call_queries.fetch_parts(db, session_id), call_queries.Fetched.decode_parts
+        )
 
     # rewards
 
@@ -269,7 +283,7 @@ class SqliteStore(Store):
         await self._write(lambda db: key_queries.put_key(db, key))
 
     async def key(self, key_hash: str) -> KeyRow | None:
-        return await self._read(lambda db: key_queries.get_key(db, key_hash))
+        return await self._look_up(lambda db: key_queries.get_key(db, key_hash))
 
     async def keys(self) -> list[KeyRow]:
         return await self._read(key_queries.get_keys)
@@ -278,7 +292,7 @@ class SqliteStore(Store):
         return await self._write(lambda db: key_queries.revoke_key(db, prefix_or_name))
 
     async def secret(self, name: str) -> bytes:
-        found = await self._read(lambda db: key_queries.get_secret(db, name))
+        found = await self._look_up(lambda db: key_queries.get_secret(db, name))
         return found or await self._write(lambda db: key_queries.make_secret(db, name))
 
     # roles that are up
