@@ -8,9 +8,12 @@ import numpy as np
 import openai
 import pytest
 
+from instar.config import ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
 from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
-from tests.unit.gateway.conftest import Served
+from tests.unit.gateway.conftest import Serve, Served
+from tests.unit.gateway.scripts import CALL
 
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 SAID = "You said: hello"
@@ -58,14 +61,14 @@ async def test_streamed_token_by_token(gateway: Served) -> None:
     assert chunks[-1].usage.completion_tokens == len(call.sampled_ids)
 
 
-@pytest.mark.parametrize("question", ["What is 24 * 310?", "<think>no</think>", "  "])
-async def test_a_reply_is_text_as_it_is(gateway: Served, question: str) -> None:
+async def test_a_reply_is_text_as_it_is(serving: Serve, model: ModelConfig) -> None:
+    said = f" <think>\nhm</think>\n{CALL}\n"
+    gateway = await serving(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=[said])))
     session = await gateway.open()
-    prompt = PROMPT.replace("hello", question)
-    whole = (await complete(gateway, session, prompt)).choices[0].text
-    assert ("<tool_call>" in whole) == ("*" in question)
-    assert "".join(chunk.choices[0].text for chunk in await streamed(gateway, session, prompt)) == whole
-    assert all("tool_calls" not in call.reply for call in await gateway.calls(session))
+    assert (await complete(gateway, session)).choices[0].text == said
+    assert "".join(chunk.choices[0].text for chunk in await streamed(gateway, session)) == said
+    replies = [call.reply for call in await gateway.calls(session)]
+    assert replies == [{"role": "assistant", "content": said}] * 2
 
 
 async def test_length_stop_and_choices(gateway: Served) -> None:
