@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
 import msgspec
@@ -19,7 +20,11 @@ from instar.gateway.upstream.replies import Reader, refusal
 from instar.gateway.upstream.rewrite import Unasked
 from instar.gateway.upstream.sse import Event, EventSplitter
 
-Post = Callable[[], Awaitable[aiohttp.ClientResponse]]
+if TYPE_CHECKING:
+    from instar.gateway.upstream.plain import PlainResponse
+
+HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
+Post = Callable[[], Awaitable["HttpResponse"]]
 """Sends the request."""
 
 # From the last event of a stream to its end. Waiting for that lets the connection be used again.
@@ -46,7 +51,7 @@ class HttpAnswer(Answer):
         self._translated = translated
         self._exact = unasked is not None
         self._unasked = unasked or Unasked(ids=False, logprobs=False)
-        self._response: aiohttp.ClientResponse | None = None
+        self._response: HttpResponse | None = None
         self._reader: Reader | None = None
         self._splitter = EventSplitter()
         self._held: list[bytes] = []
@@ -96,7 +101,7 @@ class HttpAnswer(Answer):
 
     # --- not streamed -----------------------------------------------------------------------------
 
-    async def _whole(self, response: aiohttp.ClientResponse, reader: Reader) -> Piece:
+    async def _whole(self, response: HttpResponse, reader: Reader) -> Piece:
         try:
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
@@ -120,7 +125,7 @@ class HttpAnswer(Answer):
             return responses.ResponsesReader(aloud=aloud)
         return chat.ChatReader(self._request.n, aloud=aloud, exact=self._exact)
 
-    async def _streamed(self, response: aiohttp.ClientResponse, reader: Reader) -> Piece:
+    async def _streamed(self, response: HttpResponse, reader: Reader) -> Piece:
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -163,7 +168,7 @@ class HttpAnswer(Answer):
         return Piece(raw, deltas, reader.choices(), self._content_type, reader.answer_id)
 
 
-async def _more(response: aiohttp.ClientResponse, reader: Reader) -> bytes:
+async def _more(response: HttpResponse, reader: Reader) -> bytes:
     """What has come since. Nothing, when it is over: by the provider's word, if not by its hanging up."""
     try:
         if not reader.over:
@@ -179,7 +184,7 @@ async def _more(response: aiohttp.ClientResponse, reader: Reader) -> bytes:
 # --- errors -------------------------------------------------------------------------------------
 
 
-async def refused(response: aiohttp.ClientResponse) -> UpstreamRefused:
+async def refused(response: HttpResponse) -> UpstreamRefused:
     if 300 <= response.status < 400:
         where = response.headers.get("Location", "elsewhere")
         return UpstreamRefused(502, f"The provider redirects to {where}: correct its base_url.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Awaitable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -20,8 +21,11 @@ from instar.errors import ConfigError
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Request
 from instar.gateway.upstream import chat, messages, rewrite
-from instar.gateway.upstream.answer import HttpAnswer, refused, unreachable
+from instar.gateway.upstream.answer import HttpAnswer, HttpResponse, refused, unreachable
 from instar.gateway.upstream.base import Upstream
+
+if TYPE_CHECKING:
+    from instar.gateway.upstream.plain import PlainClient
 
 _PATHS = {
     "chat": "/chat/completions",
@@ -60,6 +64,8 @@ class HttpUpstream(Upstream):
         # OpenAI's newer models refuse the name that everyone else goes by.
         own = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
         self._limit_name = "max_completion_tokens" if own else "max_tokens"
+        self._proxy = None if proxy_bypass(self._base.host or "") else getproxies().get(self._base.scheme)
+        self._plain = None if self._proxy else _plain_client(self._base)
         self._session: aiohttp.ClientSession | None = None
 
     def send(
@@ -104,10 +110,12 @@ class HttpUpstream(Upstream):
             response.close()
 
     async def close(self) -> None:
+        if self._plain is not None:
+            self._plain.close()
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
+    async def _post(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> HttpResponse:
         try:
             try:
                 return await self._send(url, body, headers)
@@ -117,9 +125,11 @@ class HttpUpstream(Upstream):
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable(error) from error
 
-    def _send(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> Any:
+    def _send(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> Awaitable[HttpResponse]:
+        if self._plain is not None:
+            return self._plain.post(url.raw_path_qs, headers, body)
         if self._session is None:
-            self._session = _open_session(self._base)
+            self._session = _open_session(self._proxy)
         data = body if len(body) < _LARGE else io.BytesIO(body)
         return self._session.post(url, data=data, headers=headers, allow_redirects=False)
 
@@ -147,7 +157,9 @@ class HttpUpstream(Upstream):
     # --- headers ----------------------------------------------------------------------------------
 
     def _fixed_headers(self, dialect: str) -> CIMultiDict[str]:
-        headers = CIMultiDict({"content-type": "application/json", "accept-encoding": "identity"})
+        headers = CIMultiDict(
+            {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity"}
+        )
         if dialect == "messages":
             headers["anthropic-version"] = _ANTHROPIC_VERSION
         if self._key is not None:
@@ -175,7 +187,7 @@ class HttpUpstream(Upstream):
 def _key(config: UpstreamEngineConfig, path: str) -> str | None:
     if config.api_key_env is None:
         return None
-    key = os.environ.get(config.api_key_env)
+    key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ConfigError(
             f"{path}.api_key_env: given {config.api_key_env!r}; the environment has no such variable"
@@ -205,8 +217,20 @@ def _url(base: URL, dialect: str, given_for: str) -> URL:
     return base.with_path(root + _PATHS[dialect]).with_query(base.query)
 
 
-def _open_session(base: URL) -> aiohttp.ClientSession:
-    proxy = None if proxy_bypass(base.host or "") else getproxies().get(base.scheme)
+def _plain_client(base: URL) -> PlainClient | None:
+    if base.scheme != "http" or sys.platform == "win32":
+        return None
+    from instar.gateway.upstream.plain import PlainClient  # its parser is not there on Windows
+
+    return PlainClient(
+        base.raw_host or "",
+        base.port or 80,
+        idle_seconds=_KEEPALIVE_SECONDS,
+        connect_seconds=_CONNECT_SECONDS,
+    )
+
+
+def _open_session(proxy: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),

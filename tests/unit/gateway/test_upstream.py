@@ -31,12 +31,19 @@ async def provider() -> AsyncGenerator[Provider]:
         yield provider
 
 
-@pytest.fixture
-async def upstream(provider: Provider) -> AsyncGenerator[Make]:
+@pytest.fixture(params=["direct", "proxied"])
+async def upstream(
+    provider: Provider, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Make]:
+    """Proxied: the provider takes the place of the proxy too, and is reached by the general client."""
     made: list[HttpUpstream] = []
+    address = provider.url
+    if request.param == "proxied":
+        monkeypatch.setenv("http_proxy", provider.url)
+        address = "http://provider.test"
 
     def make(dialect: str = "chat", **settings: Any) -> HttpUpstream:
-        base = provider.url + ("" if dialect == "messages" else "/v1")
+        base = address + ("" if dialect == "messages" else "/v1")
         made.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
         return made[-1]
 

@@ -1,0 +1,206 @@
+"""The small client for providers next door, against servers that answer what bytes they like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from instar.gateway.upstream.plain import PlainClient, PlainResponse
+
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+
+
+class Server:
+    def __init__(self, handle: Handle) -> None:
+        self.connections = 0
+        self._handle = handle
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            await self._handle(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client hung up
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(handle: Handle, idle_seconds: float = 5.0) -> AsyncGenerator[tuple[PlainClient, Server]]:
+    server = Server(handle)
+    listener = await asyncio.start_server(server.accept, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    client = PlainClient("127.0.0.1", port, idle_seconds=idle_seconds, connect_seconds=5)
+    try:
+        yield client, server
+    finally:
+        client.close()
+        listener.close()
+
+
+async def take(reader: asyncio.StreamReader) -> bytes:
+    """One request."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+    return head + await reader.readexactly(length)
+
+
+def always(answer: bytes, *, hang_up: bool = False) -> Handle:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await take(reader)
+            writer.write(answer)
+            await writer.drain()
+            if hang_up:
+                return
+
+    return handle
+
+
+async def post(client: PlainClient, body: bytes = b"{}") -> PlainResponse:
+    return await client.post("/v1/x?y=1", {"a": "b"}, body)
+
+
+async def test_a_connection_is_used_again() -> None:
+    async with serving(always(OK)) as (client, server):
+        for _ in range(3):
+            response = await post(client)
+            assert (response.status, await response.read()) == (200, b"hi")
+        assert server.connections == 1
+
+
+async def test_requests_at_once_have_connections_of_their_own() -> None:
+    async with serving(always(OK)) as (client, server):
+        responses = await asyncio.gather(*[post(client) for _ in range(5)])
+        assert [await response.read() for response in responses] == [b"hi"] * 5
+        assert server.connections == 5
+
+
+async def test_a_connection_that_idled_too_long_is_not_used_again() -> None:
+    async with serving(always(OK), idle_seconds=0.0) as (client, server):
+        for _ in range(2):
+            await (await post(client)).read()
+        assert server.connections == 2
+
+
+async def test_the_request_is_what_was_asked() -> None:
+    seen: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await take(reader))
+        writer.write(OK)
+
+    async with serving(handle) as (client, _):
+        await (await post(client, b"body")).read()
+    lines = seen[0].split(b"\r\n")
+    assert lines[0] == b"POST /v1/x?y=1 HTTP/1.1"
+    assert lines[1].startswith(b"host: 127.0.0.1:")
+    assert lines[2:] == [b"content-length: 4", b"a: b", b"", b"body"]
+
+
+async def test_a_header_cannot_smuggle_another() -> None:
+    async with serving(always(OK)) as (client, _):
+        with pytest.raises(ValueError, match="line break"):
+            await client.post("/", {"a": "b\r\nc: d"}, b"")
+
+
+@pytest.mark.parametrize(
+    ("answer", "hang_up", "reused"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nh\r\n1\r\ni\r\n0\r\n\r\n", False, True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, False, True),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi", False, False),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi", True, False),
+        (b"HTTP/1.0 200 OK\r\n\r\nhi", True, False),
+    ],
+)
+async def test_every_way_to_end_an_answer(answer: bytes, hang_up: bool, reused: bool) -> None:
+    async with serving(always(answer, hang_up=hang_up)) as (client, server):
+        for _ in range(2):
+            response = await post(client)
+            assert (response.status, await response.read()) == (200, b"hi")
+        assert server.connections == (1 if reused else 2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
+    ],
+)
+async def test_an_answer_that_is_cut_is_an_error(answer: bytes) -> None:
+    async with serving(always(answer, hang_up=True)) as (client, _):
+        response = await post(client)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+
+
+async def test_a_server_that_hangs_up_on_a_request_says_nothing() -> None:
+    async with serving(always(b"", hang_up=True)) as (client, _):
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await post(client)
+
+
+async def test_what_is_not_http_is_an_error() -> None:
+    async with serving(always(b"220 mail.example ESMTP\r\n")) as (client, _):
+        with pytest.raises(aiohttp.ClientPayloadError, match="not HTTP"):
+            await post(client)
+
+
+async def test_a_slow_reader_makes_the_server_wait() -> None:
+    size, sent = 64 << 20, 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await take(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+        while sent < size:
+            writer.write(bytes(1 << 16))
+            sent += 1 << 16
+            await writer.drain()
+
+    async with serving(handle) as (client, _):
+        response = await post(client)
+        await asyncio.sleep(0.3)
+        assert sent < size // 2
+        assert len(await response.read()) == size
+
+
+async def test_an_answer_that_comes_before_the_request_was_taken_ends_the_connection() -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
+        await asyncio.sleep(0.2)
+
+    async with serving(handle) as (client, server):
+        for _ in range(2):
+            response = await post(client, bytes(64 << 20))
+            assert (response.status, await response.read()) == (413, b"")
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize("began", [False, True])
+async def test_a_request_that_is_given_up_closes_its_connection(began: bool) -> None:
+    gone = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await take(reader)
+        if began:
+            writer.write(OK[:-1])
+        assert await reader.read() == b""
+        gone.set()
+
+    async with serving(handle) as (client, _):
+        asking = asyncio.create_task(post(client))
+        await asyncio.sleep(0.1)
+        if began:
+            (await asking).close()
+        else:
+            asking.cancel()
+        await asyncio.wait_for(gone.wait(), 5)
