@@ -22,7 +22,7 @@ from instar.record.base import Delta
 
 JSON = "application/json"
 _EVENTS = b"text/event-stream"
-_EXPECTED = (ApiError, EngineError, RenderError, StoreError)
+EXPECTED = (ApiError, EngineError, RenderError, StoreError)
 
 Count = Callable[[int], None]
 
@@ -114,7 +114,7 @@ class CallResponse(ModelResponse):
             return
         try:
             choices = await self._exchange.run()
-        except _EXPECTED as error:
+        except EXPECTED as error:
             await self.refuse(error, scope, receive, send)
             return
         exchange = self._exchange
@@ -136,7 +136,7 @@ class EventStream:
         try:
             choices = await self._exchange.run(self._emit)
             last = (await self._begun()).end(choices)
-        except _EXPECTED as error:
+        except EXPECTED as error:
             if self._writer is None:
                 await self._response.refuse(error, scope, receive, self._send)
                 return
@@ -173,7 +173,7 @@ class ForwardResponse(ModelResponse):
 
         try:
             await self._forward.run(forward)
-        except _EXPECTED as error:
+        except EXPECTED as error:
             if not self._begun:
                 await self.refuse(error, scope, receive, send)
                 return

@@ -41,8 +41,10 @@ from instar.gateway.identity import external_id
 from instar.gateway.recall import Recall
 from instar.gateway.recording import Recorder
 from instar.gateway.sessions import Named, Sessions, SessionState
+from instar.gateway.tokens import GenerateResponse, submit
 from instar.gateway.upstream.base import Upstream
 from instar.gateway.watch import LoopWatch, memory_mb
+from instar.gateway.whitebox import read_generate, read_submission, write_submitted
 from instar.record.base import Renderer
 from instar.record.chain import Chain, Hasher
 from instar.record.redact import Redactor
@@ -194,6 +196,8 @@ class Gateway:
             Route("/sessions/{session}", self.read_session),
             Route("/sessions/{session}/complete", self.complete_session, methods=["POST"]),
             Route("/sessions/{session}/fail", self.fail_session, methods=["POST"]),
+            Route("/sessions/{session}/calls", self.submit_calls, methods=["POST"]),
+            *(Route(f"{prefix}/generate", self.generate, methods=["POST"]) for prefix in _PREFIXES),
         ]
 
     @asynccontextmanager
@@ -394,6 +398,43 @@ class Gateway:
         lag = self._watch.p99() * 1000
         return _json({"loop_lag_p99_ms": lag, "rss_mb": memory_mb(), "in_flight": self._in_flight})
 
+    # --- tokens in, tokens out --------------------------------------------------------------------
+
+    async def generate(self, http: HttpRequest) -> Response:
+        caller, calls = await self._caller(http), self._engine()
+        body = await self._body(http.headers, http.receive)
+        asked = read_generate(body, calls.engine.info.vocab_size)
+        named = Named(
+            http.path_params.get("session"), http.headers.get(SESSION_HEADER), external_id(http.headers, ())
+        )
+        state = await self._sessions.resolve(caller, named, None, ())
+        exchange = Exchange(
+            calls,
+            state,
+            asked.request,
+            None,
+            request_id=new_id("gen"),
+            dialect="tokens",
+            evidence=_evidence(http.headers),
+            stop_token_ids=asked.stop_token_ids,
+        )
+        return GenerateResponse(self._chat, exchange, self._counted)
+
+    async def submit_calls(self, http: HttpRequest) -> Response:
+        caller, calls = await self._caller(http), self._engine()
+        body = await self._body(http.headers, http.receive)
+        state = await self._sessions.usable(http.path_params["session"], caller)
+        head = (await calls.store.head(state.session.policy_id)).version
+        given = read_submission(body, calls.engine.info.vocab_size, head)
+        return Response(
+            write_submitted(await submit(calls, self._hasher, state, given)), 201, media_type=JSON
+        )
+
+    def _engine(self) -> Calls:
+        if self._routing.calls is None:
+            raise ApiError(404, "This gateway has no model of its own.", code="model_not_found")
+        return self._routing.calls
+
     # --- control ----------------------------------------------------------------------------------
 
     async def open_session(self, http: HttpRequest) -> Response:
@@ -421,7 +462,12 @@ class Gateway:
         return _struct(await self._sessions.view(http.path_params["session"], caller))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
-        return failure(self._paths["/v1/chat/completions"], api_error(error))
+        return failure(self._chat, api_error(error))
+
+    @property
+    def _chat(self) -> Dialect:
+        """Whose words are used where no dialect was chosen."""
+        return self._paths["/v1/chat/completions"]
 
 
 async def _rest_of_body(body: bytes, receive: Receive, limit: int) -> bytes:

@@ -23,8 +23,9 @@ from instar.record.base import CallDelta, Delta, Placement, Renderer, StreamPars
 from instar.record.chain import Chain
 from instar.record.graph import MessageGraph
 from instar.store.base import Store
-from instar.types import Call, Channel, Message, SamplingParams
+from instar.types import Call, Channel, Message, SamplingParams, TokenChunk
 
+OnChunk = Callable[[int, TokenChunk], Awaitable[None]]
 Emit = Callable[[int, Sequence[Delta], Sequence[TokenLogprob]], Awaitable[None]]
 
 
@@ -62,7 +63,9 @@ class Calls:
         self.timeout = config.request_timeout
         self._train_sampling = train_sampling
 
-    def params(self, state: SessionState, request: Request, prompt_tokens: int) -> SamplingParams:
+    def params(
+        self, state: SessionState, request: Request, prompt_tokens: int, stop_token_ids: tuple[int, ...] = ()
+    ) -> SamplingParams:
         """What is sampled with: the agent's wishes, under the channel's and the session's settings."""
         wanted: dict[str, Any] = {
             "temperature": request.temperature,
@@ -82,7 +85,7 @@ class Calls:
         return SamplingParams(
             seed=request.seed,
             stop=request.stop,
-            stop_token_ids=self.renderer.stop_token_ids,
+            stop_token_ids=(*self.renderer.stop_token_ids, *stop_token_ids),
             **{name: value for name, value in wanted.items() if value is not None},
         )
 
@@ -108,7 +111,9 @@ class Exchange:
         dialect: str,
         evidence: Evidence = Evidence(),  # noqa: B008 — frozen
         trainable: bool = True,
+        stop_token_ids: tuple[int, ...] = (),
     ) -> None:
+        """``stop_token_ids``: end a reply beside the model's own."""
         self.request_id = request_id
         self.request = request
         self._calls = calls
@@ -117,10 +122,12 @@ class Exchange:
         self._dialect = dialect
         self._evidence = evidence
         self._trainable = trainable
+        self._stop_token_ids = stop_token_ids
+        self._on_chunk: OnChunk | None = None
         self._started_at = time.time()
         self._graph: MessageGraph | None = None
         self._placement: Placement | None = None
-        self._replies: list[Reply] = []
+        self.replies: list[Reply] = []
         self._parsers: list[StreamParser] = []
         self._committing = False
         self._committed = False
@@ -129,9 +136,10 @@ class Exchange:
     def session_id(self) -> str:
         return self._state.session.session_id
 
-    async def run(self, emit: Emit | None = None) -> list[Choice]:
-        """Sample, tell ``emit`` as it goes, record, return."""
+    async def run(self, emit: Emit | None = None, on_chunk: OnChunk | None = None) -> list[Choice]:
+        """Sample, tell ``emit`` what it says and ``on_chunk`` the tokens as it goes, record, return."""
         state = self._state
+        self._on_chunk = on_chunk
         state.in_flight += 1
         try:
             graph = self._graph = await self._calls.sessions.graph_of(state)
@@ -173,11 +181,11 @@ class Exchange:
             pending.ended.set_result(None)
             if self._state.pending.get(placement.key) is pending:
                 del self._state.pending[placement.key]
-        return [self._choice(reply, placement) for reply in self._replies]
+        return [self._choice(reply, placement) for reply in self.replies]
 
     def _prepare(self, placement: Placement, ordinal: int, *, eager: bool) -> None:
         request, calls = self.request, self._calls
-        params = calls.params(self._state, request, len(placement.prompt_ids))
+        params = calls.params(self._state, request, len(placement.prompt_ids), self._stop_token_ids)
         session = self._state.session
         # A group's sessions must differ, whatever the agent asks for.
         forced = session.channel is Channel.TRAIN and session.seed is not None
@@ -188,12 +196,12 @@ class Exchange:
             self._parsers.append(calls.renderer.stream(tools, request.stop, end, eager=eager))
             reply = Reply(msgspec.structs.replace(params, seed=seed))
             reply.untrainable = None if self._trainable else "this model is not to be trained on"
-            self._replies.append(reply)
+            self.replies.append(reply)
 
     async def _sample(self, placement: Placement, graph: MessageGraph, emit: Emit | None) -> None:
         try:
             async with asyncio.timeout(self._calls.timeout):
-                works = [self._one(i, reply, placement, emit) for i, reply in enumerate(self._replies)]
+                works = [self._one(i, reply, placement, emit) for i, reply in enumerate(self.replies)]
                 await _all(works)
             await self._record(placement, graph)
         except asyncio.CancelledError:
@@ -215,6 +223,8 @@ class Exchange:
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 reply.take(chunk)
+                if self._on_chunk:
+                    await self._on_chunk(index, chunk)
                 deltas = parser.feed(chunk.token_ids)
                 if emit and (deltas or self.request.logprobs):
                     await emit(index, deltas, self._shown(chunk.token_ids, chunk.logprobs))
@@ -258,7 +268,7 @@ class Exchange:
 
     async def _record(self, placement: Placement, graph: MessageGraph) -> None:
         self._committing = True
-        await self._calls.recorder.record(self._state, graph, self._asked, placement, self._replies)
+        await self._calls.recorder.record(self._state, graph, self._asked, placement, self.replies)
         self._committed = True
 
     async def _record_aborted(self, placement: Placement, graph: MessageGraph, reason: str) -> None:
@@ -268,7 +278,7 @@ class Exchange:
             return
         self._committing = True
         begun: list[Reply] = []
-        for reply, parser in zip(self._replies, self._parsers, strict=True):
+        for reply, parser in zip(self.replies, self._parsers, strict=True):
             if reply.ids:
                 parser.finish()
                 reply.message = parser.message

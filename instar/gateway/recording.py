@@ -123,13 +123,15 @@ class Recorder:
         replies: Sequence[Reply],
         *,
         aborted: str | None = None,
-    ) -> None:
-        """Durable when it returns; goes on to its end even if its caller is cancelled meanwhile."""
+    ) -> list[str]:
+        """The ids of the calls. Durable when it returns; goes on to its end even if its caller is cancelled
+        meanwhile."""
         made: list[_Recorded] = []
         for reply in replies:
             first = made[0] if made else None
             made.append(self._recorded(state, asked, placement, reply, first, aborted))
         await self._finish(lambda: self._commit(state, graph, asked, placement, made))
+        return [one.call.call_id for one in made]
 
     async def drain(self) -> None:
         await asyncio.gather(*self._commits, return_exceptions=True)

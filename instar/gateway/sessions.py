@@ -127,9 +127,9 @@ class Sessions:
         if chosen is not None:
             if named.previous is not None and named.previous != chosen:
                 raise _conflict("The answer that this request continues is of another session.")
-            return await self._usable(chosen, caller)
+            return await self.usable(chosen, caller)
         if named.previous is not None:
-            return await self._usable(named.previous, caller)
+            return await self.usable(named.previous, caller)
         if named.external is not None:
             return await self._by_external(agent_id, named.external)
         return await self._by_graph(agent_id, chain, messages)
@@ -141,7 +141,7 @@ class Sessions:
             raise _conflict("The URL, the key and the header name different sessions.")
         return names[0] if names else None
 
-    async def _usable(self, session_id: str, caller: Caller) -> SessionState:
+    async def usable(self, session_id: str, caller: Caller) -> SessionState:
         state = await self.state(session_id)
         caller.may_touch(state.session)
         if state.session.status is not SessionStatus.OPEN:

@@ -287,6 +287,9 @@ class MessageGraph:
         """Call ids of the newest finished request with this key, in the order of its choices."""
         return _newest_request(node for node in self._asked.get(key, ()) if node.ok)
 
+    def knows(self, call_id: str) -> bool:
+        return call_id in self._nodes
+
     def recorded_as(self, key: bytes, client_key: str) -> list[str]:
         """The same, of the request that the client gave this idempotency key."""
         return _newest_request(n for n in self._asked.get(key, ()) if n.ok and n.client_key == client_key)

@@ -1,0 +1,111 @@
+"""Token ids in, token ids out, over a real socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from instar.gateway.base import OpenedSession
+from instar.record.base import Renderer
+from instar.types import Link
+from tests.unit.gateway.conftest import Served
+
+
+async def post(gateway: Served, path: str, body: Any, session: OpenedSession) -> Any:
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    return await gateway.http.post(path, json=body, headers=headers)
+
+
+def prompt(renderer: Renderer, text: str) -> list[int]:
+    return renderer.render([{"role": "user", "content": text}])
+
+
+async def test_generate_gives_the_recorded_ids(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    first = prompt(renderer, "hello")
+    answer = await post(gateway, "/v1/generate", {"prompt_ids": first, "n": 2}, session)
+    assert answer.status_code == 200, answer.text
+    one, two = answer.json()["choices"]
+    calls = await gateway.calls(session)
+    assert [call.sampled_ids.tolist() for call in calls] == [one["token_ids"], two["token_ids"]]
+    assert np.allclose(calls[0].logprobs, one["logprobs"])
+    assert (one["text"], one["finish_reason"], one["versions"][0]) == ("You said: hello", "stop", 0)
+    longer = [*first, *one["token_ids"], 5, 6]
+    await post(gateway, "/v1/generate", {"prompt_ids": longer}, session)
+    third = (await gateway.calls(session))[2]
+    assert (third.link, third.parent_id in {c.call_id for c in calls}) == (Link.EXTENDS, True)
+    assert third.prompt_ids.tolist() == longer
+    assert third.trainable
+
+
+async def test_generate_streams_lines(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    body = {"prompt_ids": prompt(renderer, "hello"), "stream": True}
+    answer = await post(gateway, f"/s/{session.session_id}/v1/generate", body, session)
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    (call,) = await gateway.calls(session)
+    assert [i for line in lines for i in line["token_ids"]] == call.sampled_ids.tolist()
+    assert lines[-1]["finish_reason"] == "stop"
+    assert not any("finish_reason" in line for line in lines[:-1])
+
+
+async def test_bad_ids_are_named(gateway: Served) -> None:
+    session = await gateway.open()
+    answer = await post(gateway, "/v1/generate", {"prompt_ids": [1, 10**6]}, session)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_ids[1]")
+    assert await gateway.calls(session) == []
+
+
+def sampled(ids: list[int], **more: Any) -> dict[str, Any]:
+    count = len(ids)
+    return {
+        "sampled_ids": ids,
+        "logprobs": [-0.5] * count,
+        "versions": [0] * count,
+        "finish_reason": "stop",
+        **more,
+    }
+
+
+async def test_calls_sampled_elsewhere_are_recorded_once(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    first = prompt(renderer, "hello")
+    reply = [*renderer.encode("fine"), renderer.stop_token_ids[0]]
+    one = {"prompt_ids": first, "client_key": "k1", **sampled(reply)}
+    two = {"prompt_ids": [*first, *reply, 7], "client_key": "k2", **sampled(reply)}
+    path = f"/sessions/{session.session_id}/calls"
+    answer = await post(gateway, path, {"calls": [one, two]}, session)
+    assert answer.status_code == 201, answer.text
+    again = await post(gateway, path, {"calls": [one, two]}, session)
+    assert again.json() == answer.json()
+    root, child = await gateway.calls(session)
+    assert (child.link, child.parent_id, child.trainable) == (Link.EXTENDS, root.call_id, True)
+    assert root.reply["content"] == "fine"
+
+
+async def test_submitted_messages_find_their_parent(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    asked = [{"role": "user", "content": "hello"}]
+    chat = await post(gateway, "/v1/chat/completions", {"model": "m", "messages": asked}, session)
+    (root,) = await gateway.calls(session)
+    said = chat.json()["choices"][0]["message"]
+    messages = [*asked, said, {"role": "user", "content": "more"}]
+    prompt_ids = renderer.extend(
+        root.prompt_ids.tolist(), root.sampled_ids.tolist(), [{"role": "user", "content": "more"}]
+    )
+    call = {"prompt_ids": prompt_ids, "messages": messages, **sampled([3, 4], logprobs=[-1.0, None])}
+    answer = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
+    assert answer.status_code == 201, answer.text
+    child = (await gateway.calls(session))[1]
+    assert (child.link, child.parent_id) == (Link.EXTENDS, root.call_id)
+    assert (child.trainable, child.reason) == (False, "logprobs are missing")
+
+
+async def test_versions_beyond_the_newest_are_refused(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    call = {"prompt_ids": prompt(renderer, "hello"), **sampled([3], versions=[4])}
+    answer = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "calls[0].versions[0]")
+    assert await gateway.calls(session) == []
