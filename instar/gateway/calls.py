@@ -192,8 +192,11 @@ class Exchange:
         end = placement.prompt_ids[-_PARSED_PROMPT:].tolist()
         for index in range(request.n):
             seed = _seed(None if forced else request.seed, session.seed, ordinal, index)
-            tools = () if request.prompt is not None else request.tools
-            self._parsers.append(calls.renderer.stream(tools, request.stop, end, eager=eager))
+            if request.prompt is not None:
+                parser = calls.renderer.stream_text(request.stop)
+            else:
+                parser = calls.renderer.stream(request.tools, request.stop, end, eager=eager)
+            self._parsers.append(parser)
             reply = Reply(msgspec.structs.replace(params, seed=seed))
             reply.untrainable = None if self._trainable else "this model is not to be trained on"
             self.replies.append(reply)

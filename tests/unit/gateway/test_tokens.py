@@ -90,7 +90,7 @@ async def test_submitted_messages_find_their_parent(gateway: Served, renderer: R
     asked = [{"role": "user", "content": "hello"}]
     chat = await post(gateway, "/v1/chat/completions", {"model": "m", "messages": asked}, session)
     (root,) = await gateway.calls(session)
-    said = chat.json()["choices"][0]["message"]
+    said = {"role": "assistant", "content": chat.json()["choices"][0]["message"]["content"]}
     messages = [*asked, said, {"role": "user", "content": "more"}]
     prompt_ids = renderer.extend(
         root.prompt_ids.tolist(), root.sampled_ids.tolist(), [{"role": "user", "content": "more"}]
