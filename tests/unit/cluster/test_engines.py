@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import pytest
 from transformers import LlamaConfig
 
 from instar.cli.display import roles_table
+from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names
 from instar.cluster.local import LiveRun, engine_status, serving, train
 from instar.config import RolloutConfig, RunConfig
 from instar.engines.remote import RemoteEngine
 from instar.errors import ConfigError
+from instar.store.factory import open_store
+from instar.types import Endpoint
 from tests.tiny import make_tiny_tokenizer
 
 
@@ -103,3 +107,22 @@ async def test_an_upstream_is_not_trained(tmp_path: Path) -> None:
     assert engine_names(config) == []
     with pytest.raises(ConfigError, match=r"engine\.type: an upstream"):
         await train(config)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_engines_divide_the_cores_among_them(tmp_path: Path, mode: str) -> None:
+    config = RunConfig.model_validate({"trainer": {"mode": mode}, "store": {"path": str(tmp_path / "s.db")}})
+    store = open_store(config)
+    granted: list[int] = []
+    cores = len(os.sched_getaffinity(0))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await share_cores(config, store, "trainer", granted.append, among=2)
+    assert granted == [max(1, cores // 2)]
+    trainer = Endpoint(config.name, "trainer", "trainer", "", 1, "training", heartbeat=time.time() + 60)
+    await store.put_endpoint(trainer)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await share_cores(config, store, "trainer", granted.append, among=2)
+    await store.close()
+    assert granted[-1] == max(1, (cores // 2 if mode == "async" else cores) // 2)
