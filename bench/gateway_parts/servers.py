@@ -41,7 +41,7 @@ class Gateway:
 
     def __init__(self, facts: dict[str, str]) -> None:
         self.url = facts["base_url"].removesuffix("/v1")
-        self.admin_key = facts["api_key"]
+        self.admin_key = facts["admin_key"]
         self.store = Path(facts["run_dir"]) / "store.db"
         self.pid = self._pid()
 

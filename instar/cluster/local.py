@@ -19,6 +19,7 @@ from instar.config import RunConfig
 from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
+from instar.gateway.auth import given_admin_key
 from instar.store.base import Run, Store
 from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics
@@ -84,7 +85,7 @@ async def serving(
         engine_urls=[url_of(server) for server in engine_sockets.values()],
         engine_token=secrets.token_urlsafe(24),
         gateway_url=url_of(gateway_socket),
-        admin_key=os.environ.get(ADMIN_KEY) or f"sk-instar-{secrets.token_urlsafe(24)}",
+        admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
     )
     try:
         for name, server in engine_sockets.items():

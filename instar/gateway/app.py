@@ -88,13 +88,13 @@ def create_app(
         policy_id=policy_id,
         limit=config.max_sessions_in_memory,
     )
+    sampling = train_sampling or SamplingConfig()
     recorder = Recorder(store, sessions, hasher, Redactor.of(config.redact))
     calls = None
     if engine is not None and renderer is not None:
-        sampling = train_sampling or SamplingConfig()
         calls = Calls(store, engine, renderer, sessions, recorder, config, sampling)
     routing = Routing(calls, upstream, upstreams or {}, models or {})
-    gateway = Gateway(sessions, recorder, routing, hasher, config, policy_id)
+    gateway = Gateway(sessions, recorder, routing, hasher, config, policy_id, sampling)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -173,8 +173,10 @@ class Gateway:
         hasher: Hasher,
         config: GatewayConfig,
         policy_id: str,
+        train_sampling: SamplingConfig,
     ) -> None:
         self._sessions = sessions
+        self._train_sampling = train_sampling
         self._recorder = recorder
         self._routing = routing
         self._hasher = hasher
@@ -247,7 +249,7 @@ class Gateway:
         caller = await self._identified(headers)
         body = await self._body(headers, receive)
         if found.counts:
-            return self._count(found.dialect, body)
+            return await self._count(found.dialect, headers, body)
         return await self._call(found.dialect, caller, found.session, headers, body)
 
     async def _call(
@@ -257,8 +259,10 @@ class Gateway:
         where = url or header or caller.session_id or caller.agent_id
         request, chain = self._recall.read(dialect, where, body)
         self._check_size(request)
-        request, chain, previous = await self._with_previous(caller, request, chain)
         upstream, trainable = self._routing.of(request.model)
+        request, chain, previous = await self._with_previous(
+            caller, request, chain, upstream=upstream is not None
+        )
         if request.prompt is not None and (upstream is not None or isinstance(request.prompt, str)):
             chain = self._hasher.chain([as_message(request.prompt)])
         named = Named(url, header, external_id(headers, request.identity), previous)
@@ -284,6 +288,7 @@ class Gateway:
             config=self._config,
             evidence=evidence,
             trainable=trainable,
+            train_sampling=self._train_sampling,
         )
         return ForwardResponse(dialect, forward, self._counted)
 
@@ -326,12 +331,17 @@ class Gateway:
                 raise bad_request(f"{given} {name} are more than {limit}.", name, "too_many")
 
     async def _with_previous(
-        self, caller: Caller, request: Request, chain: Chain
+        self, caller: Caller, request: Request, chain: Chain, *, upstream: bool
     ) -> tuple[Request, Chain, str | None]:
         """With the messages of the answer that it continues, and that answer's session."""
         if request.previous is None:
             return request, chain, None
-        call = (await self._sessions.answer(caller, request.previous))[0]
+        try:
+            call = (await self._sessions.answer(caller, request.previous))[0]
+        except ApiError:
+            if upstream:  # it may be of before our time: the provider knows
+                return request, chain, None
+            raise
         own, new = request.messages[: request.instructions], request.messages[request.instructions :]
         earlier = call.messages
         if earlier and earlier[0]["role"] == "system" and call.dialect == "responses":
@@ -339,8 +349,11 @@ class Gateway:
         request = replace(request, messages=(*own, *earlier, call.reply, *new))
         return request, self._hasher.chain(request.messages, request.tools), call.session_id
 
-    def _count(self, dialect: Dialect, body: bytes) -> Response:
+    async def _count(self, dialect: Dialect, headers: Mapping[str, str], body: bytes) -> Response:
         request = dialect.read_count(body)
+        upstream, _ = self._routing.of(request.model)
+        if upstream is not None:
+            return Response(await upstream.count_tokens(body, _without_our_keys(headers)), media_type=JSON)
         if self._routing.calls is None:
             raise ApiError(404, "Tokens cannot be counted without a model of our own.")
         ids = self._routing.calls.renderer.render(request.messages, request.tools)

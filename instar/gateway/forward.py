@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from instar.config import GatewayConfig
+from instar.config import GatewayConfig, SamplingConfig
 from instar.errors import EngineError
 from instar.gateway.base import ApiError
 from instar.gateway.calls import Evidence
@@ -20,7 +20,7 @@ from instar.gateway.upstream.base import Answer, Piece, Upstream
 from instar.record.base import Placement
 from instar.record.chain import Chain
 from instar.record.graph import MessageGraph
-from instar.types import Message, SamplingParams
+from instar.types import Channel, Message, SamplingParams
 
 Pass = Callable[[Piece], Awaitable[None]]
 
@@ -44,6 +44,7 @@ class Forward:
         config: GatewayConfig,
         evidence: Evidence,
         trainable: bool = True,
+        train_sampling: SamplingConfig,
     ) -> None:
         self.request = request
         self.request_id = request_id
@@ -58,6 +59,10 @@ class Forward:
         self._timeout = config.request_timeout
         self._evidence = evidence
         self._trainable = trainable
+        self._forced = dict(state.session.sampling)
+        if state.session.channel is Channel.TRAIN:
+            forced = {"temperature": train_sampling.temperature, "top_p": train_sampling.top_p}
+            self._forced = forced | self._forced
         self._started_at = time.time()
         self._first_at: float | None = None
 
@@ -81,8 +86,9 @@ class Forward:
             state.in_flight -= 1
 
     async def _pass(self, graph: MessageGraph, placement: Placement, forward: Pass) -> None:
-        sampling: dict[str, Any] = self._state.session.sampling
-        answer = self._upstream.send(self.request, self._dialect, self._body, self._headers, sampling or None)
+        answer = self._upstream.send(
+            self.request, self._dialect, self._body, self._headers, self._forced or None
+        )
         recorded = False
         try:
             async with asyncio.timeout(self._timeout):
@@ -136,7 +142,7 @@ class Forward:
         await self._recorder.record(self._state, graph, asked, placement, replies, aborted=aborted)
 
     def _reply(self, choice: Choice) -> Reply:
-        params = _params(self.request, self._state.session.sampling)
+        params = _params(self.request, self._forced)
         reply = Reply(params, choice.message, finish_reason=choice.finish_reason, stop=choice.stop)
         reply.first_token_at, reply.ended_at = self._first_at, time.time()
         if choice.sampled_ids is None or choice.sampled_logprobs is None:
@@ -149,8 +155,8 @@ class Forward:
         reply.versions = np.zeros(len(reply.ids), np.int32).tolist()
         if not self._trainable:
             reply.untrainable = "this model is not to be trained on"
-        elif self.request.temperature is None and "temperature" not in self._state.session.sampling:
-            reply.untrainable = "sampled with settings of the provider's own; ask for temperature 1"
+        elif self.request.refusal is not None:
+            reply.untrainable = f"sampled by settings that are not ours: {self.request.refusal.message}"
         return reply
 
 

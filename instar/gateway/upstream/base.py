@@ -88,4 +88,8 @@ class Upstream(ABC):
         the agent's own (`SAMPLING_KEYS`)."""
 
     @abstractmethod
+    async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Anthropic's count of a prompt, passed through. Raises ApiError where the provider has none."""
+
+    @abstractmethod
     async def close(self) -> None: ...
