@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 SESSION_HEADERS = {
     "x-claude-code-session-id": "claude-session",  # also in the body, under this name
@@ -18,12 +19,19 @@ SESSION_HEADERS = {
 }
 """Header, in lower case, → the kind of id it holds. The most telling first."""
 MAX_ID = 512
-"""Longer ids are cut: they are names, not data."""
+"""Of longer ids, the beginning and a digest of the whole are kept: they are names, not data."""
 
 
 def external_id(headers: Mapping[str, str], identity: tuple[str, ...]) -> str | None:
     """What the agent itself calls its session. A header counts before ids in the body."""
     for name, kind in SESSION_HEADERS.items():
         if value := headers.get(name):
-            return f"{kind}:{value}"[:MAX_ID]
-    return identity[0][:MAX_ID] if identity else None
+            return _kept(f"{kind}:{value}")
+    return _kept(identity[0]) if identity else None
+
+
+def _kept(name: str) -> str:
+    if len(name) <= MAX_ID:
+        return name
+    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return name[: MAX_ID - len(digest)] + digest

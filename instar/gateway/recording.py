@@ -153,9 +153,8 @@ class Recorder:
         placement: Placement,
         made: Sequence[_Recorded],
     ) -> None:
-        live = state.session.channel is Channel.LIVE and asked.chain is not None
         tails: dict[str, bytes] = {}
-        if live and asked.chain is not None:
+        if state.unnamed and asked.chain is not None:
             tails = {one.call.call_id: asked.chain.then([one.reply]).canonical[-1] for one in made}
         opening = state.take_opening()
         try:
@@ -175,7 +174,7 @@ class Recorder:
             )
         for key in tails.values():
             self._sessions.remember_tail(state, key)
-        if live:
+        if state.session.channel is Channel.LIVE:
             for one in made:
                 self._sessions.remember_tool_calls(state, one.call.reply)
 

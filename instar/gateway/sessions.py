@@ -61,6 +61,9 @@ class SessionState:
     session: Session
     opening: Session | None = None
     """Set while it is not in the store yet: it is opened with its first call."""
+    unnamed: bool = False
+    """Whether its calls are told by what they say alone. Those of other sessions are not looked for by it: a
+    session with the same opening must not get between."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     pending: dict[bytes, Pending] = field(default_factory=dict[bytes, "Pending"])
@@ -132,7 +135,9 @@ class Sessions:
             return await self.usable(named.previous, caller)
         if named.external is not None:
             return await self._by_external(agent_id, named.external)
-        return await self._by_graph(agent_id, chain, messages)
+        state = await self._by_graph(agent_id, chain, messages)
+        state.unnamed = state.session.external_id is None
+        return state
 
     def _chosen(self, caller: Caller, named: Named) -> str | None:
         """All that name a session of ours must agree."""
@@ -153,13 +158,13 @@ class Sessions:
         session_id = self._external.get(key)
         if session_id is None:
             session = await self._store.session_by_external(self._run_id, agent_id, external_id)
-            session_id = session.session_id if session else None
-        # Another request may have opened it meanwhile.
-        session_id = session_id or self._external.get(key)
-        if session_id is not None and (state := await self._open_state(session_id)):
-            _remember(self._external, key, session_id, 16 * self._limit)
-            return state
-        state = self._fresh(agent_id, external_id)
+            # Another request may have opened it meanwhile.
+            session_id = self._external.get(key) or (session.session_id if session else None)
+        state = await self._open_state(session_id) if session_id else None
+        while state is None and self._external.get(key, session_id) != session_id:
+            session_id = self._external[key]
+            state = await self._open_state(session_id)
+        state = state or self._fresh(agent_id, external_id)
         _remember(self._external, key, state.session.session_id, 16 * self._limit)
         return state
 

@@ -1,0 +1,301 @@
+"""Which session a call belongs to, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.config import ModelConfig
+from instar.gateway.auth import create_key
+from instar.record.base import Renderer
+from instar.types import Link, SessionStatus
+from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.wire import all_calls, asking, gateway_at, post, session_of, until_in_flight
+
+CONVERSING = ("chat", "responses", "messages")
+UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
+
+
+async def code(gateway: Served, body: Any, **sent: Any) -> tuple[int, str | None]:
+    answer = await post(gateway, body, **sent)
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# --- precedence ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
+async def test_url_key_and_header_go_before_what_the_agent_says(gateway: Served, dialect: str) -> None:
+    said = {"session_id": "other", "x_session_id": "another"}
+    body = asking(dialect, "hi")
+    live = session_of(await post(gateway, body, dialect, **said))
+    for sent in (
+        lambda s: {"prefix": f"/s/{s.session_id}"},
+        lambda s: {"key": s.api_key},
+        lambda s: {"x_instar_session": s.session_id},
+    ):
+        opened = await gateway.open()
+        found = session_of(await post(gateway, body, dialect, **said, **sent(opened)))
+        assert found == opened.session_id != live
+    assert session_of(await post(gateway, body, dialect, **said)) == live
+
+
+async def test_an_id_of_the_agent_goes_before_what_is_said(gateway: Served) -> None:
+    first = session_of(await post(gateway, asking("chat", "hi")))
+    goes_on = asking("chat", "hi", "You said: hi", "more")
+    assert session_of(await post(gateway, goes_on)) == first
+    assert session_of(await post(gateway, {**goes_on, "user": "someone"})) != first
+
+
+async def test_what_names_a_session_must_agree(gateway: Served) -> None:
+    one, two = await gateway.open(), await gateway.open()
+    body, url = asking("chat", "hi"), f"/s/{one.session_id}"
+    refused = (403, "session_conflict")
+    assert await code(gateway, body, prefix=url, key=two.api_key) == refused
+    assert await code(gateway, body, prefix=url, x_instar_session=two.session_id) == refused
+    assert await code(gateway, body, key=one.api_key, x_instar_session=two.session_id) == refused
+    answer = await post(gateway, asking("responses", "hi"), "responses", key=one.api_key)
+    after = {**asking("responses", "more"), "previous_response_id": answer.json()["id"]}
+    told = await post(gateway, after, "responses", prefix=f"/s/{two.session_id}")
+    assert (told.status_code, told.json()["error"]["code"]) == refused
+    assert len(await all_calls(gateway)) == 1
+
+
+# --- ids that agents send -----------------------------------------------------------------------
+
+IDS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("chat", {"user": "ann"}, {}),
+    ("chat", {"metadata": {"session_id": "s"}}, {}),
+    ("chat", {"prompt_cache_key": "k"}, {}),
+    ("chat", {"safety_identifier": "ann"}, {}),
+    ("completions", {"user": "ann"}, {}),
+    ("responses", {"user": "ann"}, {}),
+    ("responses", {"metadata": {"session_id": "s"}}, {}),
+    ("responses", {"prompt_cache_key": "k"}, {}),
+    ("responses", {"safety_identifier": "ann"}, {}),
+    ("messages", {"metadata": {"user_id": "ann"}}, {}),
+    ("messages", {"metadata": {"user_id": f"user_abc_account__session_{UUID}"}}, {}),
+    ("messages", {"metadata": {"user_id": '{"device_id":"d","session_id":"%s"}' % UUID}}, {}),  # noqa: UP031
+    ("messages", {}, {"x-claude-code-session-id": UUID}),
+    ("responses", {}, {"session-id": UUID}),
+    ("responses", {}, {"session_id": UUID}),
+    ("chat", {}, {"x-session-affinity": "ses_1"}),
+    ("chat", {}, {"x-session-id": "ses_1"}),
+]
+
+
+def other(value: Any) -> Any:
+    """The same, of another session."""
+    if isinstance(value, dict):
+        return {name: other(item) for name, item in value.items()}
+    return value.replace(UUID, UUID[:-1] + "2") if UUID in value else value + "2"
+
+
+@pytest.mark.parametrize(("dialect", "body", "headers"), IDS)
+async def test_ids_that_agents_send(
+    gateway: Served, dialect: str, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    async def ask(more: dict[str, Any], sent: dict[str, str]) -> str:
+        asked = {**asking(dialect, "hi"), **more}
+        key = {"Authorization": f"Bearer {ADMIN}"}
+        path = {"chat": "chat/completions"}.get(dialect, dialect)
+        return session_of(await gateway.http.post(f"/v1/{path}", json=asked, headers={**key, **sent}))
+
+    first = await ask(body, headers)
+    assert await ask(body, headers) == first
+    assert await ask(other(body), other(headers)) != first
+    session = await gateway.store.session(first)
+    assert session is not None
+    assert session.external_id
+    calls = await gateway.store.calls(first)
+    assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
+
+
+async def test_claude_codes_header_and_body_name_one_session(gateway: Served) -> None:
+    body = asking("messages", "hi", metadata={"user_id": f"user_abc_account__session_{UUID}"})
+    by_body = session_of(await post(gateway, body, "messages"))
+    assert (
+        session_of(await post(gateway, asking("messages", "x"), "messages", x_claude_code_session_id=UUID))
+        == by_body
+    )
+
+
+async def test_a_user_is_not_a_session_of_the_same_name(gateway: Served) -> None:
+    by_user = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    by_session = session_of(await post(gateway, asking("chat", "hi", metadata={"session_id": "ann"})))
+    assert by_user != by_session
+
+
+async def test_an_absurdly_long_id_is_a_name_all_the_same(gateway: Served) -> None:
+    first = session_of(await post(gateway, asking("chat", "hi", user="a" * 20_000)))
+    assert session_of(await post(gateway, asking("chat", "hi", user="a" * 20_000))) == first
+    session = await gateway.store.session(first)
+    assert session is not None
+    assert len(session.external_id or "") <= 512
+
+
+async def test_long_ids_that_differ_at_their_end_stay_apart(gateway: Served) -> None:
+    first = session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "1")))
+    assert session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "2"))) != first
+
+
+async def test_first_calls_at_once_with_one_id_make_one_session(gateway: Served) -> None:
+    answers = await asyncio.gather(
+        *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
+    )
+    assert len({session_of(answer) for answer in answers}) == 1
+    (row,) = await gateway.store.sessions("run")
+    assert len(await gateway.store.calls(row.session.session_id)) == 12
+
+
+async def test_calls_at_once_after_a_session_has_ended_make_one_new_session(gateway: Served) -> None:
+    old = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    await gateway.control(f"/sessions/{old}/complete", {})
+    answers = await asyncio.gather(
+        *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
+    )
+    found = {session_of(answer) for answer in answers}
+    assert len(found) == 1
+    assert old not in found
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", CONVERSING)
+async def test_the_same_opening_stays_apart_where_keys_or_ids_differ(gateway: Served, dialect: str) -> None:
+    keys = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
+    opening = asking(dialect, "hi")
+    first = [session_of(await post(gateway, opening, dialect, key=key)) for key in keys]
+    assert first[0] != first[1]
+    goes_on = asking(dialect, "hi", "You said: hi", "more")
+    then = [session_of(await post(gateway, goes_on, dialect, key=key)) for key in keys]
+    assert then == first
+    named = [session_of(await post(gateway, opening, dialect, x_session_id=f"s{i}")) for i in range(2)]
+    then = [session_of(await post(gateway, goes_on, dialect, x_session_id=f"s{i}")) for i in range(2)]
+    assert named[0] != named[1]
+    assert then == named
+    for session in first + named:
+        assert [c.link for c in await gateway.store.calls(session)] == [Link.ROOT, Link.EXTENDS]
+
+
+async def test_a_named_session_with_the_same_opening_does_not_get_between(gateway: Served) -> None:
+    opening, goes_on = asking("chat", "hi"), asking("chat", "hi", "You said: hi", "more")
+    unnamed = session_of(await post(gateway, opening))
+    opened = await gateway.open()
+    await post(gateway, opening, key=opened.api_key)
+    await post(gateway, opening, x_session_id="s")
+    assert session_of(await post(gateway, goes_on)) == unnamed
+
+
+@pytest.mark.parametrize("dialect", CONVERSING)
+async def test_a_session_is_found_after_a_restart(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
+) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    async with gateway_at(*at) as gateway:
+        first = session_of(await post(gateway, asking(dialect, "hi"), dialect))
+        named = session_of(await post(gateway, asking(dialect, "hi"), dialect, x_session_id="s"))
+    async with gateway_at(*at) as gateway:
+        goes_on = asking(dialect, "hi", "You said: hi", "more")
+        assert session_of(await post(gateway, goes_on, dialect)) == first
+        assert session_of(await post(gateway, goes_on, dialect, x_session_id="s")) == named
+        for session in (first, named):
+            root, then = await gateway.store.calls(session)
+            assert (then.link, then.parent_id) == (Link.EXTENDS, root.call_id)
+            assert then.prompt_ids[: len(root.sequence)].tolist() == root.sequence.tolist()
+
+
+# --- isolation ----------------------------------------------------------------------------------
+
+
+async def test_an_answer_of_another_agent_cannot_be_continued(gateway: Served) -> None:
+    ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
+    answer = await post(gateway, asking("responses", "my secret plan"), "responses", key=ann)
+    after = {**asking("responses", "what did I say?"), "previous_response_id": answer.json()["id"]}
+    told = await post(gateway, after, "responses", key=ben)
+    assert told.status_code == 404
+    assert told.json()["error"]["param"] == "previous_response_id"
+    assert "plan" not in told.text
+    session = await gateway.open()
+    assert (await post(gateway, after, "responses", key=session.api_key)).status_code == 404
+    assert session_of(await post(gateway, after, "responses", key=ann)) == session_of(answer)
+    assert len(await all_calls(gateway)) == 2
+
+
+async def test_an_answer_is_continued_after_a_restart(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    async with gateway_at(*at) as gateway:
+        answer = await post(gateway, asking("responses", "hi"), "responses")
+    async with gateway_at(*at) as gateway:
+        after = {**asking("responses", "more"), "previous_response_id": answer.json()["id"]}
+        assert session_of(await post(gateway, after, "responses")) == session_of(answer)
+        assert [call.link for call in await all_calls(gateway)] == [Link.ROOT, Link.EXTENDS]
+
+
+async def test_agents_do_not_touch_each_others_sessions(gateway: Served) -> None:
+    ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
+    session = session_of(await post(gateway, asking("chat", "hi"), key=ann))
+    as_ben = {"Authorization": f"Bearer {ben}"}
+    path = f"/sessions/{session}"
+    tries = [
+        await gateway.http.get(path, headers=as_ben),
+        await gateway.control(f"{path}/complete", {"reward": 1}, ben),
+        await gateway.control(f"{path}/fail", {"reason": "x"}, ben),
+        await gateway.control(f"{path}/calls", {"calls": []}, ben),
+        await post(gateway, asking("chat", "hi"), key=ben, prefix=f"/s/{session}"),
+        await post(gateway, asking("chat", "hi"), key=ben, x_instar_session=session),
+        await gateway.http.post(f"/s/{session}/v1/generate", json={"prompt_ids": [1]}, headers=as_ben),
+        await gateway.control(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
+        await gateway.http.get("/stats", headers=as_ben),
+    ]
+    assert [answer.status_code for answer in tries] == [403] * len(tries)
+    stored = await gateway.store.session(session)
+    assert stored is not None
+    assert stored.status is SessionStatus.OPEN
+    assert await gateway.store.rewards(session) == []
+    assert len(await gateway.store.calls(session)) == 1
+
+
+async def test_a_session_key_opens_nothing_else(gateway: Served) -> None:
+    session, another = await gateway.open(), await gateway.open()
+    key = session.api_key
+    path = f"/sessions/{another.session_id}"
+    tries = [
+        await gateway.control("/sessions", {}, key),
+        await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"}),
+        await gateway.http.get("/stats", headers={"Authorization": f"Bearer {key}"}),
+        await gateway.control(f"{path}/complete", {}, key),
+        await gateway.control(f"{path}/calls", {"calls": []}, key),
+        await post(gateway, asking("chat", "hi"), key=key, prefix=f"/s/{another.session_id}"),
+    ]
+    assert [answer.status_code for answer in tries] == [403] * len(tries)
+    assert await gateway.calls(another) == []
+
+
+# --- when a live session begins -----------------------------------------------------------------
+
+
+async def test_a_live_session_opens_with_its_first_call(serving: Serve) -> None:
+    gateway = await serving(delay=0.02)
+    asked = asyncio.create_task(post(gateway, asking("chat", "hi", user="ann")))
+    await until_in_flight(gateway, 1)
+    assert await gateway.store.sessions("run") == []
+    session = session_of(await asked)
+    assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session]
+
+
+async def test_a_refused_first_call_opens_nothing_and_is_forgotten(gateway: Served) -> None:
+    for i in range(3):
+        too_long = asking("chat", "word " * 2000, user="ann")
+        assert (await post(gateway, too_long)).status_code == 400, i
+        unsupported = asking("chat", "hi", user="ann", store=True)
+        assert (await post(gateway, unsupported)).status_code == 400
+    assert await gateway.store.sessions("run") == []
+    assert session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    assert len(await gateway.store.sessions("run")) == 1

@@ -1,0 +1,90 @@
+"""The same question in each dialect, by plain HTTP: what an SDK would not send can be sent too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.record.base import Renderer
+from instar.types import Call
+from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+
+
+def asking(dialect: str, *said: str, **more: Any) -> dict[str, Any]:
+    """A body in which user and assistant take turns."""
+    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+    match dialect:
+        case "completions":
+            marked = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns]
+            body: dict[str, Any] = {"prompt": "".join([*marked, "<|im_start|>assistant\n"])}
+        case "responses":
+            body = {"input": turns}
+        case "messages":
+            body = {"messages": turns, "max_tokens": 500}
+        case _:
+            body = {"messages": turns}
+    return {"model": "m", **body, **more}
+
+
+async def post(
+    gateway: Served, body: Any, dialect: str = "chat", key: str = ADMIN, prefix: str = "", **headers: str
+) -> httpx.Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await gateway.http.post(
+        prefix + PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **named}
+    )
+
+
+def session_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-instar-session"]
+
+
+async def all_calls(gateway: Served) -> list[Call]:
+    """Of every session, in the order in which the sessions were opened."""
+    rows = await gateway.store.sessions("run")
+    found = [await gateway.store.calls(row.session.session_id) for row in rows]
+    return [call for calls in found for call in calls]
+
+
+async def in_flight(gateway: Served) -> int:
+    answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    return answer.json()["in_flight"]
+
+
+async def until_in_flight(gateway: Served, count: int, seconds: float = 10) -> None:
+    """Wait until so many model calls are in flight."""
+    async with asyncio.timeout(seconds):
+        while await in_flight(gateway) != count:  # noqa: ASYNC110 — the gateway is asked from outside
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def gateway_at(
+    path: Path,
+    model: ModelConfig,
+    renderer: Renderer,
+    *,
+    config: GatewayConfig | None = None,
+    hash_key: bytes = b"key",
+    delay: float = 0.0,
+) -> AsyncGenerator[Served]:
+    """A gateway on a store of its own or of an earlier one: a restart."""
+    script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
+    engine = ScriptedEngine(model, script)
+    async with run_gateway(path, engine, renderer, config or GatewayConfig(), hash_key=hash_key) as gateway:
+        yield gateway
