@@ -1,11 +1,28 @@
-"""Anthropic's Messages, as a client sends them → the canonical request.
+"""Anthropic's Messages, in: the body of a request → a Request.
 
-What stands in several blocks is one text here: a system prompt, a user's text and a tool's result are their
-blocks with an empty line between, an assistant's text is its blocks one behind the other, for so it was cut.
-A user's message with tool results becomes tool messages and user messages, in the order of its blocks.
+What cannot be honoured is never passed over in silence: it becomes the request's ``refusal``, which names
+it. Some of what agents send by default asks for nothing that a sampled token could show, or for what no one
+can promise; those are taken as hints:
 
-Claude Code puts a line ``x-anthropic-billing-header: ...`` in front of its system prompt, other in each
-request and not meant for the model: it is left out, else no request would continue another.
+    field                        why it is taken
+    tool_choice "any" or "tool"  A model cannot be made to call a tool without bending what it samples, and
+                                 bent samples are not the policy's. The tools are offered; whether one was
+                                 called is told by ``stop_reason``.
+    tool_choice.disable_parallel_tool_use
+                                 As above: the model is asked once, and its calls are all told.
+    tools[].strict               As above, for the form of the input.
+    thinking                     Whether it thinks is the model's own way; this decides whether it is shown.
+    output_config.effort, .task_budget
+                                 What a provider makes of them is its own; the model here has one way.
+    context_management.edits "clear_thinking_..."
+                                 What a model thought stays in the tokens it sampled.
+    fallbacks, fallback_credit_token
+                                 Other models for when the asked one declines; here none does.
+    cache_control, diagnostics, inference_geo, service_tier, speed
+                                 The provider's queues and caches.
+    metadata.user_id             Tells whose session this is (`Request.identity`).
+
+Tools that agents list as a matter of course and that only a provider has: `TOOLS_LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -13,39 +30,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 
 from instar.gateway.base import ApiError, bad_request, from_validation
 from instar.gateway.dialects.base import Request
-from instar.types import Message, Tool, ToolCall
+from instar.gateway.dialects.messages_blocks import Block, WireMessage, read_messages, read_system
+from instar.types import Tool
 
-BETWEEN_BLOCKS = "\n\n"
 MOST_STOP_SEQUENCES = 16
-BILLING_LINE = "x-anthropic-billing-header:"
-
-
-class Block(msgspec.Struct):
-    """A content block of any type. Marks that say nothing to a model (``cache_control``, ``citations``,
-    ``signature``, ``caller``) are passed over."""
-
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str = ""
-    name: str = ""
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[Block] | None = None
-    is_error: bool | None = None
-    tool_name: str = ""
-
-
-class WireMessage(msgspec.Struct):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
 
 
 class WireTool(msgspec.Struct):
@@ -61,12 +56,11 @@ class WireTool(msgspec.Struct):
 
 class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(msgspec.Struct):
-    """Whether it thinks is the model's own way; this decides whether the client is shown it."""
-
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = None
     display: str | None = None
@@ -82,6 +76,7 @@ class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
+    task_budget: dict[str, Any] | None = None
     format: dict[str, Any] | None = None
 
 
@@ -103,30 +98,36 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     top_k: int | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    # Hints to a provider about cost, speed and effort: taken, and of no effect here.
+    # Hints, as the table above says.
     cache_control: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
     service_tier: str | None = None
     speed: str | None = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    # Taken where they ask for what is done anyway.
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     # Known, and taken only when they ask for nothing.
+    compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
+    output_format: Any = None
+    thread: Any = None
 
 
 _decode_body = msgspec.json.Decoder(Body).decode
 
 _RANGES: dict[str, tuple[float, float]] = {
-    "max_tokens": (1, math.inf),
+    "max_tokens": (0, math.inf),
     "temperature": (0, 1),
     "top_p": (0, 1),
     "top_k": (0, 1 << 31),
 }
+_NEVER = ("compaction", "container", "mcp_servers", "output_format", "thread")
 _HARMLESS_EDITS = ("clear_thinking_",)
-"""Edits of the context that change nothing here: what a model thought stays in the tokens it sampled."""
-_TOOLS_LEFT_OUT = {
+TOOLS_LEFT_OUT = {
     "tool_search_tool_": "tools that it would find are given to the model from the start",
 }
 """Tools that a provider would run, by how their type begins, and why nothing is lost without them. All other
@@ -136,21 +137,17 @@ types of tools that we do not have are refused by name."""
 def read_request(body: bytes) -> Request:
     wire = _decode(body)
     if wire.max_tokens is None:
-        raise bad_request(
-            "Missing required parameter: 'max_tokens'.", "max_tokens", "missing_required_parameter"
-        )
-    last = len(wire.messages) - 1
-    if wire.messages[last].role == "assistant":
-        raise bad_request(
-            "The last message is the assistant's: a reply that was begun cannot be continued here.",
-            f"messages[{last}]",
-            "unsupported_value",
-        )
-    return _request(wire)
+        raise _missing("max_tokens")
+    return _request(wire, [*_refusals(wire), *_unanswerable(wire)])
 
 
 def read_count_request(body: bytes) -> Request:
-    return _request(_decode(body))
+    """Only what our own model reads is counted: the rest is refused here."""
+    wire = _decode(body)
+    request = _request(wire, _refusals(wire))
+    if request.refusal is not None:
+        raise request.refusal
+    return request
 
 
 def _decode(body: bytes) -> Body:
@@ -164,14 +161,12 @@ def _decode(body: bytes) -> Body:
     return wire
 
 
-def _request(wire: Body) -> Request:
-    messages = _system(wire.system)
-    for i, message in enumerate(wire.messages):
-        messages += read_message(message, f"messages[{i}]")
+def _request(wire: Body, refused: list[ApiError]) -> Request:
+    messages = (*read_system(wire.system, refused), *read_messages(wire.messages, refused))
     return Request(
         model=wire.model,
-        messages=tuple(messages),
-        tools=_tools(wire),
+        messages=messages,
+        tools=_tools(wire, refused),
         identity=_identity(wire.metadata),
         max_tokens=wire.max_tokens,
         temperature=wire.temperature,
@@ -179,6 +174,7 @@ def _request(wire: Body) -> Request:
         top_k=wire.top_k,
         stop=tuple(wire.stop_sequences or ()),
         stream=bool(wire.stream),
+        refusal=refused[0] if refused else None,
         wire=wire,
     )
 
@@ -190,6 +186,10 @@ def _unsupported(what: str, path: str) -> ApiError:
     return bad_request(what, path, "unsupported_value")
 
 
+def _missing(path: str) -> ApiError:
+    return bad_request(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+
+
 def _check(body: Body) -> None:
     if not body.messages:
         raise bad_request("'messages' is empty.", "messages", "invalid_value")
@@ -199,19 +199,8 @@ def _check(body: Body) -> None:
             raise bad_request(f"'{name}' is {value}, out of [{low}, {high}].", name, "invalid_value")
     if body.top_p == 0:
         raise bad_request("'top_p' must be greater than 0.", "top_p", "invalid_value")
-    for name in ("container", "mcp_servers"):
-        if getattr(body, name):
-            raise bad_request(f"'{name}' is not supported here.", name, "unsupported_parameter")
     _check_stop(body.stop_sequences or ())
-    _check_tool_choice(body.tool_choice)
-    if body.output_config and body.output_config.format:
-        raise _unsupported("An output format cannot be enforced here.", "output_config.format")
-    edits = body.context_management.edits if body.context_management else None
-    for i, edit in enumerate(edits or ()):
-        if not edit.type.startswith(_HARMLESS_EDITS):
-            raise _unsupported(
-                f"The context is not edited here: {edit.type!r}.", f"context_management.edits[{i}].type"
-            )
+    _check_tool_choice(body.tool_choice, body.tools or ())
 
 
 def _check_stop(stop: Sequence[str]) -> None:
@@ -225,39 +214,61 @@ def _check_stop(stop: Sequence[str]) -> None:
         )
 
 
-def _check_tool_choice(choice: ToolChoice | None) -> None:
-    if choice is None:
+def _check_tool_choice(choice: ToolChoice | None, tools: Sequence[WireTool]) -> None:
+    if choice is None or choice.type not in ("any", "tool"):
         return
-    if choice.type in ("any", "tool"):
-        raise _unsupported(
-            f"A tool call cannot be enforced here: {choice.type!r}; supported: 'auto', 'none'.",
-            "tool_choice.type",
-        )
-    if choice.disable_parallel_tool_use:
-        raise _unsupported(
-            "Parallel tool calls cannot be kept from the model.", "tool_choice.disable_parallel_tool_use"
-        )
+    if not tools:
+        raise bad_request("A tool is required and there is none in 'tools'.", "tool_choice", "invalid_value")
+    if choice.type == "any":
+        return
+    if choice.name is None:
+        raise _missing("tool_choice.name")
+    if all(tool.name != choice.name and tool.type != "mcp_toolset" for tool in tools):
+        raise bad_request(f"The tool {choice.name!r} is not in 'tools'.", "tool_choice.name", "invalid_value")
 
 
-def _tools(body: Body) -> tuple[Tool, ...]:
-    tools = [tool for i, wire in enumerate(body.tools or ()) if (tool := _tool(wire, f"tools[{i}]"))]
+def _refusals(body: Body) -> list[ApiError]:
+    refused = [
+        _unsupported(f"'{name}' is not supported here.", name) for name in _NEVER if getattr(body, name)
+    ]
+    if body.output_config and body.output_config.format:
+        refused.append(_unsupported("An output format cannot be enforced here.", "output_config.format"))
+    edits = body.context_management.edits if body.context_management else None
+    for i, edit in enumerate(edits or ()):
+        if not edit.type.startswith(_HARMLESS_EDITS):
+            told = f"The context is not edited here: {edit.type!r}."
+            refused.append(_unsupported(told, f"context_management.edits[{i}].type"))
+    return refused
+
+
+def _unanswerable(body: Body) -> list[ApiError]:
+    """What can be counted, and not be answered."""
+    refused: list[ApiError] = []
+    if body.max_tokens == 0:
+        refused.append(_unsupported("There is no cache to be filled without a reply.", "max_tokens"))
+    last = len(body.messages) - 1
+    if body.messages[last].role == "assistant":
+        told = "The last message is the assistant's: a reply that was begun cannot be continued here."
+        refused.append(_unsupported(told, f"messages[{last}]"))
+    return refused
+
+
+def _tools(body: Body, refused: list[ApiError]) -> tuple[Tool, ...]:
+    tools = [tool for i, wire in enumerate(body.tools or ()) if (tool := _tool(wire, f"tools[{i}]", refused))]
     return () if body.tool_choice and body.tool_choice.type == "none" else tuple(tools)
 
 
-def _tool(wire: WireTool, path: str) -> Tool | None:
+def _tool(wire: WireTool, path: str, refused: list[ApiError]) -> Tool | None:
     if wire.type not in (None, "custom"):
-        if wire.type.startswith(tuple(_TOOLS_LEFT_OUT)):
-            return None
-        raise _unsupported(
-            f"A tool of the type {wire.type!r} is not available here; supported: 'custom'.", f"{path}.type"
-        )
+        if not wire.type.startswith(tuple(TOOLS_LEFT_OUT)):
+            told = f"A tool of the type {wire.type!r} is not available here; supported: 'custom'."
+            refused.append(_unsupported(told, f"{path}.type"))
+        return None
     if not wire.name:
-        raise bad_request(
-            f"Missing required parameter: '{path}.name'.", f"{path}.name", "missing_required_parameter"
-        )
+        raise _missing(f"{path}.name")
     where = f"{path}.input_schema"
     if wire.input_schema is None:
-        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
+        raise _missing(where)
     if not isinstance(wire.input_schema.get("properties") or {}, dict):
         raise bad_request("'properties' is not an object.", f"{where}.properties", "invalid_type")
     return Tool(name=wire.name, description=wire.description or "", parameters=wire.input_schema)
@@ -283,107 +294,3 @@ def _identity(metadata: Metadata | None) -> tuple[str, ...]:
         if session and isinstance(session, str):
             return (f"claude-session:{session}",)
     return (f"user_id:{user}",)
-
-
-# --- messages -----------------------------------------------------------------------------------
-
-
-def _system(system: str | list[Block] | None) -> list[Message]:
-    blocks = [system] if isinstance(system, str) else _texts(system or [], "system")
-    content = _joined(map(_without_billing, blocks))
-    return [Message(role="system", content=content)] if content else []
-
-
-def _without_billing(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(BILLING_LINE) else text
-
-
-def read_message(wire: WireMessage, path: str) -> list[Message]:
-    content = [Block(type="text", text=wire.content)] if isinstance(wire.content, str) else wire.content
-    where = f"{path}.content"
-    if wire.role == "assistant":
-        return [_assistant(content, where)]
-    if wire.role == "system":
-        return [Message(role="system", content=_joined(_texts(content, where)))]
-    return _user(content, where)
-
-
-def _user(blocks: list[Block], path: str) -> list[Message]:
-    messages: list[Message] = []
-    said: list[str] = []
-    for i, block in enumerate(blocks):
-        where = f"{path}[{i}]"
-        if block.type == "tool_result":
-            if said:
-                messages.append(Message(role="user", content=_joined(said)))
-                said = []
-            messages.append(_tool_result(block, where))
-        else:
-            said.append(_text(block, where, "'text', 'tool_result'"))
-    if said or not messages:
-        messages.append(Message(role="user", content=_joined(said)))
-    return messages
-
-
-def _tool_result(block: Block, path: str) -> Message:
-    if block.tool_use_id is None:
-        where = f"{path}.tool_use_id"
-        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    content = block.content or ""
-    text = content if isinstance(content, str) else _joined(_texts(content, f"{path}.content"))
-    if block.is_error:
-        text = f"Error: {text}"
-    return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
-
-
-def _assistant(blocks: list[Block], path: str) -> Message:
-    said: list[str] = []
-    thought: list[str] = []
-    calls: list[ToolCall] = []
-    for i, block in enumerate(blocks):
-        where = f"{path}[{i}]"
-        match block.type:
-            case "thinking":
-                thought.append(block.thinking or "")
-            case "redacted_thinking":
-                pass
-            case "tool_use":
-                calls.append(_tool_use(block, where))
-            case _:
-                said.append(_text(block, where, "'text', 'tool_use', 'thinking', 'redacted_thinking'"))
-    message = Message(role="assistant", content="".join(said))
-    if reasoning := "".join(thought):
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _tool_use(block: Block, path: str) -> ToolCall:
-    if not block.name:
-        raise bad_request(
-            f"Missing required parameter: '{path}.name'.", f"{path}.name", "missing_required_parameter"
-        )
-    # Spaced as models write it.
-    arguments = json.dumps(block.input or {}, ensure_ascii=False)
-    return ToolCall(id=block.id, name=block.name, arguments=arguments)
-
-
-def _texts(blocks: list[Block], path: str) -> list[str]:
-    return [
-        block.tool_name if block.type == "tool_reference" else _text(block, f"{path}[{i}]", "'text'")
-        for i, block in enumerate(blocks)
-    ]
-
-
-def _text(block: Block, path: str, supported: str) -> str:
-    if block.type != "text":
-        raise _unsupported(f"Unsupported content block {block.type!r}; supported: {supported}.", path)
-    if block.text is None:
-        where = f"{path}.text"
-        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    return block.text
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return BETWEEN_BLOCKS.join(text for text in texts if text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -142,9 +143,25 @@ def test_identity(user_id: str | None, identity: tuple[str, ...]) -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-REFUSED: list[tuple[dict[str, Any], str]] = [
+TOOL = {"name": "a", "input_schema": {}}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def assistant(*blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def result(content: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "a", "content": content}
+
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"temperature": 1.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_k": -1}, "top_k"),
@@ -153,63 +170,133 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"n": 2}, "n"),
     ({"seed": 2}, "seed"),
-    ({"container": "c"}, "container"),
-    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"thinking": {"type": "deep"}}, "thinking.type"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool", "name": "a"}, "tools": []}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "b"}, "tools": [TOOL]}, "tool_choice.name"),
+    ({"tool_choice": {"type": "some"}, "tools": [TOOL]}, "tool_choice.type"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{"name": "a", "input_schema": {"properties": 3}}]}, "tools[0].input_schema.properties"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [user(IMAGE, {"type": "text"})]}, "messages[0].content[1].text"),
+    ({"messages": [user({"type": "tool_result", "content": "x"})]}, "messages[0].content[0].tool_use_id"),
+    ({"messages": [user(result({"type": "text"}))]}, "messages[0].content[0].content"),
+    ({"messages": [assistant({"type": "tool_use", "input": {}})]}, "messages[0].content[0].name"),
+    (
+        {"messages": [assistant({"type": "tool_use", "name": "a", "input": "x"})]},
+        "messages[0].content[0].input",
+    ),
+]
+FOR_A_PROVIDER: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"container": "c"}, "container"),
+    ({"compaction": {"type": "x"}}, "compaction"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     (
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management.edits[0].type",
     ),
-    ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+    ({"tools": [TOOL, SEARCH]}, "tools[1].type"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tools[0].type"),
     (
-        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        "tool_choice.disable_parallel_tool_use",
+        {"tools": [{"type": "mcp_toolset"}], "tool_choice": {"type": "tool", "name": "remote"}},
+        "tools[0].type",
     ),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
-    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
-    ({"tools": [{"name": "a", "input_schema": {"properties": 3}}]}, "tools[0].input_schema.properties"),
     ({"system": [IMAGE]}, "system[0]"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [text("a"), IMAGE]}]}, "messages[0].content[1]"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-        "messages[0].content[0].tool_use_id",
-    ),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}
-            ]
-        },
-        "messages[0].content[0].content[0]",
-    ),
+    ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]"),
+    ({"messages": [user({"type": "document", "source": {"type": "url"}})]}, "messages[0].content[0]"),
+    ({"messages": [user(result([IMAGE]))]}, "messages[0].content[0].content[0]"),
     ({"messages": [*ASK["messages"], {"role": "assistant", "content": "So"}]}, "messages[1]"),
     (
-        {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}, *ASK["messages"]]},
+        {"messages": [assistant({"type": "server_tool_use", "name": "x", "input": {}}), user(text("b"))]},
         "messages[0].content[0]",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": "x"}]}]},
-        "messages[0].content[0].input",
     ),
 ]
 
 
-@pytest.mark.parametrize(("fields", "path"), REFUSED, ids=[path for _, path in REFUSED])
-def test_what_is_not_supported_is_named(fields: dict[str, Any], path: str) -> None:
-    with pytest.raises(ApiError) as refused:
+@pytest.mark.parametrize(("fields", "path"), MALFORMED, ids=[path for _, path in MALFORMED])
+def test_what_is_malformed_is_named(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(ApiError) as wrong:
         read(**fields)
-    assert refused.value.status == 400
-    assert refused.value.param == path
-    error = json.loads(DIALECT.error(refused.value))
-    assert error["type"] == "error"
-    assert error["error"]["type"] == "invalid_request_error"
-    assert path in error["error"]["message"]
+    assert_names(wrong.value, path)
+
+
+@pytest.mark.parametrize(("fields", "path"), FOR_A_PROVIDER, ids=[path for _, path in FOR_A_PROVIDER])
+def test_what_only_a_provider_has_is_read_and_refused_by_an_engine_of_ours(
+    fields: dict[str, Any], path: str
+) -> None:
+    request = read(**fields)
+    assert request.refusal is not None
+    assert_names(request.refusal, path)
+    assert request.messages
+
+
+def assert_names(error: ApiError, path: str) -> None:
+    assert (error.status, error.param) == (400, path)
+    told = json.loads(DIALECT.error(error))
+    assert told["type"] == "error"
+    assert told["error"]["type"] == "invalid_request_error"
+    assert path in told["error"]["message"]
+
+
+def test_another_picture_is_another_message() -> None:
+    def said(data: str, **marks: Any) -> str:
+        picture = {"type": "image", "source": {"type": "base64", "data": data}, **marks}
+        return read_messages(user(text("Look:"), picture))[0]["content"]
+
+    assert re.fullmatch(r"Look:\n\n\[image [0-9a-f]{16}\]", said("AA"))
+    assert said("AA") == said("AA", cache_control={"type": "ephemeral"})
+    assert said("AA") != said("AB")
+
+
+def test_what_a_providers_tools_did_is_no_part_of_a_reply() -> None:
+    """As it is recorded when the provider answers, so that the next request continues it."""
+    request = read(
+        messages=[
+            assistant(
+                text("I look. "),
+                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+                {
+                    "type": "web_search_tool_result",
+                    "tool_use_id": "s1",
+                    "content": [{"type": "web_search_result"}],
+                },
+                {
+                    "type": "web_fetch_tool_result",
+                    "tool_use_id": "s2",
+                    "content": {"type": "web_fetch_result"},
+                },
+                text("Found."),
+            ),
+            user(text("Go on.")),
+        ]
+    )
+    assert request.messages[0] == {"role": "assistant", "content": "I look. Found."}
+    assert request.refusal
+    assert request.refusal.param == "messages[0].content[1]"
+
+
+HINTS: list[dict[str, Any]] = [
+    {"tool_choice": {"type": "any"}},
+    {"tool_choice": {"type": "tool", "name": "a"}},
+    {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    {"output_config": {"effort": "low", "task_budget": {"type": "tokens", "total": 9}}},
+    {"fallbacks": "default", "speed": "fast", "service_tier": "auto"},
+]
+
+
+@pytest.mark.parametrize("fields", HINTS)
+def test_hints_are_taken(fields: dict[str, Any]) -> None:
+    request = read(tools=[TOOL], **fields)
+    assert request.refusal is None
+    assert [tool["name"] for tool in request.tools] == ["a"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"a":' * 9000], ids=range(5))
@@ -224,6 +311,12 @@ def test_counting_needs_no_max_tokens_and_may_end_with_a_reply() -> None:
     request = DIALECT.read_count(json.dumps({"model": "m", "messages": messages}).encode())
     assert [message["role"] for message in request.messages] == ["user", "assistant"]
     assert json.loads(DIALECT.count(7)) == {"input_tokens": 7}
+
+
+def test_what_our_model_cannot_read_is_not_counted() -> None:
+    with pytest.raises(ApiError) as refused:
+        DIALECT.read_count(json.dumps({"model": "m", "messages": [user(IMAGE)]}).encode())
+    assert_names(refused.value, "messages[0].content[0]")
 
 
 def test_no_tools_when_none_is_chosen() -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import orjson
 import pytest
 
+from instar.config import GatewayConfig, UpstreamEngineConfig
 from instar.gateway.base import OpenedSession
+from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Link
-from tests.unit.gateway.conftest import ADMIN, Served
+from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+from tests.unit.gateway.provider import TEXT, run_provider
 
 TOOL: Any = {
     "name": "calc",
@@ -129,6 +135,52 @@ async def test_errors_are_the_sdks_own(gateway: Served) -> None:
         await ask_async(gateway, session, messages=[user("hi")], **asked)
     assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
     assert await gateway.calls(session) == []
+
+
+async def test_a_forced_tool_is_a_hint(gateway: Served) -> None:
+    session = await gateway.open()
+    asked: dict[str, Any] = {"model": "instar", "max_tokens": 64, "messages": [user("hi")], "tools": [TOOL]}
+    choices: list[Any] = [
+        {"type": "any"},
+        {"type": "tool", "name": "calc", "disable_parallel_tool_use": True},
+    ]
+    for choice in choices:
+        answer = await ask_async(gateway, session, tool_choice=choice, **asked)
+        assert answer.stop_reason == "end_turn"
+        assert answer.content[0].text == "You said: hi"
+    with pytest.raises(anthropic.BadRequestError, match=r"'other' is not in 'tools'"):
+        await ask_async(gateway, session, tool_choice={"type": "tool", "name": "other"}, **asked)
+
+
+@pytest.mark.parametrize("dialect", ["messages", "chat"])
+async def test_what_only_a_provider_has_is_passed_on_to_it(tmp_path: Path, dialect: str) -> None:
+    """As it is where it speaks this dialect; what another one cannot say is refused."""
+    image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+    asked: dict[str, Any] = {
+        "model": "plain",
+        "max_tokens": 8,
+        "messages": [user([image, {"type": "text", "text": "What is it?"}])],
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "tool", "name": "web_search"},
+    }
+    none: Any = None
+    async with run_provider() as provider, AsyncExitStack() as stack:
+        base = provider.url + ("" if dialect == "messages" else "/v1")
+        upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect))
+        stack.push_async_callback(upstream.close)
+        served = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
+        gateway = await stack.enter_async_context(served)
+        session = await gateway.open()
+        if dialect == "chat":
+            with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
+                await ask_async(gateway, session, **asked)
+            assert provider.bodies == []
+            return
+        answer = await ask_async(gateway, session, **asked)
+        assert answer.content[0].text == TEXT
+        assert orjson.loads(provider.bodies[0]) == asked
+        (call,) = await gateway.calls(session)
+        assert call.messages[0]["content"].startswith("[image ")
 
 
 async def test_tokens_are_counted(gateway: Served) -> None:
