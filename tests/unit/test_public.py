@@ -34,6 +34,7 @@ LIGHT = [
     "instar.rollout.base",
     "instar.gateway.base",
     "instar.gateway.dialects.base",
+    "instar.gateway.upstream.base",
 ]
 
 

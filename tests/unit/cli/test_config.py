@@ -22,8 +22,8 @@ AGENT = "{type: command, command: [sh]}"
 MISTAKES = {
     "unknown section": (
         "trainr: {}",
-        "trainr: no such setting; allowed: agent_id, backend, dir, engine, eval, gateway, model, name, "
-        "reward, rollout, seed, store, trainer (did you mean 'trainer'?)",
+        "trainr: no such setting; allowed: agent_id, backend, dir, engine, eval, gateway, model, "
+        "models, name, reward, rollout, seed, store, trainer, upstreams (did you mean 'trainer'?)",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
@@ -33,7 +33,7 @@ MISTAKES = {
     "unknown key of a variant": (
         "engine: {type: scripted, replys: [a]}",
         "engine.replys: no such setting; "
-        "allowed: delay, function, python, replies, type (did you mean 'replies'?)",
+        "allowed: count, delay, function, python, replies, type (did you mean 'replies'?)",
     ),
     "unknown key two variants deep": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x, lmit: 3}}}}",
@@ -67,7 +67,7 @@ MISTAKES = {
     "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: missing; it has no default"),
     "unknown variant": (
         "engine: {type: vllm}",
-        "engine.type: given 'vllm'; allowed: local, scripted, plugin",
+        "engine.type: given 'vllm'; allowed: local, scripted, upstream, plugin",
     ),
     "unknown variant of a single one": (
         "store: {type: sqlte}",

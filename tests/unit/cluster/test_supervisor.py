@@ -24,7 +24,7 @@ def script(tmp_path: Path) -> Script:
     """A program with this body; `$FOLDER` is a folder of its own."""
 
     def make(body: str) -> str:
-        path = tmp_path / "interpreter"
+        path = tmp_path / f"interpreter-{len(list(tmp_path.glob('interpreter-*')))}"
         path.write_text(f"#!/bin/sh\nFOLDER={tmp_path}\n{body}\n")
         path.chmod(0o755)
         return str(path)
