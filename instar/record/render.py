@@ -13,6 +13,7 @@ from instar.errors import ConfigError, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
+from instar.record.encode import Encoder
 from instar.record.stream import THINK_OPEN, Detokenizer, PlainText, Scanner, TextStreamParser
 from instar.record.tools import CLOSE, OPEN, parse_call, to_generic
 from instar.types import Json, Message, Tool, ToolCall
@@ -80,7 +81,8 @@ class TemplateRenderer(Renderer):
         self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int] = (), tool_format: str = "auto"
     ) -> None:
         self._tokenizer = tokenizer
-        # The library's own fallback: it applies the template, and is where the two of us meet.
+        self._encoder = Encoder(tokenizer)
+        # The library's own fallback, which applies the template too: it knows the stop tokens.
         from renderers.configs import DefaultRendererConfig
         from renderers.default import DefaultRenderer
 
@@ -151,7 +153,7 @@ class TemplateRenderer(Renderer):
         return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, PlainText())
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encoder(text)
 
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id])
@@ -161,14 +163,16 @@ class TemplateRenderer(Renderer):
 
         specs = [{"type": "function", "function": dict(tool)} for tool in tools] or None
         try:
-            return self._library.render_ids(
-                cast(Any, [template_message(message) for message in messages]),
+            text = self._tokenizer.apply_chat_template(
+                [template_message(message) for message in messages],
                 tools=cast(Any, specs),
                 add_generation_prompt=generation,
+                tokenize=False,
             )
         except (TemplateError, TypeError) as error:
             # A template refuses by raise_exception, or trips over a role or field it was not written for.
             raise RenderError(f"the model's chat template refuses these messages: {error}") from error
+        return self._encoder(cast(str, text))
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
