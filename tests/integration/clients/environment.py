@@ -1,0 +1,96 @@
+"""The environment with the Python clients, made once under ``.cache/clients``, and how they are run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+REQUIREMENTS = HERE / "requirements.txt"
+CACHE = Path(__file__).parents[3] / ".cache" / "clients"
+INSTALL_TIMEOUT = 540
+RUN_TIMEOUT = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversation of a client, as `programs/job.py` reads it."""
+
+    url: str
+    key: str
+    way: str
+    question: str
+    then: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    said: list[Any]
+    usage: list[tuple[int, int]]
+    error: str
+
+
+def installed() -> Path:
+    """The clients' interpreter. Another list of requirements is another environment."""
+    folder = CACHE / sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        fresh = CACHE / f".{folder.name}-{os.getpid()}"
+        try:
+            _install(fresh)
+            fresh.rename(folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return folder / "bin" / "python"
+
+
+def _install(folder: Path) -> None:
+    """Nothing in it is run but by its interpreter, so it may be moved afterwards."""
+    deadline = INSTALL_TIMEOUT
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=deadline)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # The list is complete, so there is nothing to resolve.
+    command = [*pip, "--no-deps", "-r", str(REQUIREMENTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline)
+    if done.returncode:
+        raise RuntimeError(f"the clients could not be installed: {done.stderr[-1000:]}")
+
+
+async def run_client(
+    name: str, jobs: Sequence[Job], home: Path, timeout: float = RUN_TIMEOUT
+) -> list[Outcome]:
+    """All jobs at once, in one process of ``programs/run_<name>.py``. ``home`` is a folder."""
+    python = await asyncio.to_thread(installed)
+    process = await asyncio.create_subprocess_exec(
+        str(python),
+        str(HERE / "programs" / f"run_{name}.py"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONWARNINGS": "ignore"},
+        cwd=home,
+    )
+    given = json.dumps([asdict(job) for job in jobs]).encode()
+    try:
+        out, err = await asyncio.wait_for(process.communicate(given), timeout)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-2000:]}")
+    found = json.loads(out.decode().splitlines()[-1])
+    return [Outcome(one["said"], [(a, b) for a, b in one["usage"]], one["error"]) for one in found]
+
+
+if __name__ == "__main__":
+    print(installed())

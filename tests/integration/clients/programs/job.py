@@ -1,0 +1,71 @@
+"""What the programs beside this one share: jobs come as JSON on standard input, are run at once, and what was
+said goes out as the last line. They run in an environment of their own, so nothing of Instar is at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversation of an agent: a question, and then a second one."""
+
+    url: str
+    """Of the server or of a session, without ``/v1``."""
+    key: str
+    way: str
+    """Which of the client's ways to ask, words joined by ``-``."""
+    question: str
+    then: str
+
+    @property
+    def words(self) -> set[str]:
+        return set(self.way.split("-"))
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        return {"base_url": f"{self.url}/v1", "api_key": self.key}
+
+
+@dataclass
+class Outcome:
+    said: list[Any] = field(default_factory=list)
+    """The final answer to each question."""
+    usage: list[tuple[int, int]] = field(default_factory=list)
+    """Prompt and sampled tokens of each call, where the client tells them."""
+    error: str = ""
+
+
+def calc(expression: str) -> str:
+    """Evaluate arithmetic.
+
+    Args:
+        expression: two numbers with * or + between them
+    """
+    left, sign, right = expression.split()
+    value = int(left) * int(right) if sign == "*" else int(left) + int(right)
+    return f"calc says {value}"
+
+
+def serve(run: Callable[[Job, Outcome], None]) -> None:
+    jobs = [Job(**job) for job in json.load(sys.stdin)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        outcomes = list(pool.map(lambda job: _attempt(run, job), jobs))
+    print("\n" + json.dumps([vars(outcome) for outcome in outcomes]), flush=True)
+    os._exit(0)  # some clients leave threads behind that wait for the network
+
+
+def _attempt(run: Callable[[Job, Outcome], None], job: Job) -> Outcome:
+    outcome = Outcome()
+    try:
+        run(job, outcome)
+    except Exception:  # noqa: BLE001 — whatever a client raises is what the test is told
+        outcome.error = traceback.format_exc()
+    return outcome

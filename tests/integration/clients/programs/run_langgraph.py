@@ -1,0 +1,53 @@
+"""LangGraph: LangChain's `create_agent` and LangGraph's own `create_react_agent`, with the models for chat,
+Responses and Anthropic's Messages; streamed and not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from job import Job, Outcome, calc, serve
+from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
+from langchain_core.messages import AIMessage
+from langchain_openai import ChatOpenAI
+
+warnings.simplefilter("ignore")
+
+
+def model_of(job: Job) -> Any:
+    if "messages" in job.words:
+        return ChatAnthropic(model="instar", base_url=job.url, api_key=job.key, max_tokens=500)
+    return ChatOpenAI(
+        model="instar", use_responses_api="responses" in job.words, stream_usage=True, **job.openai
+    )
+
+
+def agent_of(job: Job) -> Any:
+    if "react" in job.words:
+        from langgraph.prebuilt import create_react_agent
+
+        return create_react_agent(model_of(job), [calc], prompt="Work it out.")
+    return create_agent(model_of(job), [calc], system_prompt="Work it out.")
+
+
+def run(job: Job, outcome: Outcome) -> None:
+    agent = agent_of(job)
+    messages: list[Any] = []
+    for question in (job.question, job.then):
+        messages.append({"role": "user", "content": question})
+        told = len(messages)
+        if "stream" in job.words:
+            for mode, piece in agent.stream({"messages": messages}, stream_mode=["messages", "values"]):
+                if mode == "values":
+                    messages = piece["messages"]
+        else:
+            messages = agent.invoke({"messages": messages})["messages"]
+        for message in messages[told:]:
+            if isinstance(message, AIMessage) and message.usage_metadata:
+                usage = message.usage_metadata
+                outcome.usage.append((usage["input_tokens"], usage["output_tokens"]))
+        outcome.said.append(messages[-1].text)
+
+
+serve(run)

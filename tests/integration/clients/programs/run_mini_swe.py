@@ -1,0 +1,45 @@
+"""mini-swe-agent with its own settings (`mini.yaml`), over LiteLLM: chat, Responses, Anthropic's Messages,
+and its way for models without tools. It takes one task and no second question."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+import yaml
+from job import Job, Outcome, serve
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.config import builtin_config_dir
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
+from minisweagent.models.litellm_response_model import LitellmResponseModel
+from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
+
+
+def run(job: Job, outcome: Outcome) -> None:
+    file = "mini_textbased.yaml" if "text" in job.words else "mini.yaml"
+    settings = yaml.safe_load((builtin_config_dir / file).read_text())
+    settings["agent"].pop("mode", None)
+    kinds: dict[str, Any] = {"responses": LitellmResponseModel, "text": LitellmTextbasedModel}
+    kind = next((kinds[word] for word in job.words if word in kinds), LitellmModel)
+    url, provider = (job.url, "anthropic") if "messages" in job.words else (f"{job.url}/v1", "openai")
+    given = {"api_base": url, "api_key": job.key}
+    options = {**settings["model"], "model_kwargs": {**settings["model"].get("model_kwargs", {}), **given}}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = LocalEnvironment(cwd=folder, **settings["environment"])
+        agent = DefaultAgent(
+            kind(model_name=f"{provider}/instar", **options), environment, **settings["agent"]
+        )
+        agent.run(job.question)
+        outcome.said.append(Path(folder, "answer.txt").read_text().strip())
+
+
+serve(run)

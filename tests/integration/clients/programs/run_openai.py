@@ -1,0 +1,123 @@
+"""The `openai` SDK: chat, responses (whole history, or by the id of the answer before) and completions; sync
+and async, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+from job import Job, Outcome, calc, serve
+
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+FUNCTION = {"name": "calc", "description": "Evaluate arithmetic.", "parameters": PARAMETERS}
+
+
+class Asker:
+    """One client, asked in one of the four ways: what comes back is the whole answer."""
+
+    def __init__(self, job: Job) -> None:
+        self._streams = "stream" in job.words
+        self._loop = asyncio.new_event_loop() if "async" in job.words else None
+        self._client: Any = openai.AsyncOpenAI(**job.openai) if self._loop else openai.OpenAI(**job.openai)
+
+    def chat(self, **asked: Any) -> Any:
+        return self._ask(self._client.chat.completions, "get_final_completion", asked)
+
+    def responses(self, **asked: Any) -> Any:
+        return self._ask(self._client.responses, "get_final_response", asked)
+
+    def completions(self, **asked: Any) -> tuple[str, Any]:
+        if not self._streams:
+            answer = self._run(self._client.completions.create(**asked))
+            return answer.choices[0].text, answer.usage
+        options = {"include_usage": True}
+        stream = self._run(self._client.completions.create(stream=True, stream_options=options, **asked))
+        chunks = self._run(_all(stream)) if self._loop else list(stream)
+        return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage
+
+    def close(self) -> None:
+        self._run(self._client.close())
+
+    def _ask(self, api: Any, final: str, asked: dict[str, Any]) -> Any:
+        if not self._streams:
+            return self._run(api.create(**asked))
+        if self._loop:
+            return self._run(_final(api, final, asked))
+        with api.stream(**asked) as stream:
+            return getattr(stream, final)()
+
+    def _run(self, result: Any) -> Any:
+        return self._loop.run_until_complete(result) if self._loop else result
+
+
+async def _final(api: Any, final: str, asked: dict[str, Any]) -> Any:
+    async with api.stream(**asked) as stream:
+        return await getattr(stream, final)()
+
+
+async def _all(stream: Any) -> list[Any]:
+    return [chunk async for chunk in stream]
+
+
+def chat(asker: Asker, job: Job, outcome: Outcome) -> None:
+    options: Any = {"stream_options": {"include_usage": True}} if "stream" in job.words else {}
+    messages: list[Any] = [{"role": "system", "content": "Be exact."}]
+    for question in (job.question, job.then):
+        messages.append({"role": "user", "content": question})
+        while True:
+            tools = [{"type": "function", "function": FUNCTION}]
+            answer = asker.chat(model="instar", messages=messages, tools=tools, **options)
+            outcome.usage.append((answer.usage.prompt_tokens, answer.usage.completion_tokens))
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+            for call in message.tool_calls or ():
+                result = calc(**json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            if not message.tool_calls:
+                outcome.said.append(message.content)
+                break
+
+
+def responses(asker: Asker, job: Job, outcome: Outcome) -> None:
+    tools: Any = [{"type": "function", "strict": False, **FUNCTION}]
+    asked: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": tools}
+    items: list[Any] = []
+    for question in (job.question, job.then):
+        items.append({"role": "user", "content": question})
+        while True:
+            answer = asker.responses(input=items, **asked)
+            outcome.usage.append((answer.usage.input_tokens, answer.usage.output_tokens))
+            if "previous" in job.words:
+                asked["previous_response_id"] = answer.id
+                items = []
+            else:
+                items += answer.output
+            calls = [item for item in answer.output if item.type == "function_call"]
+            for call in calls:
+                result = calc(**json.loads(call.arguments))
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+            if not calls:
+                outcome.said.append(answer.output_text)
+                break
+
+
+def completions(asker: Asker, job: Job, outcome: Outcome) -> None:
+    prompt = ""
+    for question in (job.question, job.then):
+        prompt += f"Q: {question}\nA:"
+        text, usage = asker.completions(model="instar", prompt=prompt, max_tokens=200)
+        outcome.usage.append((usage.prompt_tokens, usage.completion_tokens))
+        outcome.said.append(text)
+        prompt += f"{text}\n"
+
+
+def run(job: Job, outcome: Outcome) -> None:
+    asker = Asker(job)
+    ways = {"chat": chat, "responses": responses, "completions": completions}
+    ways[job.way.partition("-")[0]](asker, job, outcome)
+    asker.close()
+
+
+serve(run)

@@ -1,0 +1,50 @@
+"""The OpenAI Agents SDK: over Responses and over chat, streamed and not, alone and with a handoff."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from job import Job, Outcome, calc, serve
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+async def converse(job: Job, outcome: Outcome) -> None:
+    client = AsyncOpenAI(**job.openai)
+    kind = OpenAIResponsesModel if "responses" in job.words else OpenAIChatCompletionsModel
+    model = kind(model="instar", openai_client=client)
+    given: Any = {"model": model, "model_settings": ModelSettings(include_usage=True)}
+    agent = Agent(name="Worker", instructions="Work it out.", tools=[function_tool(calc)], **given)
+    if "handoff" in job.words:
+        agent = Agent(name="Front", instructions="Hand it over.", handoffs=[agent], **given)
+    items: list[Any] = []
+    for question in (job.question, job.then):
+        items.append({"role": "user", "content": question})
+        if "stream" in job.words:
+            result: Any = Runner.run_streamed(agent, items)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await Runner.run(agent, items)
+        outcome.said.append(result.final_output)
+        outcome.usage += [(r.usage.input_tokens, r.usage.output_tokens) for r in result.raw_responses]
+        items, agent = result.to_input_list(), result.last_agent
+    await client.close()
+
+
+def run(job: Job, outcome: Outcome) -> None:
+    asyncio.run(converse(job, outcome))
+
+
+serve(run)
