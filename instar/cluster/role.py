@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -199,6 +200,7 @@ async def gateway(context: Context) -> None:
     )
     await context.announce(store, "loading the tokenizer")
     async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
+        _spare_the_collector()
         await _first(
             serve(app, context.socket(), stop=context.stop),
             context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
@@ -206,6 +208,14 @@ async def gateway(context: Context) -> None:
     if connected is not None:
         await connected.close()
     await store.close()
+
+
+def _spare_the_collector() -> None:
+    """What is loaded stays, and sessions at hand are many small objects: looking through all of them now and
+    then would hold up every request meanwhile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
 
 
 async def trainer(context: Context) -> None:

@@ -52,7 +52,8 @@ def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] |
 
 
 def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
-    if call.link is not Link.EXTENDS:
+    # One whose tokens were not kept (a provider's, or one that held a secret) stands alone.
+    if call.link is not Link.EXTENDS or not len(call.prompt_ids):
         return None
     parent = by_id.get(call.parent_id or "")
     if parent is None:

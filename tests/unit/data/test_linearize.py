@@ -65,6 +65,13 @@ def test_what_is_not_trainable_is_context_only() -> None:
     assert sample.versions.tolist() == [NOT_SAMPLED, 0, NOT_SAMPLED, 0]
 
 
+def test_one_whose_tokens_were_not_kept_stands_alone() -> None:
+    a = make_call("a", [1], [5])
+    secret = make_call("b", [], [], link=Link.EXTENDS, parent_id="a", trainable=False, reason="redacted")
+    (sample,) = linearize(make_session(), [a, secret])
+    assert sample.token_ids.tolist() == [1, 5]
+
+
 def test_behavior_logprobs_stand_beside_where_any_call_has_them() -> None:
     a = make_call("a", [1], [5])
     b = make_call("b", [2], [6], parent=a, behavior_logprobs=np.array([-0.5], np.float32))
