@@ -22,7 +22,6 @@ from instar.record.base import Delta
 
 JSON = "application/json"
 _EVENTS = b"text/event-stream"
-EXPECTED = (ApiError, EngineError, RenderError, StoreError)
 
 Count = Callable[[int], None]
 
@@ -61,9 +60,11 @@ def failure(dialect: Dialect, error: ApiError) -> Response:
 class ModelResponse(Response):
     """Works while it answers; the work is cancelled when the client goes away."""
 
-    def __init__(self, dialect: Dialect, session_id: str, count: Count) -> None:
+    def __init__(self, dialect: Dialect, session_id: str, count: Count, patience: float) -> None:
+        """``patience``: seconds that a client has to take the end of a stream."""
         super().__init__()
         self.dialect = dialect
+        self._patience = patience
         self._session = (SESSION_HEADER.encode(), session_id.encode())
         self._count = count
 
@@ -96,6 +97,12 @@ class ModelResponse(Response):
             headers.append((b"cache-control", b"no-cache"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
+    async def end(self, send: Send, last: bytes) -> None:
+        """Of a stream. A client that does not take it is left alone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+
 
 async def _cancel_when_gone(receive: Receive, work: asyncio.Task[object]) -> None:
     while (await receive())["type"] != "http.disconnect":
@@ -104,8 +111,8 @@ async def _cancel_when_gone(receive: Receive, work: asyncio.Task[object]) -> Non
 
 
 class CallResponse(ModelResponse):
-    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count) -> None:
-        super().__init__(dialect, exchange.session_id, count)
+    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count, patience: float) -> None:
+        super().__init__(dialect, exchange.session_id, count, patience)
         self._exchange = exchange
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +121,7 @@ class CallResponse(ModelResponse):
             return
         try:
             choices = await self._exchange.run()
-        except EXPECTED as error:
+        except Exception as error:  # noqa: BLE001 — whatever it is, it is said in the dialect's words
             await self.refuse(error, scope, receive, send)
             return
         exchange = self._exchange
@@ -136,12 +143,12 @@ class EventStream:
         try:
             choices = await self._exchange.run(self._emit)
             last = (await self._begun()).end(choices)
-        except EXPECTED as error:
+        except Exception as error:  # noqa: BLE001 — whatever it is, it is said in the dialect's words
             if self._writer is None:
                 await self._response.refuse(error, scope, receive, self._send)
                 return
             last = self._writer.failure(api_error(error))
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._response.end(self._send, last)
 
     async def _emit(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> None:
         piece = (await self._begun()).delta(index, deltas, logprobs)
@@ -161,8 +168,8 @@ class EventStream:
 class ForwardResponse(ModelResponse):
     """A provider's answer, passed on."""
 
-    def __init__(self, dialect: Dialect, forward: Forward, count: Count) -> None:
-        super().__init__(dialect, forward.session_id, count)
+    def __init__(self, dialect: Dialect, forward: Forward, count: Count, patience: float) -> None:
+        super().__init__(dialect, forward.session_id, count, patience)
         self._forward = forward
         self._writer: StreamWriter | None = None
         self._begun = False
@@ -173,13 +180,12 @@ class ForwardResponse(ModelResponse):
 
         try:
             await self._forward.run(forward)
-        except EXPECTED as error:
+        except Exception as error:  # noqa: BLE001 — whatever it is, it is said in the dialect's words
             if not self._begun:
                 await self.refuse(error, scope, receive, send)
                 return
             said = api_error(error)
-            last = self._writer.failure(said) if self._writer else self._broken(said)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await self.end(send, self._writer.failure(said) if self._writer else self._broken(said))
 
     async def _pass(self, piece: Piece, send: Send) -> None:
         body, content_type = piece.raw, piece.content_type

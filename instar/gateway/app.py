@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -33,14 +33,14 @@ from instar.gateway.base import (
     bad_request,
     from_validation,
 )
-from instar.gateway.calls import Calls, Evidence, Exchange
+from instar.gateway.calls import Calls, Exchange
 from instar.gateway.dialects.base import Dialect, Request
 from instar.gateway.dialects.messages import models_answer
 from instar.gateway.forward import Forward, as_message
-from instar.gateway.identity import external_id
+from instar.gateway.identity import evidence, external_id
 from instar.gateway.recall import Recall
 from instar.gateway.recording import Recorder
-from instar.gateway.sessions import Named, Sessions, SessionState
+from instar.gateway.sessions import Named, Sessions
 from instar.gateway.tokens import GenerateResponse, submit
 from instar.gateway.upstream.base import Upstream
 from instar.gateway.watch import LoopWatch, memory_mb
@@ -243,14 +243,24 @@ class Gateway:
     async def _response(self, found: Found, scope: Scope, receive: Receive) -> Response:
         if scope["method"] != "POST":
             raise ApiError(405, "Only POST is possible here.", code="method_not_allowed")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        with self._admitted():
+            caller = await self._identified(headers)
+            body = await self._body(headers, receive)
+            if found.counts:
+                return await self._count(found.dialect, headers, body)
+            return await self._call(found.dialect, caller, found.session, headers, body)
+
+    @contextmanager
+    def _admitted(self) -> Generator[None]:
+        """While a request is read and understood; its answer counts itself."""
         if self._in_flight >= self._config.max_in_flight:
             raise ApiError(429, "Too many requests at once.", code="too_many_requests", retry_after=1)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        caller = await self._identified(headers)
-        body = await self._body(headers, receive)
-        if found.counts:
-            return await self._count(found.dialect, headers, body)
-        return await self._call(found.dialect, caller, found.session, headers, body)
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
 
     async def _call(
         self, dialect: Dialect, caller: Caller, url: str | None, headers: Mapping[str, str], body: bytes
@@ -265,13 +275,24 @@ class Gateway:
         )
         if request.prompt is not None and (upstream is not None or isinstance(request.prompt, str)):
             chain = self._hasher.chain([as_message(request.prompt)])
-        named = Named(url, header, external_id(headers, request.identity), previous)
+        calls = self._engine(request) if upstream is None else None
+        again = evidence(headers)
+        named = Named(url, header, external_id(headers, request.identity), previous, again)
         state = await self._sessions.resolve(caller, named, chain, request.messages)
-        evidence = _evidence(headers)
         request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
-        if upstream is None:
-            exchange = self._exchange(state, request, chain, request_id, dialect, evidence, trainable)
-            return CallResponse(dialect, exchange, self._counted)
+        if calls is not None:
+            exchange = Exchange(
+                calls,
+                state,
+                request,
+                chain,
+                request_id=request_id,
+                dialect=dialect.name,
+                evidence=again,
+                trainable=trainable,
+            )
+            return CallResponse(dialect, exchange, self._counted, self._config.read_timeout)
+        assert upstream is not None
         if request.prompt is not None:
             request = replace(request, messages=(as_message(request.prompt),))
         forward = Forward(
@@ -286,38 +307,21 @@ class Gateway:
             body=body,
             headers=_without_our_keys(headers),
             config=self._config,
-            evidence=evidence,
+            evidence=again,
             trainable=trainable,
             train_sampling=self._train_sampling,
         )
-        return ForwardResponse(dialect, forward, self._counted)
+        return ForwardResponse(dialect, forward, self._counted, self._config.read_timeout)
 
-    def _exchange(
-        self,
-        state: SessionState,
-        request: Request,
-        chain: Chain,
-        request_id: str,
-        dialect: Dialect,
-        evidence: Evidence,
-        trainable: bool,
-    ) -> Exchange:
-        if request.refusal is not None:
+    def _engine(self, request: Request | None = None) -> Calls:
+        """Raises ApiError where there is none, or where the request asks for what it cannot give."""
+        if request is not None and request.refusal is not None:
             raise request.refusal
         if self._routing.calls is None:
             raise ApiError(
-                404, f"There is no model {request.model!r}.", code="model_not_found", param="model"
+                404, "This gateway has no model of its own.", code="model_not_found", param="model"
             )
-        return Exchange(
-            self._routing.calls,
-            state,
-            request,
-            chain,
-            request_id=request_id,
-            dialect=dialect.name,
-            evidence=evidence,
-            trainable=trainable,
-        )
+        return self._routing.calls
 
     def _counted(self, change: int) -> None:
         self._in_flight += change
@@ -415,7 +419,8 @@ class Gateway:
 
     async def generate(self, http: HttpRequest) -> Response:
         caller, calls = await self._caller(http), self._engine()
-        body = await self._body(http.headers, http.receive)
+        with self._admitted():
+            body = await self._body(http.headers, http.receive)
         asked = read_generate(body, calls.engine.info.vocab_size)
         named = Named(
             http.path_params.get("session"), http.headers.get(SESSION_HEADER), external_id(http.headers, ())
@@ -428,10 +433,10 @@ class Gateway:
             None,
             request_id=new_id("gen"),
             dialect="tokens",
-            evidence=_evidence(http.headers),
+            evidence=evidence(http.headers),
             stop_token_ids=asked.stop_token_ids,
         )
-        return GenerateResponse(self._chat, exchange, self._counted)
+        return GenerateResponse(self._chat, exchange, self._counted, self._config.read_timeout)
 
     async def submit_calls(self, http: HttpRequest) -> Response:
         caller, calls = await self._caller(http), self._engine()
@@ -442,11 +447,6 @@ class Gateway:
         return Response(
             write_submitted(await submit(calls, self._hasher, state, given)), 201, media_type=JSON
         )
-
-    def _engine(self) -> Calls:
-        if self._routing.calls is None:
-            raise ApiError(404, "This gateway has no model of its own.", code="model_not_found")
-        return self._routing.calls
 
     # --- control ----------------------------------------------------------------------------------
 
@@ -495,12 +495,6 @@ async def _rest_of_body(body: bytes, receive: Receive, limit: int) -> bytes:
     if size > limit:
         raise ApiError(413, f"The body is larger than {limit} bytes.", code="too_large")
     return b"".join(chunks)
-
-
-def _evidence(headers: Mapping[str, str]) -> Evidence:
-    """OpenAI's and Anthropic's clients count their retries: that tells a replay from a second wish."""
-    retried = headers.get("x-stainless-retry-count", "0") != "0"
-    return Evidence(headers.get("idempotency-key"), retried)
 
 
 def _without_our_keys(headers: Mapping[str, str]) -> dict[str, str]:

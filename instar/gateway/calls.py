@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -14,10 +14,12 @@ import msgspec.structs
 
 from instar.config import GatewayConfig, SamplingConfig
 from instar.engines.base import Engine
-from instar.errors import EngineError, EngineUnavailable, PromptTooLong
+from instar.errors import EngineUnavailable, PromptTooLong
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Choice, Request, TokenLogprob
-from instar.gateway.recording import Asked, Recorder, Reply
+from instar.gateway.identity import Evidence
+from instar.gateway.recording import Asked, Recorder, Reply, replayed
+from instar.gateway.replay import Replay
 from instar.gateway.sessions import Pending, Sessions, SessionState
 from instar.record.base import CallDelta, Delta, Placement, Renderer, StreamParser
 from instar.record.chain import Chain
@@ -27,19 +29,6 @@ from instar.types import Call, Channel, Message, SamplingParams, TokenChunk
 
 OnChunk = Callable[[int, TokenChunk], Awaitable[None]]
 Emit = Callable[[int, Sequence[Delta], Sequence[TokenLogprob]], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What tells that a client asks again for what it has asked already, rather than for another reply."""
-
-    client_key: str | None = None
-    """An idempotency key."""
-    retried: bool = False
-    """The client says that it tries again."""
-
-    def __bool__(self) -> bool:
-        return self.retried or self.client_key is not None
 
 
 class Calls:
@@ -125,12 +114,9 @@ class Exchange:
         self._stop_token_ids = stop_token_ids
         self._on_chunk: OnChunk | None = None
         self._started_at = time.time()
-        self._graph: MessageGraph | None = None
-        self._placement: Placement | None = None
         self.replies: list[Reply] = []
         self._parsers: list[StreamParser] = []
         self._committing = False
-        self._committed = False
 
     @property
     def session_id(self) -> str:
@@ -140,21 +126,13 @@ class Exchange:
         """Sample, tell ``emit`` what it says and ``on_chunk`` the tokens as it goes, record, return."""
         state = self._state
         self._on_chunk = on_chunk
-        state.in_flight += 1
-        try:
-            graph = self._graph = await self._calls.sessions.graph_of(state)
-            placement = self._placement = self._place(graph)
+        with self._calls.sessions.answering(state):
+            graph = await self._calls.sessions.graph_of(state)
+            placement = self._place(graph)
             try:
                 return await self._answer(graph, placement, graph.requests + state.in_flight - 1, emit)
             finally:
                 graph.release(placement)
-        finally:
-            state.in_flight -= 1
-
-    def not_delivered(self) -> None:
-        """The client was gone when its reply was there: it may come back for it."""
-        if self._committed and self._graph and self._placement:
-            self._graph.not_delivered(self._placement.key)
 
     def _place(self, graph: MessageGraph) -> Placement:
         request, renderer = self.request, self._calls.renderer
@@ -169,18 +147,13 @@ class Exchange:
     async def _answer(
         self, graph: MessageGraph, placement: Placement, ordinal: int, emit: Emit | None
     ) -> list[Choice]:
-        if (choices := await self._recorded(graph, placement)) is not None:
-            await self._emit_whole(choices, emit)
-            return choices
-        pending = Pending(self._evidence.client_key, asyncio.get_running_loop().create_future())
-        self._state.pending[placement.key] = pending
-        try:
+        shared = self._calls
+        replay = Replay(shared.store, self._state, graph, placement.key, self._evidence, shared.timeout)
+        if calls := await replay.calls(self.request.n):
+            return await self._replay(graph, placement, calls, emit)
+        with replay.answering() as pending:
             self._prepare(placement, ordinal, eager=emit is not None)
-            await self._sample(placement, graph, emit)
-        finally:
-            pending.ended.set_result(None)
-            if self._state.pending.get(placement.key) is pending:
-                del self._state.pending[placement.key]
+            await self._sample(placement, graph, emit, pending)
         return [self._choice(reply, placement) for reply in self.replies]
 
     def _prepare(self, placement: Placement, ordinal: int, *, eager: bool) -> None:
@@ -201,21 +174,28 @@ class Exchange:
             reply.untrainable = None if self._trainable else "this model is not to be trained on"
             self.replies.append(reply)
 
-    async def _sample(self, placement: Placement, graph: MessageGraph, emit: Emit | None) -> None:
+    async def _sample(
+        self, placement: Placement, graph: MessageGraph, emit: Emit | None, pending: Pending
+    ) -> None:
         try:
             async with asyncio.timeout(self._calls.timeout):
                 works = [self._one(i, reply, placement, emit) for i, reply in enumerate(self.replies)]
                 await _all(works)
             await self._record(placement, graph)
         except asyncio.CancelledError:
-            await self._record_aborted(placement, graph, "the client went away")
-            self.not_delivered()
+            if self._committing:
+                # The reply is whole: its client may come back for it.
+                pending.client_gone = True
+                await self._calls.recorder.drain()
+                graph.not_delivered(placement.key)
+            else:
+                await self._record_aborted(placement, graph, "the client went away")
             raise
         except TimeoutError as error:
             await self._record_aborted(placement, graph, "past its deadline")
             message = f"No reply within {self._calls.timeout:g} seconds."
             raise ApiError(504, message, code="timeout") from error
-        except (EngineError, ApiError) as error:
+        except Exception as error:
             await self._record_aborted(placement, graph, f"the engine failed: {error}")
             raise
 
@@ -272,12 +252,10 @@ class Exchange:
     async def _record(self, placement: Placement, graph: MessageGraph) -> None:
         self._committing = True
         await self._calls.recorder.record(self._state, graph, self._asked, placement, self.replies)
-        self._committed = True
 
     async def _record_aborted(self, placement: Placement, graph: MessageGraph, reason: str) -> None:
         """What was sampled before the end. Once the commit of the whole has begun, that one stands."""
         if self._committing:
-            self._committed = True
             return
         self._committing = True
         begun: list[Reply] = []
@@ -293,40 +271,22 @@ class Exchange:
 
     # --- replay -----------------------------------------------------------------------------------
 
-    async def _recorded(self, graph: MessageGraph, placement: Placement) -> list[Choice] | None:
-        """The recorded answer, where the client asks again for it."""
-        key, evidence = placement.key, self._evidence
-        pending = self._state.pending.get(key)
-        if pending and (
-            evidence.retried or (evidence.client_key and pending.client_key == evidence.client_key)
-        ):
-            await asyncio.wait([pending.ended], timeout=self._calls.timeout)
-        ids: list[str] = []
-        if evidence.client_key is not None:
-            ids = graph.recorded_as(key, evidence.client_key)
-        if not ids and (graph.take_undelivered(key) or evidence.retried):
-            ids = graph.recorded(key)
-        found = [await self._calls.store.call(call_id) for call_id in ids]
-        calls = [call for call in found if call is not None]
-        if not calls or len(calls) != self.request.n:
-            return None
+    async def _replay(
+        self, graph: MessageGraph, placement: Placement, calls: Sequence[Call], emit: Emit | None
+    ) -> list[Choice]:
+        """The recorded answer, told as if it came now."""
         self.request_id = calls[0].request_id
-        return [self._replayed(call, placement) for call in calls]
-
-    def _replayed(self, call: Call, placement: Placement) -> Choice:
-        return Choice(
-            message=call.reply,
-            finish_reason=call.finish_reason,
-            prompt_tokens=len(placement.prompt_ids),
-            sampled_tokens=len(call.sampled_ids),
-            logprobs=self._shown(call.sampled_ids.tolist(), call.logprobs.tolist()),
-        )
-
-    async def _emit_whole(self, choices: Sequence[Choice], emit: Emit | None) -> None:
-        if emit is None:
-            return
-        for index, choice in enumerate(choices):
-            await emit(index, whole_deltas(choice.message), choice.logprobs)
+        self.replies = [replayed(call) for call in calls]
+        choices = [
+            replace(self._choice(reply, placement), sampled_tokens=graph.sampled_tokens(call))
+            for reply, call in zip(self.replies, calls, strict=True)
+        ]
+        for index, (reply, choice) in enumerate(zip(self.replies, choices, strict=True)):
+            if self._on_chunk:
+                await self._on_chunk(index, reply.whole)
+            if emit:
+                await emit(index, whole_deltas(choice.message), choice.logprobs)
+        return choices
 
 
 _PARSED_PROMPT = 64

@@ -12,15 +12,17 @@ import numpy as np
 from instar.config import GatewayConfig, SamplingConfig
 from instar.errors import EngineError
 from instar.gateway.base import ApiError
-from instar.gateway.calls import Evidence
+from instar.gateway.calls import whole_deltas
 from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.identity import Evidence
 from instar.gateway.recording import Asked, Recorder, Reply
-from instar.gateway.sessions import Sessions, SessionState
+from instar.gateway.replay import Replay
+from instar.gateway.sessions import Pending, Sessions, SessionState
 from instar.gateway.upstream.base import Answer, Piece, Upstream
 from instar.record.base import Placement
 from instar.record.chain import Chain
 from instar.record.graph import MessageGraph
-from instar.types import Channel, Message, SamplingParams
+from instar.types import Call, Channel, Message, SamplingParams
 
 Pass = Callable[[Piece], Awaitable[None]]
 
@@ -73,19 +75,32 @@ class Forward:
     async def run(self, forward: Pass) -> None:
         """Every piece goes to ``forward``, the last one when the call is recorded."""
         state = self._state
-        state.in_flight += 1
-        try:
+        with self._sessions.answering(state):
             graph = await self._sessions.graph_of(state)
             self._chain = graph.recognise(self._chain, self.request.messages)
             placement = graph.place(self._chain, self.request.messages, self.request.tools, None)
+            store = self._recorder.store
+            replay = Replay(store, state, graph, placement.key, self._evidence, self._timeout)
             try:
-                await self._pass(graph, placement, forward)
+                if calls := await replay.calls(self.request.n):
+                    await forward(self._replayed(graph, calls))
+                    return
+                with replay.answering() as pending:
+                    await self._pass(graph, placement, forward, pending)
             finally:
                 graph.release(placement)
-        finally:
-            state.in_flight -= 1
 
-    async def _pass(self, graph: MessageGraph, placement: Placement, forward: Pass) -> None:
+    def _replayed(self, graph: MessageGraph, calls: Sequence[Call]) -> Piece:
+        """A recorded answer, in the words of the dialect: the provider's own were not kept."""
+        self.request_id = calls[0].request_id
+        choices = [
+            Choice(call.reply, call.finish_reason, len(call.prompt_ids), graph.sampled_tokens(call))
+            for call in calls
+        ]
+        deltas = [(i, delta) for i, choice in enumerate(choices) for delta in whole_deltas(choice.message)]
+        return Piece(deltas=deltas, choices=choices)
+
+    async def _pass(self, graph: MessageGraph, placement: Placement, forward: Pass, pending: Pending) -> None:
         answer = self._upstream.send(
             self.request, self._dialect, self._body, self._headers, self._forced or None
         )
@@ -100,11 +115,16 @@ class Forward:
                         await self._record(graph, placement, piece.choices)
                     await forward(piece)
         except asyncio.CancelledError:
-            if not recorded:
+            if recorded:
+                pending.client_gone = True
+                await self._recorder.drain()
+                graph.not_delivered(placement.key)
+            else:
                 await self._record_partial(graph, placement, answer, "the client went away")
             raise
         except TimeoutError as error:
-            await self._record_partial(graph, placement, answer, "past its deadline")
+            if not recorded:
+                await self._record_partial(graph, placement, answer, "past its deadline")
             raise ApiError(504, f"No reply within {self._timeout:g} seconds.", code="timeout") from error
         except (EngineError, ApiError) as error:
             if not recorded:

@@ -1,8 +1,9 @@
-"""The ids by which agents name their own sessions, in headers they already send."""
+"""What the headers that clients send anyway tell: the agents' own names for their sessions, and retries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
 
 SESSION_HEADERS = {
@@ -35,3 +36,26 @@ def _kept(name: str) -> str:
         return name
     digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     return name[: MAX_ID - len(digest)] + digest
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What tells that a client asks again for what it has asked already, rather than for another reply."""
+
+    client_key: str | None = None
+    """An idempotency key. Another one is another wish, whatever else speaks for a retry."""
+    retried: bool = False
+    """The client says that it tries again."""
+
+    def __bool__(self) -> bool:
+        return self.retried or self.client_key is not None
+
+    def means(self, client_key: str | None) -> bool:
+        """Whether the same request with this idempotency key is the one that is asked for again."""
+        return self.retried if self.client_key is None else self.client_key == client_key
+
+
+def evidence(headers: Mapping[str, str]) -> Evidence:
+    """OpenAI's and Anthropic's clients count their retries: that tells a replay from a second wish."""
+    retried = headers.get("x-stainless-retry-count", "0") != "0"
+    return Evidence(headers.get("idempotency-key"), retried)

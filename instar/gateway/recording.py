@@ -64,6 +64,18 @@ class Reply:
         self.stop = chunk.stop
 
     @property
+    def whole(self) -> TokenChunk:
+        """All of it, as if it had come at once."""
+        return TokenChunk(
+            token_ids=self.ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            behavior_logprobs=self.behavior if self.params.truncates else None,
+            finish_reason=self.finish_reason,
+            stop=self.stop,
+        )
+
+    @property
     def reason(self) -> str | None:
         """Why it is not trainable."""
         if self.untrainable is not None:
@@ -73,6 +85,21 @@ class Reply:
         if self.params.truncates and any(map(math.isnan, self.behavior)):
             return "sampled otherwise than at temperature 1, and the logprobs of that are missing"
         return None
+
+
+def replayed(call: Call) -> Reply:
+    """The reply of a recorded call, to be given once more."""
+    return Reply(
+        params=call.params,
+        message=call.reply,
+        ids=call.sampled_ids.tolist(),
+        logprobs=call.logprobs.tolist(),
+        behavior=[] if call.behavior_logprobs is None else call.behavior_logprobs.tolist(),
+        versions=call.versions.tolist(),
+        finish_reason=call.finish_reason,
+        first_token_at=call.first_token_at,
+        ended_at=call.ended_at,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +134,7 @@ class _Recorded:
 
 class Recorder:
     def __init__(self, store: Store, sessions: Sessions, hasher: Hasher, redactor: Redactor) -> None:
-        self._store = store
+        self.store = store
         self._sessions = sessions
         self._hasher = hasher
         self._redactor = redactor
@@ -158,7 +185,7 @@ class Recorder:
             tails = {one.call.call_id: asked.chain.then([one.reply]).canonical[-1] for one in made}
         opening = state.take_opening()
         try:
-            await self._store.add_calls([one.call for one in made], opening=opening, tail_keys=tails)
+            await self.store.add_calls([one.call for one in made], opening=opening, tail_keys=tails)
         except BaseException:
             # Not stored: the next call opens the session.
             state.opening = opening

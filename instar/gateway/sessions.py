@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from instar.gateway.base import (
     SessionView,
     bad_request,
 )
+from instar.gateway.identity import Evidence
 from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph, plain_id
 from instar.store.base import Store
@@ -66,7 +68,10 @@ class SessionState:
     session with the same opening must not get between."""
     graph: MessageGraph | None = None
     in_flight: int = 0
-    pending: dict[bytes, Pending] = field(default_factory=dict[bytes, "Pending"])
+    used_at: float = 0.0
+    """When its last call ended, where that was seen."""
+    pending: dict[bytes, list[Pending]] = field(default_factory=dict[bytes, "list[Pending]"])
+    """Requests that are being answered, by the keys of their placements."""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def take_opening(self) -> Session | None:
@@ -74,12 +79,14 @@ class SessionState:
         return opening
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """A request that is being answered."""
 
     client_key: str | None
     ended: asyncio.Future[None]
+    client_gone: bool = False
+    """Set when its reply is whole and being recorded, and nobody is left to be given it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,8 @@ class Named:
     """What the agent itself calls it."""
     previous: str | None = None
     """The session of the answer that it continues."""
+    again: Evidence | None = None
+    """Whether the client has asked this already."""
 
 
 class Sessions:
@@ -117,6 +126,7 @@ class Sessions:
         self._external: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._openings: OrderedDict[tuple[str, bytes, str | None], str] = OrderedDict()
 
     # --- which session ----------------------------------------------------------------------------
 
@@ -135,8 +145,11 @@ class Sessions:
             return await self.usable(named.previous, caller)
         if named.external is not None:
             return await self._by_external(agent_id, named.external)
-        state = await self._by_graph(agent_id, chain, messages)
+        state = await self._opened_by(agent_id, chain, named.again) if chain else None
+        state = state or await self._by_graph(agent_id, chain, messages)
         state.unnamed = state.session.external_id is None
+        if chain and state.opening is not None:
+            self._remember_opening(agent_id, chain, named.again, state)
         return state
 
     def _chosen(self, caller: Caller, named: Named) -> str | None:
@@ -168,6 +181,23 @@ class Sessions:
         _remember(self._external, key, state.session.session_id, 16 * self._limit)
         return state
 
+    def _remember_opening(
+        self, agent_id: str, chain: Chain, again: Evidence | None, state: SessionState
+    ) -> None:
+        for client_key in {again.client_key if again else None, None}:
+            where = (agent_id, chain.key, client_key)
+            _remember(self._openings, where, state.session.session_id, 4 * self._limit)
+
+    async def _opened_by(self, agent_id: str, chain: Chain, again: Evidence | None) -> SessionState | None:
+        """The session that began with this very request, where its client asks again for the answer."""
+        where = (agent_id, chain.key, again.client_key if again else None)
+        state = await self._open_state(self._openings.get(where, ""))
+        if state is None or again:
+            return state
+        waits = state.graph is not None and state.graph.is_undelivered(chain.key)
+        gone = any(pending.client_gone for pending in state.pending.get(chain.key, ()))
+        return state if waits or gone else None
+
     async def _by_graph(
         self, agent_id: str, chain: Chain | None, messages: Sequence[Message]
     ) -> SessionState:
@@ -191,8 +221,9 @@ class Sessions:
         return self._fresh(agent_id, None)
 
     async def _open_state(self, session_id: str) -> SessionState | None:
-        state = await self.state(session_id)
-        return state if state.session.status is SessionStatus.OPEN else None
+        """None where it has ended, or never came to be: its first call failed."""
+        state = await self._found(session_id) if session_id else None
+        return state if state and state.session.status is SessionStatus.OPEN else None
 
     def _fresh(self, agent_id: str, external_id: str | None) -> SessionState:
         session = Session(
@@ -236,14 +267,31 @@ class Sessions:
         )
 
     async def state(self, session_id: str) -> SessionState:
+        if (state := await self._found(session_id)) is None:
+            raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
+        return state
+
+    async def _found(self, session_id: str) -> SessionState | None:
         if (state := self._states.get(session_id)) is None:
             session = await self._store.session(session_id)
             if session is None or session.run_id != self._run_id:
-                raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
+                return None
             state = self._states.setdefault(session_id, SessionState(session))
             self._evict()
         self._states.move_to_end(session_id)
         return state
+
+    @contextmanager
+    def answering(self, state: SessionState) -> Generator[None]:
+        """While a call of the session is answered. A session whose first call failed is forgotten."""
+        state.in_flight += 1
+        try:
+            yield
+        finally:
+            state.in_flight -= 1
+            state.used_at = time.time()
+            if state.opening is not None and not state.in_flight:
+                self._states.pop(state.session.session_id, None)
 
     async def graph_of(self, state: SessionState) -> MessageGraph:
         if state.graph is None:
@@ -268,10 +316,12 @@ class Sessions:
         """End live sessions without a call for so long."""
         closed = 0
         for session_id in await self._store.silent_sessions(self._run_id, time.time() - seconds):
-            state = self._states.get(session_id)
-            if state is not None and state.in_flight:
+            state = await self._open_state(session_id)
+            if state is None or state.in_flight or state.used_at > time.time() - seconds:
                 continue
             reason = f"silent for {seconds:g} s"
+            # At once: a call that comes while it is being closed opens another.
+            state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
             if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
                 closed += 1
             self._states.pop(session_id, None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec.structs
 from starlette.types import Receive, Scope, Send
 
-from instar.gateway.answers import EXPECTED, Count, ModelResponse, api_error
+from instar.gateway.answers import Count, ModelResponse, api_error
 from instar.gateway.base import bad_request
 from instar.gateway.calls import Calls, Exchange
 from instar.gateway.dialects.base import Dialect, Request
@@ -31,8 +31,8 @@ from instar.types import TokenChunk, new_id
 class GenerateResponse(ModelResponse):
     """Token ids, as they are sampled. The line that ends a reply leaves once the call is recorded."""
 
-    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count) -> None:
-        super().__init__(dialect, exchange.session_id, count)
+    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count, patience: float) -> None:
+        super().__init__(dialect, exchange.session_id, count, patience)
         self._exchange = exchange
         self._begun = False
 
@@ -43,7 +43,7 @@ class GenerateResponse(ModelResponse):
             return
         try:
             await exchange.run()
-        except EXPECTED as error:
+        except Exception as error:  # noqa: BLE001 — whatever it is, it is said
             await self.refuse(error, scope, receive, send)
             return
         await self.begin(send, b"application/json")
@@ -67,12 +67,12 @@ class GenerateResponse(ModelResponse):
         try:
             await self._exchange.run(on_chunk=tell)
             end = b"".join(write_piece(index, chunk) for index, chunk in sorted(last.items()))
-        except EXPECTED as error:
+        except Exception as error:  # noqa: BLE001 — whatever it is, it is said
             if not self._begun:
                 await self.refuse(error, scope, receive, send)
                 return
             end = write_failure(api_error(error))
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await self.end(send, end)
 
 
 async def submit(
@@ -80,18 +80,15 @@ async def submit(
 ) -> list[str]:
     """Records calls that were sampled elsewhere; their ids. One that was recorded before under the same
     client key is not recorded again."""
-    graph = await calls.sessions.graph_of(state)
     ids: list[str] = []
-    state.in_flight += 1
-    try:
+    with calls.sessions.answering(state):
+        graph = await calls.sessions.graph_of(state)
         for i, call in enumerate(submitted):
             if call.parent_id is not None and not graph.knows(call.parent_id):
                 raise bad_request(
                     f"This session has no call {call.parent_id!r}.", f"calls[{i}].parent_id", "invalid_value"
                 )
             ids += await _submit(calls, hasher, graph, state, call)
-    finally:
-        state.in_flight -= 1
     return ids
 
 

@@ -290,6 +290,17 @@ class MessageGraph:
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes
 
+    def is_whole(self, call: Call) -> bool:
+        """Whether its reply was stored as it was given: nothing was cut out of it."""
+        if not (call.reason or "").startswith(REDACTED):
+            return True
+        node = self._nodes.get(call.call_id)
+        return node is not None and node.digest == self._hasher.message(call.reply)
+
+    def sampled_tokens(self, call: Call) -> int:
+        node = self._nodes.get(call.call_id)
+        return len(call.sampled_ids) or (len(node.sampled) if node else 0)
+
     def recorded_as(self, key: bytes, client_key: str) -> list[str]:
         """The same, of the request that the client gave this idempotency key."""
         return _newest_request(n for n in self._asked.get(key, ()) if n.ok and n.client_key == client_key)
@@ -297,6 +308,9 @@ class MessageGraph:
     def not_delivered(self, key: bytes) -> None:
         """The reply to this request was recorded, and its client was gone."""
         self._undelivered.add(key)
+
+    def is_undelivered(self, key: bytes) -> bool:
+        return key in self._undelivered
 
     def take_undelivered(self, key: bytes) -> bool:
         """Whether a reply waits for a client that asks again; it is given out once."""

@@ -48,7 +48,7 @@ class Served:
     url: str
     path: Path
     store: SqliteStore
-    engine: Engine
+    engine: Engine | None
     http: httpx.AsyncClient
 
     async def open(self, **asked: Any) -> OpenedSession:
@@ -73,11 +73,16 @@ Serve = Callable[..., Awaitable[Served]]
 
 @asynccontextmanager
 async def run_gateway(
-    path: Path, engine: Engine, renderer: Renderer, config: GatewayConfig, **options: Any
+    path: Path,
+    engine: Engine | None,
+    renderer: Renderer | None,
+    config: GatewayConfig,
+    store: type[SqliteStore] = SqliteStore,
+    **options: Any,
 ) -> AsyncGenerator[Served]:
-    store = SqliteStore(path)
+    opened = store(path)
     app = create_app(
-        store=store,
+        store=opened,
         engine=engine,
         renderer=renderer,
         run_id="run",
@@ -93,11 +98,11 @@ async def run_gateway(
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield Served(url, path, store, engine, http)
+            yield Served(url, path, opened, engine, http)
     finally:
         stop.set()
         await server
-        await store.close()
+        await opened.close()
 
 
 @pytest.fixture
@@ -110,6 +115,7 @@ async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> Asy
         config: GatewayConfig | None = None,
         delay: float = 0.0,
         sampling: SamplingConfig | None = None,
+        store: type[SqliteStore] = SqliteStore,
     ) -> Served:
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
         context = run_gateway(
@@ -117,6 +123,7 @@ async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> Asy
             engine or ScriptedEngine(model, script),
             renderer,
             config or GatewayConfig(),
+            store,
             train_sampling=sampling,
         )
         running.append(context)

@@ -1,0 +1,359 @@
+"""A request again: the recorded answer on evidence, a sibling without it, never an orphan."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from instar.config import GatewayConfig, ModelConfig, UpstreamEngineConfig
+from instar.gateway.base import OpenedSession
+from instar.gateway.upstream.http import HttpUpstream
+from instar.record.base import Renderer
+from instar.store.sqlite import SqliteStore
+from instar.types import Call, CallStatus, Link
+from tests.unit.gateway.conftest import ADMIN, Serve, Served, run_gateway
+from tests.unit.gateway.provider import TEXT, run_provider
+from tests.unit.gateway.wire import (
+    PATHS,
+    all_calls,
+    asking,
+    gateway_at,
+    post,
+    session_of,
+    until_in_flight,
+)
+
+DIALECTS = ("chat", "completions", "responses", "messages")
+AGAIN = {"x_stainless_retry_count": "1"}
+KEYED = {"idempotency_key": "one"}
+
+
+def said(answer: httpx.Response) -> Any:
+    """The answer without the time at which it was given."""
+    assert answer.status_code == 200, answer.text
+    return {
+        name: value
+        for name, value in answer.json().items()
+        if name not in ("created", "created_at", "completed_at")
+    }
+
+
+async def links(gateway: Served) -> list[Link]:
+    return [call.link for call in await all_calls(gateway)]
+
+
+# --- finished -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("evidence", [AGAIN, KEYED])
+async def test_a_finished_answer_is_given_again(
+    gateway: Served, dialect: str, evidence: dict[str, str]
+) -> None:
+    session = await gateway.open()
+    body = asking(dialect, "hi")
+    first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
+    sent = evidence if evidence is KEYED else {**evidence, **KEYED}
+    again = await post(gateway, body, dialect, key=session.api_key, **sent)
+    assert said(again) == said(first)
+    assert len(await gateway.calls(session)) == 1
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_retry_of_a_first_call_finds_its_session(gateway: Served, dialect: str) -> None:
+    """No id, no key: the request itself is all that there is."""
+    first = await post(gateway, asking(dialect, "hi"), dialect)
+    again = await post(gateway, asking(dialect, "hi"), dialect, **AGAIN)
+    assert said(again) == said(first)
+    assert session_of(again) == session_of(first)
+    assert await links(gateway) == [Link.ROOT]
+    other = await post(gateway, asking(dialect, "hi"), dialect)
+    assert session_of(other) != session_of(first)
+
+
+async def test_a_first_call_with_its_key_again(gateway: Served) -> None:
+    first = await post(gateway, asking("chat", "hi"), **KEYED)
+    assert said(await post(gateway, asking("chat", "hi"), **KEYED)) == said(first)
+    assert session_of(await post(gateway, asking("chat", "hi"), idempotency_key="two")) != session_of(first)
+    assert await links(gateway) == [Link.ROOT] * 2
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_replay_is_streamed_where_a_stream_is_asked_for(gateway: Served, dialect: str) -> None:
+    session = await gateway.open()
+    body = asking(dialect, "hi", stream=True)
+    first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
+    again = await post(gateway, body, dialect, key=session.api_key, **KEYED)
+    assert again.headers["content-type"].startswith("text/event-stream")
+    (call,) = await gateway.calls(session)
+    assert call.request_id in first.text
+    assert call.request_id in again.text
+    assert "You said: hi" in again.text
+
+
+async def test_tool_calls_are_replayed_with_their_ids(gateway: Served) -> None:
+    session = await gateway.open()
+    function = {"name": "calc", "parameters": {"type": "object", "properties": {}}}
+    body = asking("chat", "24 * 310", tools=[{"type": "function", "function": function}])
+    first = await post(gateway, body, key=session.api_key)
+    assert first.json()["choices"][0]["message"]["tool_calls"]
+    assert said(await post(gateway, body, key=session.api_key, **AGAIN)) == said(first)
+
+
+async def test_all_choices_are_replayed(gateway: Served) -> None:
+    session = await gateway.open(seed=1)
+    body = asking("chat", "seed", n=3)
+    first = await post(gateway, body, key=session.api_key)
+    assert said(await post(gateway, body, key=session.api_key, **AGAIN)) == said(first)
+    fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **AGAIN)
+    assert len(fewer.json()["choices"]) == 2
+    assert len(await gateway.calls(session)) == 5
+
+
+async def test_generated_tokens_are_replayed(gateway: Served) -> None:
+    session = await gateway.open()
+    headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "one"}
+    prompt = {"prompt_ids": gateway_prompt(), "temperature": 0.5}
+    first = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
+    again = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
+    assert first.status_code == 200, first.text
+    (one,), (two,) = first.json()["choices"], again.json()["choices"]
+    for name in ("logprobs", "behavior_logprobs"):  # kept with 32 bits
+        assert two.pop(name) == pytest.approx(one.pop(name))
+    assert again.json()["id"] == first.json()["id"]
+    assert two == one
+    streamed = await gateway.http.post("/v1/generate", json={**prompt, "stream": True}, headers=headers)
+    lines = [httpx.Response(200, content=line).json() for line in streamed.text.splitlines()]
+    tokens = [token for line in lines for token in line["token_ids"]]
+    assert tokens == first.json()["choices"][0]["token_ids"]
+    assert lines[-1]["finish_reason"] == "stop"
+    assert len(await gateway.calls(session)) == 1
+
+
+def gateway_prompt() -> list[int]:
+    from tests.tiny import make_tiny_tokenizer
+
+    return make_tiny_tokenizer().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_another_key_is_another_wish(gateway: Served) -> None:
+    session = await gateway.open()
+    body = asking("chat", "hi")
+    first = await post(gateway, body, key=session.api_key, **KEYED)
+    other = await post(gateway, body, key=session.api_key, idempotency_key="two", **AGAIN)
+    assert other.json()["id"] != first.json()["id"]
+    assert await links(gateway) == [Link.ROOT, Link.SIBLING]
+
+
+async def test_the_same_key_with_another_body_is_another_request(gateway: Served) -> None:
+    session = await gateway.open()
+    first = await post(gateway, asking("chat", "hi"), key=session.api_key, **KEYED)
+    other = await post(gateway, asking("chat", "ho"), key=session.api_key, **KEYED)
+    assert other.json()["choices"][0]["message"]["content"] == "You said: ho"
+    assert other.json()["id"] != first.json()["id"]
+
+
+async def test_without_evidence_the_same_again_is_a_sibling(gateway: Served) -> None:
+    session = await gateway.open()
+    answers = [await post(gateway, asking("chat", "hi"), key=session.api_key) for _ in range(3)]
+    assert len({answer.json()["id"] for answer in answers}) == 3
+    assert await links(gateway) == [Link.ROOT, Link.SIBLING, Link.SIBLING]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_after_a_restart(tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    body = asking(dialect, "hi")
+    async with gateway_at(*at) as gateway:
+        session = await gateway.open()
+        sent = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
+        first = await post(gateway, body, dialect, **sent, **KEYED)
+    async with gateway_at(*at) as gateway:
+        assert said(await post(gateway, body, dialect, **sent, **KEYED)) == said(first)
+        assert said(await post(gateway, body, dialect, **sent, **AGAIN)) == said(first)
+        other = await post(gateway, body, dialect, **sent, idempotency_key="two")
+        assert other.json()["id"] != first.json()["id"]
+        assert await links(gateway) == [Link.ROOT, Link.SIBLING]
+
+
+# --- in flight ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evidence", [AGAIN, KEYED])
+async def test_an_answer_in_flight_is_waited_for(serving: Serve, evidence: dict[str, str]) -> None:
+    gateway = await serving(delay=0.01)
+    body = asking("chat", "hi there")
+    first = asyncio.create_task(post(gateway, body, **({} if evidence is AGAIN else KEYED)))
+    await until_in_flight(gateway, 1)
+    joined = await asyncio.gather(*(post(gateway, body, **evidence) for _ in range(3)))
+    for answer in joined:
+        assert said(answer) == said(await first)
+    assert await links(gateway) == [Link.ROOT]
+
+
+async def test_each_key_waits_for_its_own(serving: Serve) -> None:
+    gateway = await serving(delay=0.01)
+    session = await gateway.open(seed=3)
+    body = asking("chat", "seed")
+    tasks: list[asyncio.Task[httpx.Response]] = []
+    for i, name in enumerate(("one", "two")):
+        tasks.append(asyncio.create_task(post(gateway, body, key=session.api_key, idempotency_key=name)))
+        await until_in_flight(gateway, i + 1)
+    joined = [await post(gateway, body, key=session.api_key, idempotency_key=name) for name in ("one", "two")]
+    assert [answer.json()["id"] for answer in joined] == [(await task).json()["id"] for task in tasks]
+    assert len(await gateway.calls(session)) == 2
+
+
+async def test_identical_requests_at_once_are_siblings(serving: Serve) -> None:
+    gateway = await serving(delay=0.005)
+    session = await gateway.open()
+    answers = await asyncio.gather(
+        *(post(gateway, asking("chat", "hi"), key=session.api_key) for _ in range(5))
+    )
+    assert len({answer.json()["id"] for answer in answers}) == 5
+    assert sorted(await links(gateway)) == [Link.ROOT, *[Link.SIBLING] * 4]
+
+
+# --- clients that go away -----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def reading(
+    gateway: Served, dialect: str, key: str = ADMIN, **headers: str
+) -> AsyncGenerator[httpx.Response]:
+    """A streamed answer of which something has come."""
+    body = asking(dialect, "long", stream=True)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as http,
+        http.stream(
+            "POST", PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **named}
+        ) as answer,
+    ):
+        text, pieces = "", answer.aiter_text()
+        while text.count("data: ") < 12:
+            text += await anext(pieces)
+        yield answer
+        await pieces.aclose()
+
+
+async def one_aborted(gateway: Served, session: OpenedSession) -> Call:
+    await until_in_flight(gateway, 0)
+    (call,) = await gateway.calls(session)
+    assert call.status is CallStatus.ABORTED
+    return call
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_an_aborted_stream_is_recorded_as_far_as_it_was_sampled(serving: Serve, dialect: str) -> None:
+    gateway = await serving(delay=0.005)
+    session = await gateway.open()
+    async with reading(gateway, dialect, session.api_key, idempotency_key="one"):
+        pass
+    aborted = await one_aborted(gateway, session)
+    assert not aborted.trainable
+    assert aborted.finish_reason == "aborted"
+    assert aborted.reason == "the client went away"
+    assert 0 < len(aborted.sampled_ids) < 200
+    assert aborted.reply["content"].startswith("word")
+    again = await post(gateway, asking(dialect, "long"), dialect, key=session.api_key, idempotency_key="one")
+    assert again.status_code == 200, again.text
+    _, beside = await gateway.calls(session)
+    assert (beside.link, beside.status, beside.trainable) == (Link.SIBLING, CallStatus.OK, True)
+    assert beside.request_id != aborted.request_id
+
+
+async def test_those_who_waited_for_an_aborted_answer_get_one_of_their_own(serving: Serve) -> None:
+    gateway = await serving(delay=0.002)
+    session = await gateway.open()
+    async with reading(gateway, "chat", session.api_key):
+        waiting = [
+            asyncio.create_task(post(gateway, asking("chat", "long"), key=session.api_key, **AGAIN))
+            for _ in range(3)
+        ]
+        await until_in_flight(gateway, 4)
+    ids = {(await task).json()["id"] for task in waiting}
+    calls = await gateway.calls(session)
+    assert len(ids) == 1
+    assert [call.status for call in calls] == [CallStatus.ABORTED, CallStatus.OK]
+
+
+class SlowStore(SqliteStore):
+    """Commits calls after a while."""
+
+    async def add_calls(self, *args: Any, **options: Any) -> None:
+        await asyncio.sleep(0.3)
+        await super().add_calls(*args, **options)
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_reply_that_nobody_was_left_to_take_waits_for_the_next_who_asks(
+    serving: Serve, late: bool
+) -> None:
+    gateway = await serving(store=SlowStore)
+    for sent in ({"key": (await gateway.open()).api_key}, {}):
+        body = asking("chat", "hi")
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            headers = {"Authorization": f"Bearer {sent.get('key', ADMIN)}"}
+            first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
+            await until_in_flight(gateway, 1)
+            await asyncio.sleep(0.1)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        if late:
+            await until_in_flight(gateway, 0)
+        else:
+            await asyncio.sleep(0.05)
+        before = len(await all_calls(gateway))
+        given = await post(gateway, body, **sent)
+        assert given.json()["choices"][0]["message"]["content"] == "You said: hi"
+        calls = await gateway.store.calls(session_of(given))
+        assert [call.request_id for call in calls] == [given.json()["id"]]
+        assert len(await all_calls(gateway)) == before + (0 if late else 1)
+        once_more = await post(gateway, body, **sent)
+        assert once_more.json()["id"] != given.json()["id"]
+
+
+# --- providers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def passing(tmp_path: Path) -> AsyncGenerator[Served]:
+    """A gateway that passes calls on to a provider."""
+    async with run_provider() as provider:
+        upstream = HttpUpstream(
+            UpstreamEngineConfig(
+                base_url=f"{provider.url}/v1", dialect="chat", also=["messages", "responses", "completions"]
+            )
+        )
+        try:
+            async with run_gateway(
+                tmp_path / "store.db", None, None, GatewayConfig(), upstream=upstream
+            ) as gateway:
+                yield gateway
+        finally:
+            await upstream.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_providers_answer_is_given_again(passing: Served, dialect: str, stream: bool) -> None:
+    body = asking(dialect, "hi", stream=stream) | {"model": "plain"}
+    first = await post(passing, body, dialect, user_agent="x", **KEYED)
+    assert first.status_code == 200, first.text
+    again = await post(passing, body, dialect, **KEYED)
+    assert again.status_code == 200, again.text
+    assert again.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
+    (call,) = await all_calls(passing)
+    assert call.reply["content"] == TEXT
+    if not stream:
+        assert TEXT in again.text
+    other = await post(passing, body, dialect, prefix=f"/s/{session_of(first)}", idempotency_key="two")
+    assert session_of(other) == session_of(first)
+    assert await links(passing) == [Link.ROOT, Link.SIBLING]
