@@ -15,6 +15,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -132,6 +133,7 @@ def run_static(model: Any, load: Load) -> float:
     config = sampling_config()
     seconds = 0.0
     for first in range(0, len(load.prompts), load.clients):
+        say(f"model.generate: requests {first + 1} to {first + load.clients} of {len(load.prompts)}")
         prompts = load.prompts[first : first + load.clients]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -171,6 +173,11 @@ def run_transformers_continuous(model: Any, load: Load) -> float:
     return seconds
 
 
+def say(text: str) -> None:
+    """What is going on: this takes minutes."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def measure(quick: bool) -> dict[str, float]:
     config = ModelConfig(max_context=2048)
     folder = resolve_model(config.name)
@@ -183,6 +190,7 @@ def measure(quick: bool) -> dict[str, float]:
     }
     with tempfile.TemporaryDirectory() as scratch:
         make_adapter(folder, Path(scratch))
+        say("the local engine")
         figures |= asyncio.run(measure_ours(config, load, Path(scratch)))
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
         # The adapter in the precision of the base: peft's default, fp32, is slower.
@@ -190,6 +198,7 @@ def measure(quick: bool) -> dict[str, float]:
     figures["static_tokens_per_second"] = load.tokens / run_static(model, load)
     try:
         # A quarter of the requests: slow on a CPU, and only a point of reference.
+        say("transformers' continuous batching")
         part = load.first(max(load.clients, len(load.prompts) // 4))
         seconds = run_transformers_continuous(model.get_base_model(), part)
         figures["transformers_cb_tokens_per_second"] = part.tokens / seconds
