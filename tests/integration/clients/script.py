@@ -14,6 +14,7 @@ ASKED = re.compile(r"Work out (\d+) \* (\d+) \+ (\d+) (\w+)\.")
 SAID = re.compile(r"calc says (\d+)")
 THANKS = "Thank you."
 WELCOME = "You are welcome."
+THINKING = "<think>\nLet me think.\n</think>\n\n"
 MALFORMED = "I call <tool_call>{'name': calc}</tool_call>"
 
 WriteCall = Callable[[str, dict[str, object]], str]
@@ -66,12 +67,21 @@ def reply(prompt: str, call: WriteCall) -> str:
     return WELCOME if thanked else f"It is {total}."
 
 
-def _tagged(name: str, arguments: dict[str, object]) -> str:
+def tagged(name: str, arguments: dict[str, object]) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+def bare(name: str, arguments: dict[str, object]) -> str:
+    return f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
+
+
+def fenced(name: str, arguments: dict[str, object]) -> str:
+    called = f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
+    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{called}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
 def smollm2(prompt: str, seed: int | None) -> str:
-    return reply(prompt, lambda name, arguments: f"Let me see.\n{_tagged(name, arguments)}")
+    return reply(prompt, lambda name, arguments: f"Let me see.\n{tagged(name, arguments)}")
 
 
 def qwen2_5(prompt: str, seed: int | None) -> str:
@@ -79,21 +89,13 @@ def qwen2_5(prompt: str, seed: int | None) -> str:
 
 
 def qwen3(prompt: str, seed: int | None) -> str:
-    """It thinks first."""
-    return f"<think>\nLet me think.\n</think>\n\n{reply(prompt, _tagged)}"
+    return THINKING + reply(prompt, tagged)
 
 
 def llama3(prompt: str, seed: int | None) -> str:
     """A call is a reply of its own."""
-    return reply(
-        prompt, lambda name, arguments: f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
-    )
+    return reply(prompt, bare)
 
 
 def deepseek_v3(prompt: str, seed: int | None) -> str:
-    return reply(prompt, _deepseek)
-
-
-def _deepseek(name: str, arguments: dict[str, object]) -> str:
-    called = f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
-    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{called}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    return reply(prompt, fenced)

@@ -1,0 +1,84 @@
+"""A gateway with a scripted engine that speaks a model family's format, and its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fidelity_parts.families import Family
+
+from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.gateway.app import create_app
+from instar.gateway.auth import create_key, new_key
+from instar.gateway.serve import bind, serve
+from instar.models import load_tokenizer
+from instar.record.render import load_renderer
+from instar.rollout.gateway_client import GatewayClient
+from instar.store.sqlite import SqliteStore
+from instar.types import Channel
+
+RUN = "fidelity"
+CONTEXT = 200_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent is pointed. ``session``: the one that was opened for it."""
+
+    url: str
+    """Without ``/v1``."""
+    key: str
+    agent_id: str = ""
+    session: str = ""
+
+
+@dataclass
+class Gateway:
+    url: str
+    store: SqliteStore
+    decode: Callable[[list[int]], str]
+    _client: GatewayClient
+
+    async def opened(self) -> Place:
+        session = await self._client.open_session(channel=Channel.TRAIN)
+        return Place(session.base_url.removesuffix("/v1"), session.api_key, session=session.session_id)
+
+    async def live(self, agent_id: str) -> Place:
+        """For a new agent, with a key of its own."""
+        return Place(self.url, await create_key(self.store, "agent", agent_id, agent_id), agent_id)
+
+
+@asynccontextmanager
+async def running(family: Family, script: str, store: Path) -> AsyncGenerator[Gateway]:
+    """``script``: the function that replies."""
+    folder = family.folder()
+    model = ModelConfig(name=str(folder), max_context=CONTEXT)
+    engine, kept = ScriptedEngine(model, ScriptedEngineConfig(function=script)), SqliteStore(store)
+    admin_key = new_key()
+    app = create_app(
+        store=kept,
+        engine=engine,
+        renderer=load_renderer(folder, ModelConfig(name=family.model, max_context=CONTEXT)),
+        run_id=RUN,
+        agent_id="agent",
+        policy_id=RUN,
+        config=GatewayConfig(),
+        admin_key=admin_key,
+    )
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    stop = asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
+    client = GatewayClient(url, admin_key)
+    try:
+        yield Gateway(url, kept, load_tokenizer(folder).decode, client)
+    finally:
+        await client.close()
+        stop.set()
+        await server
+        await engine.close()
+        await kept.close()

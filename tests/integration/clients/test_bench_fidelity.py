@@ -1,0 +1,35 @@
+"""The scoreboard of fidelity runs, and what it counts is whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench" / "fidelity.py"
+
+
+@pytest.mark.timeout(300)
+def test_the_scoreboard_counts_everything() -> None:
+    command = [
+        sys.executable,
+        str(BENCH),
+        "--json",
+        "--clients",
+        "anthropic,mini_swe",
+        "--families",
+        "SmolLM2",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    figures = json.loads(run.stdout.splitlines()[-1])
+    assert [figures[name] for name in ("linked", "exact_prefix", "trained")] == [1, 1, 1]
+    dialects = [(row["client"], row["dialect"]) for row in figures["rows"]]
+    assert dialects == [
+        ("anthropic", "messages"),
+        *(("mini_swe", d) for d in ("chat", "responses", "messages")),
+    ]
+    assert all(row["counts"]["turns"] for row in figures["rows"])
