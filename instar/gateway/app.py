@@ -78,7 +78,7 @@ def create_app(
 ) -> Starlette:
     """``train_sampling``: forced on the train channel. ``upstream``: answers in the place of an engine.
     Closing store, engine and upstreams is the caller's."""
-    hasher = Hasher(hash_key)
+    hasher, redactor = Hasher(hash_key), Redactor.of(config.redact)
     sessions = Sessions(
         store,
         Keys(store, admin_key, run_id),
@@ -87,9 +87,10 @@ def create_app(
         agent_id=agent_id,
         policy_id=policy_id,
         limit=config.max_sessions_in_memory,
+        redactor=redactor,
     )
     sampling = train_sampling or SamplingConfig()
-    recorder = Recorder(store, sessions, hasher, Redactor.of(config.redact))
+    recorder = Recorder(store, sessions, hasher, redactor, renderer)
     calls = None
     if engine is not None and renderer is not None:
         calls = Calls(store, engine, renderer, sessions, recorder, config, sampling)

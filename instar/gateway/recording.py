@@ -13,9 +13,9 @@ import numpy as np
 
 from instar.gateway.dialects.base import Request
 from instar.gateway.sessions import Sessions, SessionState
-from instar.record.base import Placement
+from instar.record.base import Placement, Renderer
 from instar.record.chain import Chain, Hasher
-from instar.record.graph import REDACTED, MessageGraph
+from instar.record.graph import MessageGraph, redaction
 from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (
@@ -33,6 +33,8 @@ from instar.types import (
 )
 
 _REMEMBERED_TOOLS = 256
+_OVERLAP = 128
+"""Tokens before the new ones of a prompt, in which a secret may have begun."""
 _NO_IDS: Ids = np.empty(0, np.int32)
 
 
@@ -133,11 +135,20 @@ class _Recorded:
 
 
 class Recorder:
-    def __init__(self, store: Store, sessions: Sessions, hasher: Hasher, redactor: Redactor) -> None:
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        hasher: Hasher,
+        redactor: Redactor,
+        renderer: Renderer | None = None,
+    ) -> None:
+        """``renderer``: to read prompts that are given as token ids."""
         self.store = store
         self._sessions = sessions
         self._hasher = hasher
         self._redactor = redactor
+        self._renderer = renderer
         self._tools: OrderedDict[bytes, tuple[Tool, ...] | None] = OrderedDict()
         self._commits: set[asyncio.Task[None]] = set()
 
@@ -221,14 +232,18 @@ class Recorder:
         said = self._redactor.message(reply.message)
         redacted_at = _first_difference([*own, reply.message], [*clean, said], base_messages)
         tools = self._clean_tools(asked)
-        if placement.redacted or tools is not asked.request.tools:
+        if placement.redacted_at is not None:
+            redacted_at = placement.redacted_at
+        if tools is not asked.request.tools or self._holds_secret(asked, placement):
             redacted_at = 0
         if first and first.redacted_at is not None and first.redacted_at < base_messages:
             redacted_at = first.redacted_at
         hides = redacted_at is not None
         reason = aborted or reply.reason
-        if hides:
-            reason = REDACTED + (reason or "it holds a secret")
+        if reason is not None:
+            reason = self._redactor.text(reason)  # providers name the key that they refuse
+        if redacted_at is not None:
+            reason = redaction(redacted_at, reason)
         reply_digest = self._hasher.message(reply.message) if asked.chain else b""
         sampled = np.asarray(reply.ids, np.int32)
         stored = not hides
@@ -276,6 +291,17 @@ class Recorder:
             return asked.chain.packed(since, digest)
         prompt = asked.request.prompt
         return self._hasher.prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
+
+    def _holds_secret(self, asked: Asked, placement: Placement) -> bool:
+        """Whether a prompt of token ids does, in what is new of it."""
+        prompt = asked.request.prompt
+        if prompt is None or isinstance(prompt, str) or self._renderer is None:
+            return False
+        parser = self._renderer.stream_text()
+        parser.feed(prompt[max(0, placement.base_tokens - _OVERLAP) :])
+        parser.finish()
+        text = parser.message["content"]
+        return self._redactor.text(text) != text
 
     def _clean_tools(self, asked: Asked) -> tuple[Tool, ...]:
         """Looked through once: agents send the same tools with every call."""

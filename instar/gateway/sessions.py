@@ -29,10 +29,12 @@ from instar.gateway.base import (
 from instar.gateway.identity import Evidence
 from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph, plain_id
+from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (
     Call,
     Channel,
+    Json,
     Message,
     Reward,
     RewardSource,
@@ -114,8 +116,10 @@ class Sessions:
         agent_id: str,
         policy_id: str,
         limit: int,
+        redactor: Redactor,
     ) -> None:
         self.keys = keys
+        self._redactor = redactor
         self._store = store
         self._hasher = hasher
         self._run_id = run_id
@@ -144,7 +148,7 @@ class Sessions:
         if named.previous is not None:
             return await self.usable(named.previous, caller)
         if named.external is not None:
-            return await self._by_external(agent_id, named.external)
+            return await self._by_external(agent_id, self._kept_name(named.external))
         state = await self._opened_by(agent_id, chain, named.again) if chain else None
         state = state or await self._by_graph(agent_id, chain, messages)
         state.unnamed = state.session.external_id is None
@@ -165,6 +169,13 @@ class Sessions:
         if state.session.status is not SessionStatus.OPEN:
             raise ApiError(410, "This session has ended.", code="session_ended")
         return state
+
+    def _kept_name(self, external_id: str) -> str:
+        """A name that holds a secret is kept as its hash: those of two sessions stay different."""
+        if self._redactor.text(external_id) == external_id:
+            return external_id
+        kind, _, value = external_id.partition(":")
+        return f"{kind}:redacted-{self._hasher.text(value).hex()}"
 
     async def _by_external(self, agent_id: str, external_id: str) -> SessionState:
         key = (agent_id, external_id)
@@ -348,7 +359,9 @@ class Sessions:
             task_id=asked.task_id,
             seed=asked.seed,
             sampling=asked.sampling,
-            metadata={**asked.metadata, "task": asked.task} if asked.task is not None else asked.metadata,
+            metadata=self._redactor.value(
+                asked.metadata if asked.task is None else {**asked.metadata, "task": asked.task}
+            ),
             created_at=time.time(),
         )
         try:
@@ -374,9 +387,12 @@ class Sessions:
                 raise bad_request("A reward must be a finite number.", f"rewards[{i}].value", "invalid_value")
         failed = isinstance(asked, FailSession)
         status = SessionStatus.FAILED if failed else SessionStatus.COMPLETED
-        reason = asked.reason if isinstance(asked, FailSession) else None
-        rewards = [_reward(session_id, reward) for reward in given]
-        changed = await self._store.end_session(session_id, status, reason, rewards, asked.metadata)
+        clean = self._redactor
+        reason = clean.text(asked.reason) if isinstance(asked, FailSession) else None
+        rewards = [_reward(session_id, reward, clean.value(reward.detail)) for reward in given]
+        changed = await self._store.end_session(
+            session_id, status, reason, rewards, clean.value(asked.metadata)
+        )
         if changed:
             state.session = replace(state.session, status=status, reason=reason, ended_at=time.time())
             if not state.in_flight:
@@ -426,14 +442,14 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             raise bad_request(f"'sampling.{name}' is {value}, out of range.", f"sampling.{name}")
 
 
-def _reward(session_id: str, given: GivenReward) -> Reward:
+def _reward(session_id: str, given: GivenReward, detail: Json) -> Reward:
     return Reward(
         session_id=session_id,
         value=given.value,
         source=given.source,
         scorer=given.scorer,
         call_id=given.call_id,
-        detail=given.detail,
+        detail=detail,
         created_at=time.time(),
     )
 

@@ -129,5 +129,5 @@ class Placement:
     base_messages: int = 0
     key: bytes = b""
     """Stands for the messages and tools, or the prompt: equal for the same request again."""
-    redacted: bool = False
-    """Whether the messages left to the base hold a redacted span."""
+    redacted_at: int | None = None
+    """The first of the messages left to the base that holds a redacted span."""

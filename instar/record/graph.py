@@ -29,7 +29,7 @@ _BRIDGE_TOKENS = 1024
 """How much of a prompt's end a renderer is shown to continue it: the last turn's opening lies in it."""
 _NO_IDS: Ids = np.empty(0, np.int32)
 
-REDACTED = "redacted: "
+REDACTED = "redacted from message "
 """How the reason of a call begins that is not trainable because of a redacted span."""
 
 
@@ -151,11 +151,12 @@ class MessageGraph:
             parent = self._continued_tokens(ids)
         key = self._prompt_key(prompt if isinstance(prompt, str) else ids)
         if same := self._asked.get(key):
-            return self._placed(self._beside(same[-1], same[-1].prompt_ids(), 0, key))
+            node = same[-1]
+            return self._placed(self._beside(node, node.prompt_ids() if node.known else ids, 0, key))
         if parent is None:
             link = self._link(key, Link.BRANCH if self._nodes else Link.ROOT)
             return self._placed(Placement(ids, link, key=key))
-        before = len(parent.sequence())
+        before = len(parent.sequence()) if parent.stored else 0
         return self._placed(
             Placement(ids, self._link(key, Link.EXTENDS), parent.call_id, parent.call_id, before, 0, key)
         )
@@ -204,7 +205,7 @@ class MessageGraph:
             base_tokens=len(prompt) if node.stored else 0,
             base_messages=shared,
             key=key,
-            redacted=_holds_redacted(node, shared),
+            redacted_at=_redacted_within(node, shared),
         )
 
     def _extension(
@@ -226,7 +227,7 @@ class MessageGraph:
                 base_id=parent.call_id,
                 base_messages=shared,
                 key=chain.key,
-                redacted=_holds_redacted(parent, shared),
+                redacted_at=_redacted_within(parent, shared),
             )
             if renderer is None:
                 return placement
@@ -255,7 +256,7 @@ class MessageGraph:
             base_tokens=shared,
             base_messages=same,
             key=key,
-            redacted=_holds_redacted(base, same),
+            redacted_at=_redacted_within(base, same),
         )
 
     def _continued_text(self, prompt: str) -> Node | None:
@@ -333,7 +334,10 @@ class MessageGraph:
         call was stored without its tokens."""
         withheld = sampled_ids is not None
         base = self._nodes[call.base_id] if call.base_id else None
-        at = placement.base_tokens if not withheld else 0
+        at = placement.base_tokens
+        if withheld and base and base.known:
+            # Not in the store, and yet no second time in memory.
+            at = _common_prefix(base.sequence(), placement.prompt_ids)
         node = Node(
             call_id=call.call_id,
             request_id=call.request_id,
@@ -382,7 +386,6 @@ class MessageGraph:
         for part in parts:
             base = self._nodes[part.base_id] if part.base_id else None
             tokens = part.base_tokens + len(part.prompt_tail)
-            hidden = (part.reason or "").startswith(REDACTED)
             node = Node(
                 call_id=part.call_id,
                 request_id=part.request_id,
@@ -401,7 +404,7 @@ class MessageGraph:
                 reply=part.reply if part.reply.get("tool_calls") else None,
                 digest=b"",
                 messages=part.message_count,
-                redacted_at=0 if hidden else None,
+                redacted_at=_redacted_at(part.reason),
             )
             if part.message_count == 0:
                 self._enter(node, self._prompt_key(node.prompt_ids()))
@@ -460,8 +463,20 @@ def _best(candidates: Sequence[Node], ids: tuple[str, ...]) -> Node:
     return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].ok, pair[0]))[1]
 
 
-def _holds_redacted(node: Node, count: int) -> bool:
-    return node.redacted_at is not None and node.redacted_at < count
+def redaction(at: int, reason: str | None) -> str:
+    """The reason of a call that holds a redacted span, in message ``at`` at first, and ``reason`` beside."""
+    return f"{REDACTED}{at}: {reason or 'it holds a secret'}"
+
+
+def _redacted_at(reason: str | None) -> int | None:
+    if reason is None or not reason.startswith(REDACTED):
+        return None
+    return int(reason.removeprefix(REDACTED).partition(":")[0])
+
+
+def _redacted_within(node: Node, count: int) -> int | None:
+    """Where the first redacted span of its first ``count`` messages is."""
+    return node.redacted_at if node.redacted_at is not None and node.redacted_at < count else None
 
 
 def _reply_ids(node: Node) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ looking for secrets costs next to nothing where there are none.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,13 +84,13 @@ class Redactor:
                 if any(mark in text for mark in secret.marks):
                     text = secret.pattern.sub(secret.cut, text)
         for pattern in self.patterns:
-            text = pattern.sub("[redacted]", text)
+            text = pattern.sub(_cut, text)
         return text
 
     def message(self, message: Message) -> Message:
         """The message itself when there is nothing to cut out."""
         clean = message
-        for name in ("content", "reasoning"):
+        for name in ("content", "reasoning", "name", "tool_call_id"):
             if (text := message.get(name)) and (cut := self.text(text)) != text:
                 clean = cast(Message, {**clean, name: cut})
         calls = message.get("tool_calls", [])
@@ -116,9 +117,25 @@ class Redactor:
                 return value
 
     def _call(self, call: ToolCall) -> ToolCall:
-        arguments = self.text(call["arguments"])
-        return (
-            call
-            if arguments == call["arguments"]
-            else ToolCall(id=call["id"], name=call["name"], arguments=arguments)
+        clean = ToolCall(
+            id=self.text(call["id"]),
+            name=self.text(call["name"]),
+            arguments=self._arguments(call["arguments"]),
         )
+        return call if clean == call else clean
+
+    def _arguments(self, arguments: str) -> str:
+        """JSON, whose escapes may hide what is looked for."""
+        clean = self.text(arguments)
+        if "\\" not in clean:
+            return clean
+        try:
+            value = json.loads(clean)
+            found = self.value(value)
+        except (ValueError, RecursionError):
+            return clean  # no JSON, or none that anyone would read
+        return clean if found == value else json.dumps(found, ensure_ascii=False)
+
+
+def _cut(match: re.Match[str]) -> str:
+    return "[redacted]" if match[0] else ""

@@ -30,7 +30,8 @@ def asking(dialect: str, *said: str, **more: Any) -> dict[str, Any]:
     match dialect:
         case "completions":
             marked = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns]
-            body: dict[str, Any] = {"prompt": "".join([*marked, "<|im_start|>assistant\n"])}
+            prompt = "".join([*marked, "<|im_start|>assistant\n"])
+            body: dict[str, Any] = {"prompt": prompt, "max_tokens": 500}
         case "responses":
             body = {"input": turns}
         case "messages":

@@ -1,0 +1,355 @@
+"""No secret reaches the store, and nothing that was conditioned on one is trained on."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instar.config import GatewayConfig, ModelConfig, RedactConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.record.base import Renderer
+from instar.types import Call, Link
+from tests.tiny import make_tiny_tokenizer
+from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.wire import PATHS, asking, gateway_at, post, session_of
+
+SECRET = "sk-proj-" + "Zq8xW3vN" * 5
+DIALECTS = ("chat", "completions", "responses", "messages")
+
+
+def stored_bytes(path: Path) -> bytes:
+    """All that is on the disk, the log of the last commits included."""
+    return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
+
+
+def holds(path: Path, secret: str, ids: list[int] | None = None) -> bool:
+    """Whether it is there as text, or as the tokens that it was sampled or rendered as."""
+    found = [secret.encode(), secret[8:24].encode()]
+    if ids:
+        found.append(np.asarray(ids[2:-2], np.int32).tobytes())
+    data = stored_bytes(path)
+    return any(one in data for one in found)
+
+
+def tokens_of(text: str) -> list[int]:
+    return make_tiny_tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_what_is_looked_for_can_be_found(tmp_path: Path) -> None:
+    (tmp_path / "a.db-wal").write_bytes(b"x" + np.asarray(tokens_of(SECRET), np.int32).tobytes())
+    assert holds(tmp_path / "a.db", SECRET, tokens_of(SECRET))
+
+
+async def the_calls(gateway: Served, session: str) -> list[Call]:
+    return await gateway.store.calls(session)
+
+
+def hidden(call: Call) -> None:
+    assert not call.trainable
+    assert (call.reason or "").startswith("redacted")
+    assert len(call.prompt_ids) == len(call.sampled_ids) == len(call.logprobs) == len(call.versions) == 0
+
+
+# --- one call -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_secret_in_a_prompt_and_its_echo(gateway: Served, dialect: str, stream: bool) -> None:
+    answer = await post(gateway, asking(dialect, f"my key is {SECRET}", stream=stream), dialect)
+    if not stream:
+        assert SECRET in answer.text, "the agent is given what was said"
+    (call,) = await the_calls(gateway, session_of(answer))
+    hidden(call)
+    assert "[redacted api-key]" in call.messages[0]["content"]
+    assert "[redacted api-key]" in call.reply["content"]
+    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+
+
+async def test_a_secret_in_a_prompt_of_token_ids(gateway: Served) -> None:
+    ids = tokens_of(f"<|im_start|>user\nmy key is {SECRET}<|im_end|>\n<|im_start|>assistant\n")
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    body = {"prompt_ids": ids, "max_tokens": 3}
+    answers = [
+        await gateway.http.post("/v1/generate", json=body, headers=headers),
+        await post(gateway, {"model": "m", "prompt": ids, "max_tokens": 3}, "completions"),
+    ]
+    for answer in answers:
+        (call,) = await the_calls(gateway, session_of(answer))
+        hidden(call)
+    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": SECRET}, {"role": "user", "content": "hi"}],
+        [{"role": "user", "content": "hi", "name": SECRET}],
+        [{"role": "user", "content": [{"type": "text", "text": "a: "}, {"type": "text", "text": SECRET}]}],
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "reasoning_content": f"hm {SECRET}"},
+            {"role": "user", "content": "hi"},
+        ],
+        [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "sh", "arguments": f'{{"cmd": "export K={SECRET}"}}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+        ],
+        [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "env", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": f"API_KEY={SECRET}\n"},
+        ],
+    ],
+)  # fmt: skip
+async def test_wherever_it_stands(gateway: Served, messages: list[Any]) -> None:
+    answer = await post(gateway, {"model": "m", "messages": messages})
+    (call,) = await the_calls(gateway, session_of(answer))
+    hidden(call)
+    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+
+
+async def test_in_tools(gateway: Served) -> None:
+    parameters = {"type": "object", "properties": {"key": {"type": "string", "default": SECRET}}}
+    function = {"name": "f", "description": "d", "parameters": parameters}
+    body = asking("chat", "hi", tools=[{"type": "function", "function": function}])
+    answer = await post(gateway, body)
+    (call,) = await the_calls(gateway, session_of(answer))
+    hidden(call)
+    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+
+
+async def test_in_what_is_told_about_a_session(gateway: Served) -> None:
+    opened = await gateway.open(metadata={"env": {"KEY": SECRET}}, task={"prompt": f"use {SECRET}"})
+    path = f"/sessions/{opened.session_id}"
+    detail = {"rewards": [{"value": 1.0, "source": "judge", "detail": {"said": [f"it leaked {SECRET}"]}}]}
+    await gateway.control(f"{path}/complete", {"metadata": {"log": SECRET}, **detail})
+    failed = await gateway.open()
+    await gateway.control(f"/sessions/{failed.session_id}/fail", {"reason": f"401 for {SECRET}"})
+    assert not holds(gateway.path, SECRET)
+
+
+@pytest.mark.parametrize("named", ["user", "header"])
+async def test_in_an_id_of_the_agent(gateway: Served, named: str) -> None:
+    async def ask(key: str) -> str:
+        if named == "user":
+            return session_of(await post(gateway, asking("chat", "hi", user=key)))
+        return session_of(await post(gateway, asking("chat", "hi"), x_session_id=key))
+
+    first = await ask(SECRET)
+    assert await ask(SECRET) == first
+    assert await ask(SECRET + "x") != first, "two secrets are two names"
+    assert not holds(gateway.path, SECRET)
+
+
+async def test_in_a_failed_answer(serving: Serve, model: ModelConfig) -> None:
+    class Failing(ScriptedEngine):
+        async def generate(self, prompt_ids: Any, params: Any) -> Any:
+            async for chunk in super().generate(prompt_ids, params):
+                yield chunk
+                raise RuntimeError(f"refused: {SECRET}")
+
+    gateway = await serving(engine=Failing(model, ScriptedEngineConfig()))
+    answer = await post(gateway, asking("chat", "hi", user="u"))
+    assert answer.status_code == 500
+    assert SECRET not in answer.text
+    assert not holds(gateway.path, SECRET)
+
+
+async def test_patterns_of_ones_own(serving: Serve) -> None:
+    gateway = await serving(config=GatewayConfig(redact=RedactConfig(patterns=[r"Project \w+"])))
+    answer = await post(gateway, asking("chat", "about Project Zwiebelkuchen"))
+    (call,) = await the_calls(gateway, session_of(answer))
+    hidden(call)
+    assert call.reply["content"] == "You said: about [redacted]"
+    assert b"Zwiebelkuchen" not in stored_bytes(gateway.path)
+
+
+async def test_without_a_secret_nothing_changes(gateway: Served) -> None:
+    answer = await post(gateway, asking("chat", "the risk-assessment of task-lists"))
+    (call,) = await the_calls(gateway, session_of(answer))
+    assert call.trainable
+    assert len(call.sampled_ids)
+
+
+# --- what follows, and what stands beside -------------------------------------------------------
+
+
+async def talk(gateway: Served, said: list[str], **sent: Any) -> Call:
+    """Send it, and return the last call of the session."""
+    answer = await post(gateway, asking("chat", *said), **sent)
+    return (await the_calls(gateway, session_of(answer)))[-1]
+
+
+async def test_what_follows_is_hidden_and_what_stands_beside_is_not(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    with_secret = ["hi", "You said: hi", f"key {SECRET}", f"You said: key {SECRET}", "go on"]
+    async with gateway_at(*at) as gateway:
+        session = await gateway.open()
+        sent = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
+        first = await talk(gateway, with_secret[:1], **sent)
+        second = await talk(gateway, with_secret[:3], **sent)
+        third = await talk(gateway, with_secret, **sent)
+        assert first.trainable
+        for call in (second, third):
+            hidden(call)
+        assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
+        assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
+        clean = await talk(gateway, ["hi", "You said: hi", "nothing special"], **sent)
+        assert clean.trainable
+        assert (clean.link, clean.parent_id) == (Link.EXTENDS, first.call_id)
+        edited = await talk(gateway, ["hi", "You said: hi", "key ***", "You said: key ***", "go on"], **sent)
+        assert edited.trainable
+    async with gateway_at(*at) as gateway:
+        fourth = await talk(gateway, [*with_secret, "You said: go on", "and on"], **sent)
+        hidden(fourth)
+        assert fourth.parent_id in (third.call_id, None)
+        again = await talk(gateway, with_secret, **sent)
+        hidden(again)
+        assert again.link is Link.SIBLING
+        clean = await talk(gateway, ["hi", "You said: hi", "something else"], **sent)
+        assert clean.trainable
+        after = await talk(
+            gateway, ["hi", "You said: hi", "something else", clean.reply["content"], "x"], **sent
+        )
+        assert after.trainable
+        assert after.link is Link.EXTENDS
+    assert not holds(tmp_path / "store.db", SECRET, tokens_of(SECRET))
+
+
+class Seen(ScriptedEngine):
+    """Remembers the prompts that it was given."""
+
+    prompts: list[list[int]]
+
+    async def generate(self, prompt_ids: Any, params: Any) -> Any:
+        self.prompts = [*getattr(self, "prompts", []), [int(token) for token in prompt_ids]]
+        async for chunk in super().generate(prompt_ids, params):
+            yield chunk
+
+
+async def test_the_conversation_goes_on_exactly(serving: Serve, model: ModelConfig) -> None:
+    engine = Seen(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
+    gateway = await serving(engine=engine)
+    said = [f"key {SECRET}"]
+    for turn in range(4):
+        answer = await post(gateway, asking("chat", *said), x_session_id="s")
+        said += [answer.json()["choices"][0]["message"]["content"], f"turn {turn}"]
+    for before, after in zip(engine.prompts, engine.prompts[1:], strict=False):
+        assert after[: len(before)] == before
+    calls = await the_calls(gateway, session_of(answer))
+    assert [call.link for call in calls] == [Link.ROOT, *[Link.EXTENDS] * 3]
+    for call in calls:
+        hidden(call)
+
+
+async def test_a_completion_again_after_a_restart(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    body = asking("completions", f"key {SECRET}")
+    async with gateway_at(*at) as gateway:
+        session = await gateway.open()
+        first = await post(gateway, body, "completions", key=session.api_key)
+    async with gateway_at(*at) as gateway:
+        again = await post(gateway, body, "completions", key=session.api_key)
+        assert again.status_code == 200, again.text
+        assert again.json()["usage"] == first.json()["usage"]
+        calls = await the_calls(gateway, session.session_id)
+        assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
+
+
+async def test_one_of_several_replies(serving: Serve, model: ModelConfig) -> None:
+    """Only the reply that holds a secret is hidden."""
+    script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
+    gateway = await serving(engine=ScriptedEngine(model, script))
+    session = await gateway.open(seed=7)
+    answer = await post(gateway, asking("chat", "hi", n=8), key=session.api_key)
+    leaked = [SECRET in choice["message"]["content"] for choice in answer.json()["choices"]]
+    assert 0 < sum(leaked) < 8
+    calls = await gateway.calls(session)
+    assert [not call.trainable for call in calls] == leaked
+    for call in calls:
+        if call.trainable:
+            assert len(call.prompt_ids)
+        else:
+            hidden(call)
+    clean = next(call for call in calls if call.trainable)
+    after = await post(gateway, asking("chat", "hi", clean.reply["content"], "more"), key=session.api_key)
+    assert after.status_code == 200
+    last = (await gateway.calls(session))[-1]
+    assert (last.link, last.parent_id, last.trainable) == (Link.EXTENDS, clean.call_id, last.trainable)
+    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+
+
+def leak_sometimes(prompt: str, seed: int | None) -> str:
+    return f"it is {SECRET}" if (seed or 0) % 2 else f"I will not tell {seed}"
+
+
+async def test_a_replay_of_a_redacted_reply_is_sampled_anew(gateway: Served) -> None:
+    """What was cut out cannot be given again, and the agent must not be given another text for it."""
+    session = await gateway.open()
+    body = asking("chat", f"key {SECRET}")
+    first = await post(gateway, body, key=session.api_key, idempotency_key="k")
+    again = await post(gateway, body, key=session.api_key, idempotency_key="k")
+    assert SECRET in again.text
+    assert again.json()["id"] != first.json()["id"]
+    assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.SIBLING]
+
+
+async def test_a_reply_without_a_secret_is_replayed_all_the_same(serving: Serve, model: ModelConfig) -> None:
+    gateway = await serving(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=["fine"])))
+    session = await gateway.open()
+    body = asking("chat", f"key {SECRET}")
+    first = await post(gateway, body, key=session.api_key, idempotency_key="k")
+    again = await post(gateway, body, key=session.api_key, idempotency_key="k")
+    assert again.json()["id"] == first.json()["id"]
+    assert again.json()["usage"] == first.json()["usage"]
+
+
+# --- hashes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+async def test_hashes_are_keyed(tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str) -> None:
+    """Who has the store and not its key cannot try texts out against it."""
+    found: list[tuple[bytes, bytes]] = []
+    for name, key in (("a", b"one"), ("b", b"two")):
+        async with gateway_at(tmp_path / name, model, renderer, hash_key=key) as gateway:
+            assert (await post(gateway, asking(dialect, "hi"), dialect)).status_code == 200
+            await gateway.store.close()
+        with sqlite3.connect(tmp_path / name) as db:
+            found.append(db.execute("SELECT digests, tail_key FROM calls").fetchone())
+    for one, two in zip(*found, strict=True):
+        pieces = {one[at : at + 16] for at in range(0, len(one or b"") - 15, 16)}
+        assert not any(piece in two for piece in pieces)
+    assert all(digests for digests, _ in found)
+
+
+@pytest.mark.parametrize("path", [PATHS["chat"], PATHS["messages"]])
+async def test_keys_of_ours_are_stored_nowhere(gateway: Served, path: str) -> None:
+    session = await gateway.open()
+    headers = {"x-api-key": session.api_key}
+    await gateway.http.post(path, json=asking("messages", "hi"), headers=headers)
+    assert session.api_key.encode() not in stored_bytes(gateway.path)

@@ -1,0 +1,180 @@
+"""What is cut out, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from instar.config import RedactConfig
+from instar.errors import ConfigError
+from instar.record.redact import SECRETS, Redactor
+from instar.types import Message, Tool, ToolCall
+
+EXAMPLES: dict[str, list[str]] = {
+    "api-key": ["sk-proj-" + "aB3_" * 12, "sk-ant-api03-" + "x1-Y" * 20, "sk-" + "a1B2" * 12],
+    "aws-key": ["AKIA" + "QWERTY12ASDF3456", "ASIA" + "ABCDEFGH12345678"],
+    "github-token": ["ghp_" + "a1B2c3" * 6, "ghs_" + "Z9y8x7" * 6, "github_pat_" + "11AB_cd" * 8],
+    "gitlab-token": ["glpat-" + "abcDEF12_-" * 2],
+    "google-key": ["AIza" + "SyA1b2C3d" * 3 + "abcdefgh"],
+    "huggingface-token": ["hf_" + "AbCdEfGh" * 4],
+    "npm-token": ["npm_" + "a1B2c3" * 6],
+    "slack-token": ["xoxb-" + "123456789012-abcDEF"],
+    "stripe-key": ["sk_live_" + "a1B2" * 6, "rk_live_" + "a1B2" * 6],
+    "jwt": ["eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"],
+    "private-key": [
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\ncut off he",
+    ],
+    "url-password": ["://ann:hunter22"],
+}
+SURROUNDINGS = ["{}", "key={}", 'export KEY="{}"\n', "({})", "a {} b", "x\n{}\ny", "`{}`,", '{{"k":"{}"}}']
+REDACTOR = Redactor()
+
+
+def test_every_kind_has_an_example() -> None:
+    assert set(EXAMPLES) == {secret.name for secret in SECRETS}
+
+
+@pytest.mark.parametrize(("name", "secret"), [(name, one) for name, all_ in EXAMPLES.items() for one in all_])
+def test_secrets_are_cut_out(name: str, secret: str) -> None:
+    for around in SURROUNDINGS:
+        text = around.format(secret + "@host/db" if name == "url-password" else secret)
+        clean = REDACTOR.text(text)
+        assert f"[redacted {name}]" in clean
+        hidden = secret.removeprefix("://") if name == "url-password" else secret[:40]
+        assert hidden not in clean
+        assert REDACTOR.text(clean) == clean
+
+
+def test_several_secrets_in_one_text() -> None:
+    secrets = [all_[0] for name, all_ in EXAMPLES.items() if name not in ("private-key", "url-password")]
+    clean = REDACTOR.text(" and ".join(secrets * 2))
+    assert not any(secret in clean for secret in secrets)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain words",
+        "task-list sk-ip the risk-assessment-of-something-quite-long-here",
+        "see https://example.com:8080/a@b and git@github.com:a/b.git",
+        "AKIA is a prefix, and MAKIAQWERTY12ASDF34567 is a word",
+        "a PRIVATE matter",
+        "hf_hub_download(repo_id, filename) and npm_config_registry",
+        "-----BEGIN PUBLIC KEY-----\nabc\n-----END PUBLIC KEY-----",
+        "eyJ is how base64 of a brace begins",
+        "sk-" + "word-" * 3,
+    ],
+)
+def test_what_is_no_secret_is_left_alone(text: str) -> None:
+    assert REDACTOR.text(text) is text
+    message = Message(role="user", content=text)
+    assert REDACTOR.message(message) is message
+
+
+KEY = EXAMPLES["api-key"][0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(role="user", content=KEY),
+        Message(role="assistant", content="", reasoning=f"it is {KEY}"),
+        Message(role="user", content="x", name=KEY),
+        Message(role="tool", content="x", tool_call_id=KEY),
+        *(
+            Message(role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=given)])
+            for given in (
+                json.dumps({"key": KEY}),
+                json.dumps({KEY: 1}),
+                json.dumps({"a": [{"b": f"export K={KEY}\n"}]}),
+                '{"key": "' + KEY.replace("s", "\\u0073", 1) + '"}',
+                "{broken " + KEY,
+            )
+        ),
+        Message(role="assistant", content="", tool_calls=[ToolCall(id="1", name=KEY, arguments="{}")]),
+    ],
+)
+def test_every_part_of_a_message_is_looked_through(message: Message) -> None:
+    clean = REDACTOR.message(message)
+    assert clean is not message
+    shown = json.dumps(clean)
+    assert KEY not in shown
+    assert KEY.replace("s", "\\\\u0073", 1) not in shown
+    for call in clean.get("tool_calls", ()):
+        if "broken" not in call["arguments"]:
+            json.loads(call["arguments"])
+
+
+def test_escaped_slashes_hide_no_password() -> None:
+    arguments = r'{"url": "postgres:\/\/ann:hunter22@db\/x"}'
+    message = Message(
+        role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=arguments)]
+    )
+    assert "hunter22" not in json.dumps(REDACTOR.message(message))
+
+
+def test_tools_are_looked_through() -> None:
+    def tool(**parts: Any) -> Tool:
+        return Tool(**{"name": "f", "description": "d", "parameters": {"type": "object"}, **parts})
+
+    clean = (tool(),)
+    assert REDACTOR.tools(clean) is clean
+    for hiding in (
+        tool(description=f"use {KEY}"),
+        tool(parameters={"properties": {"k": {"default": KEY}}}),
+        tool(parameters={"properties": {KEY: {}}}),
+        tool(parameters={"enum": [1, None, [KEY]]}),
+    ):
+        found = REDACTOR.tools((tool(), hiding))
+        assert KEY not in json.dumps(found)
+        assert found[0] == tool()
+
+
+def test_patterns_of_ones_own() -> None:
+    redactor = Redactor.of(RedactConfig(patterns=[r"\b\d{3}-\d{2}-\d{4}\b", r"(?i)project \w+"]))
+    assert redactor.text("Project Apollo, 078-05-1120") == "[redacted], [redacted]"
+    assert KEY not in redactor.text(KEY)
+    arguments = json.dumps({"q": "Größe"})
+    call = ToolCall(id="1", name="f", arguments=arguments)
+    umlauts = Redactor.of(RedactConfig(patterns=["Größe"]))
+    assert "\\u00f6" in arguments
+    clean = umlauts.message(Message(role="assistant", content="", tool_calls=[call]))
+    assert json.loads(clean.get("tool_calls", [call])[0]["arguments"]) == {"q": "[redacted]"}
+
+
+def test_secrets_may_be_left_in() -> None:
+    redactor = Redactor.of(RedactConfig(secrets=False, patterns=["xyz"]))
+    assert redactor.text(f"{KEY} xyz") == f"{KEY} [redacted]"
+
+
+def test_a_pattern_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.redact\.patterns\[1\]"):
+        Redactor.of(RedactConfig(patterns=["fine", "("]))
+
+
+def test_a_pattern_that_matches_nothing_cuts_nothing() -> None:
+    assert Redactor.of(RedactConfig(patterns=["x*"])).text("abc") == "abc"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "://" * 60_000,
+        "sk-" * 60_000,
+        "eyJ" * 60_000,
+        "eyJ" + "a" * 200_000,
+        "-----BEGIN " + "A" * 200_000 + "PRIVATE",
+        "-----BEGIN PRIVATE KEY-----" * 8_000,
+        "://a:" * 40_000,
+        "github_pat_" * 20_000,
+    ],
+)
+def test_no_text_is_slow(text: str) -> None:
+    began = time.perf_counter()
+    REDACTOR.text(text)
+    assert time.perf_counter() - began < 1.0
