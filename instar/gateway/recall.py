@@ -50,43 +50,49 @@ class Recall:
         self._kept: OrderedDict[Hashable, list[_Read]] = OrderedDict()
         self._size = 0
 
+    @property
+    def size(self) -> int:
+        """Bytes of bodies kept now."""
+        return self._size
+
     def read(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[Request, Chain]:
         """The request, and the chain of its messages."""
         if len(body) < _WORTHWHILE or not dialect.plain_messages:
             return self._plain(dialect, body)
         where = (dialect.name, caller)
         known, count = self._longest(where, body)
-        if known is None:
-            request, chain = self._plain(dialect, body)
-            begin, ends = 0, []
-            offset = 0
-            rest = body
-        else:
-            begin = known.begin
-            offset = _next(body, known.ends[count - 1])
-            rest = body[:begin] + body[offset:]
-            try:
-                read = dialect.read(rest)
-            except ApiError:
-                return self._plain(dialect, body)  # says where the fault is in the whole
-            if read.refusal is not None:
-                return self._plain(dialect, body)
-            request = replace(read, messages=known.request.messages[:count] + read.messages)
-            same = request.tools == known.request.tools
-            tools = known.chain.tools if same else self._hasher.tools(request.tools)
-            before = known.chain.upto(count).with_tools(tools)
-            chain = before.then(map(self._hasher.message, read.messages))
-            ends = known.ends[:count]
-            offset -= begin
-        found = _ends(rest) if request.refusal is None else None
+        read = self._continued(dialect, body, known, count) if known else None
+        if read is not None:
+            self._keep(where, read, known)
+            return read.request, read.chain
+        request, chain = self._plain(dialect, body)
+        found = _ends(body) if request.refusal is None else None
         if found is not None:
-            first, own = found
-            self._keep(
-                where,
-                _Read(body, ends + [end + offset for end in own], begin if known else first, request, chain),
-                known,
-            )
+            begin, ends = found
+            self._keep(where, _Read(body, ends, begin, request, chain), None)
         return request, chain
+
+    def _continued(self, dialect: Dialect, body: bytes, known: _Read, count: int) -> _Read | None:
+        """With the first ``count`` messages taken from ``known``. None where the rest is not to be read by
+        itself: a fault is told by where it is in the whole."""
+        begin = known.begin
+        start = _next(body, known.ends[count - 1])
+        rest = body[:begin] + body[start:]
+        try:
+            read = dialect.read(rest)
+        except ApiError:
+            return None
+        found = _ends(rest) if read.refusal is None else None
+        # The same key may come again later in a body, and then it is the later one that counts.
+        if found is None or rest[begin : found[0]].strip() or found[0] < begin:
+            return None
+        request = replace(read, messages=known.request.messages[:count] + read.messages)
+        same = request.tools == known.request.tools
+        tools = known.chain.tools if same else self._hasher.tools(request.tools)
+        before = known.chain.upto(count).with_tools(tools)
+        chain = before.then(map(self._hasher.message, read.messages))
+        ends = known.ends[:count] + [end + start - begin for end in found[1]]
+        return _Read(body, ends, begin, request, chain)
 
     def _plain(self, dialect: Dialect, body: bytes) -> tuple[Request, Chain]:
         request = dialect.read(body)

@@ -123,7 +123,6 @@ class ChatDialect(Dialect):
     path = "/chat/completions"
     plain_messages = True
     id_prefix = "chatcmpl"
-    plain_messages = True
 
     def read(self, body: bytes) -> Request:
         return chat_read.read(body)
