@@ -46,11 +46,11 @@ def continued(call: Call, before: Sequence[Call]) -> Call | None:
     return None
 
 
-def is_exact(call: Call, parent: Call) -> bool:
-    """Whether it is linked to the parent and its prompt begins with that one's prompt and sampled tokens."""
-    sequence = parent.sequence
-    linked = call.link is Link.EXTENDS and call.parent_id == parent.call_id
-    return linked and np.array_equal(call.prompt_ids[: len(sequence)], sequence)
+def is_exact(call: Call, before: Call) -> bool:
+    """Whether it is linked to what came before, and its prompt begins with that one's prompt and sampled
+    tokens. (An agent that fills in defaults may go on from a later call than its messages tell.)"""
+    sequence = before.sequence
+    return call.link is Link.EXTENDS and np.array_equal(call.prompt_ids[: len(sequence)], sequence)
 
 
 def trained_tokens(found: Recorded) -> int:

@@ -32,6 +32,7 @@ from tests.integration.clients.roster import CALLS, CLIENTS, Client, expected
 from tests.integration.clients.script import MALFORMED, THANKS, WELCOME, question
 from tests.serving import ADMIN_KEY, running_gateway
 
+pytestmark = pytest.mark.timeout(600)  # the clients may have to be installed first
 RUN = "clients"
 
 
