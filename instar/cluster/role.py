@@ -199,10 +199,18 @@ async def gateway(context: Context) -> None:
         await connect_engines(urls, os.environ[ENGINE_TOKEN], timeout=300, newest=head) if urls else None
     )
     await context.announce(store, "loading the tokenizer")
+    limits = context.config.gateway
     async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
         _spare_the_collector()
         await _first(
-            serve(app, context.socket(), stop=context.stop),
+            serve(
+                app,
+                context.socket(),
+                stop=context.stop,
+                # What is larger than the gateway's own limit, and yet not without end, it refuses itself.
+                max_head=2 * limits.max_header,
+                head_timeout=limits.read_timeout,
+            ),
             context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
         )
     if connected is not None:

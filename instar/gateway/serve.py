@@ -10,6 +10,8 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
+from instar.gateway.protocol import BoundedProtocol
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 picks a free one (``getsockname`` tells it)."""
@@ -33,12 +35,19 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: ASGIApp, listener: socket.socket, *, stop: asyncio.Event | None = None, grace: float = 10.0
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    stop: asyncio.Event | None = None,
+    grace: float = 10.0,
+    max_head: int = 1 << 20,
+    head_timeout: float = 60.0,
 ) -> None:
-    """Serve until ``stop`` is set, then give requests in flight ``grace`` seconds."""
+    """Serve until ``stop`` is set, then give requests in flight ``grace`` seconds. A connection is closed
+    when the head of a request has more than ``max_head`` bytes or does not come within ``head_timeout``."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedProtocol.within(max_head, head_timeout),
         ws="none",
         log_level="warning",
         access_log=False,

@@ -1,0 +1,74 @@
+"""HTTP connections whose requests cannot begin for ever.
+
+Uvicorn collects the head of a request, however large it is and however slowly it comes. Bodies are the
+app's own to limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    max_head = 1 << 20
+    """Bytes of a request's line and headers."""
+    head_timeout = 60.0
+    """Seconds from a connection's or a request's first byte to the end of its headers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head = 0
+        self._in_head = True
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def within(cls, max_head: int, head_timeout: float) -> type[BoundedProtocol]:
+        """The protocol with these limits."""
+        return type(cls.__name__, (cls,), {"max_head": max_head, "head_timeout": head_timeout})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_head:
+            return
+        self._head += len(data)
+        if self._head > self.max_head:
+            self._refuse(b"431 Request Header Fields Too Large")
+        elif self._deadline is None:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._forget_head()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._deadline = self.loop.call_later(self.head_timeout, self._refuse, b"408 Request Timeout")
+
+    def _forget_head(self) -> None:
+        self._head = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, status: bytes) -> None:
+        self._forget_head()
+        if not self.transport.is_closing():
+            self.transport.write(_REFUSAL % status)
+            self.transport.close()

@@ -1,0 +1,270 @@
+"""Too much, too slow, or gone midway: refused, ended, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.gateway.serve import bind, serve
+from instar.types import CallStatus
+from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.wire import PATHS, all_calls, asking, in_flight, post, until_in_flight
+
+DIALECTS = ("chat", "completions", "responses", "messages")
+
+
+async def nothing_left(gateway: Served) -> None:
+    await until_in_flight(gateway, 0)
+    assert await gateway.store.sessions("run") == []
+    answer = await post(gateway, asking("chat", "hi"))
+    assert answer.status_code == 200, "it goes on"
+
+
+async def connect(gateway: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def head(path: str, length: int, *more: str) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: gateway",
+        f"Authorization: Bearer {ADMIN}",
+        f"Content-Length: {length}",
+        "Content-Type: application/json",
+        *more,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def status(reader: asyncio.StreamReader) -> int:
+    async with asyncio.timeout(10):
+        return int((await reader.readline()).split()[1])
+
+
+# --- too much -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_body_that_is_too_large(serving: Serve, dialect: str) -> None:
+    gateway = await serving(config=GatewayConfig(max_body=10_000))
+    answer = await post(gateway, asking(dialect, "x" * 20_000), dialect)
+    assert answer.status_code == 413
+    assert "10000" in answer.json()["error"]["message"]
+    reader, writer = await connect(gateway)
+    writer.write(head(PATHS[dialect], 10**12))
+    piece = b"x" * 65536
+    with suppress(ConnectionError):
+        for _ in range(100):
+            writer.write(piece)
+            await writer.drain()
+    assert await status(reader) == 413
+    writer.close()
+    await nothing_left(gateway)
+
+
+async def test_a_body_in_chunks_without_a_length(serving: Serve) -> None:
+    gateway = await serving(config=GatewayConfig(max_body=10_000))
+
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    answer = await gateway.http.post(PATHS["chat"], content=endless(), headers=headers)
+    assert answer.status_code == 413
+    await nothing_left(gateway)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+async def test_too_many_messages_and_tools(serving: Serve, dialect: str) -> None:
+    gateway = await serving(config=GatewayConfig(max_messages=5, max_tools=2))
+    answer = await post(gateway, asking(dialect, *["hi"] * 7), dialect)
+    assert answer.status_code == 400
+    if dialect != "messages":
+        assert answer.json()["error"]["param"] == ("input" if dialect == "responses" else "messages")
+    assert "5" in answer.json()["error"]["message"]
+    schema = {"type": "object", "properties": {}}
+    tools: dict[str, Any] = {
+        "chat": {"type": "function", "function": {"name": "f", "parameters": schema}},
+        "responses": {"type": "function", "name": "f", "parameters": schema},
+        "messages": {"name": "f", "input_schema": schema},
+    }
+    answer = await post(gateway, asking(dialect, "hi", tools=[tools[dialect]] * 3), dialect)
+    assert answer.status_code == 400
+    assert "tools" in answer.json()["error"]["message"]
+    await nothing_left(gateway)
+
+
+async def test_headers_that_are_too_large(serving: Serve) -> None:
+    gateway = await serving(config=GatewayConfig(max_header=2000))
+    assert (await post(gateway, asking("chat", "hi"), x_long="x" * 3000)).status_code == 431
+    await nothing_left(gateway)
+
+
+@pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
+async def test_headers_without_an_end(gateway: Served, piece: bytes) -> None:
+    """Many or one, they are not collected for ever."""
+    reader, writer = await connect(gateway)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Long: x")
+    if piece.startswith(b"X"):
+        writer.write(b"\r\n")
+    sent = 0
+    with suppress(ConnectionError):
+        while sent < 64 * 1024 * 1024:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+    assert sent < 32 * 1024 * 1024
+    with suppress(ConnectionError):
+        assert await status(reader) == 431
+    writer.close()
+    await nothing_left(gateway)
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: gat"])
+async def test_headers_that_do_not_come(begun: bytes) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+    listener, stop = bind("127.0.0.1", 0), asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1, head_timeout=0.3))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    # A whole request first, where one has begun: it is not the connection alone that is watched.
+    if begun:
+        writer.write(head("/", 0))
+        assert await status(reader) == 200
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.5)
+        writer.write(begun)
+    assert await status(reader) == 408
+    await reader.read()
+    assert reader.at_eof()
+    writer.close()
+    stop.set()
+    await server
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_too_many_at_once(serving: Serve, dialect: str) -> None:
+    gateway = await serving(config=GatewayConfig(max_in_flight=3), delay=0.01)
+    answers = await asyncio.gather(*(post(gateway, asking(dialect, f"hi {i}"), dialect) for i in range(10)))
+    codes = sorted(answer.status_code for answer in answers)
+    assert codes == [200] * 3 + [429] * 7
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["message"]
+    await until_in_flight(gateway, 0)
+    assert len(await all_calls(gateway)) == 3
+    assert (await post(gateway, asking(dialect, "hi"), dialect)).status_code == 200
+
+
+async def test_bodies_that_are_still_coming_count(serving: Serve) -> None:
+    gateway = await serving(config=GatewayConfig(max_in_flight=2))
+    writers = []
+    for _ in range(2):
+        _, writer = await connect(gateway)
+        writer.write(head(PATHS["chat"], 1000) + b"{")
+        writers.append(writer)
+    await until_in_flight(gateway, 2)
+    assert (await post(gateway, asking("chat", "hi"))).status_code == 429
+    for writer in writers:
+        writer.close()
+    await nothing_left(gateway)
+
+
+# --- too slow -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_body_that_does_not_come(serving: Serve, dialect: str) -> None:
+    gateway = await serving(config=GatewayConfig(read_timeout=0.2))
+    reader, writer = await connect(gateway)
+    body = json.dumps(asking(dialect, "hi")).encode()
+    writer.write(head(PATHS[dialect], len(body)) + body[:10])
+    assert await status(reader) == 408
+    writer.close()
+    await nothing_left(gateway)
+
+
+async def test_a_body_that_comes_byte_by_byte(serving: Serve) -> None:
+    gateway = await serving(config=GatewayConfig(read_timeout=0.5))
+    reader, writer = await connect(gateway)
+    body = json.dumps(asking("chat", "hi")).encode()
+    writer.write(head(PATHS["chat"], len(body)))
+    answered = asyncio.create_task(status(reader))
+    for at in range(len(body)):
+        if answered.done():
+            break
+        writer.write(body[at : at + 1])
+        await asyncio.sleep(0.05)
+    assert await answered == 408
+    writer.close()
+    await nothing_left(gateway)
+
+
+@pytest.mark.parametrize("sent", [0, 10])
+async def test_a_client_that_leaves_in_the_midst_of_its_body(gateway: Served, sent: int) -> None:
+    body = json.dumps(asking("chat", "hi")).encode()
+    for _ in range(5):
+        _, writer = await connect(gateway)
+        writer.write(head(PATHS["chat"], len(body)) + body[:sent])
+        await writer.drain()
+        writer.close()
+    await nothing_left(gateway)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_right_after_asking(serving: Serve, stream: bool) -> None:
+    gateway = await serving(delay=0.02)
+    body = json.dumps(asking("chat", "hi", stream=stream)).encode()
+    for _ in range(5):
+        _, writer = await connect(gateway)
+        writer.write(head(PATHS["chat"], len(body)) + body)
+        await writer.drain()
+        writer.close()
+    await until_in_flight(gateway, 0)
+    for call in await all_calls(gateway):
+        assert (call.status, call.trainable) == (CallStatus.ABORTED, False)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_client_that_does_not_read(serving: Serve, model: ModelConfig, dialect: str) -> None:
+    """Its stream ends at the deadline; nobody waits for it any longer."""
+    long = model.model_copy(update={"max_context": 400_000})
+    engine = ScriptedEngine(long, ScriptedEngineConfig(replies=["word " * 60_000]))
+    gateway = await serving(engine=engine, config=GatewayConfig(request_timeout=3, read_timeout=0.5))
+    host, port = gateway.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (host, int(port)))
+        body = json.dumps(asking(dialect, "hi", stream=True) | long_enough(dialect)).encode()
+        await loop.sock_sendall(client, head(PATHS[dialect], len(body)) + body)
+        await until_in_flight(gateway, 1)
+        await until_in_flight(gateway, 0, seconds=15)
+        (call,) = await all_calls(gateway)
+        assert (call.status, call.trainable) == (CallStatus.ABORTED, False)
+        assert (await post(gateway, asking(dialect, "hi", max_tokens=20), dialect)).status_code in (200, 400)
+
+
+def long_enough(dialect: str) -> dict[str, Any]:
+    name = "max_output_tokens" if dialect == "responses" else "max_tokens"
+    return {name: 350_000}
+
+
+async def test_stats_are_the_admins(gateway: Served) -> None:
+    session = await gateway.open()
+    answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
+    assert answer.status_code == 403
+    assert await in_flight(gateway) == 0

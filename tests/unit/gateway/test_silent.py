@@ -1,0 +1,106 @@
+"""Live sessions that fall silent are closed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from instar.config import GatewayConfig, ModelConfig
+from instar.record.base import Renderer
+from instar.types import Session, SessionStatus
+from tests.unit.gateway.conftest import Serve, Served
+from tests.unit.gateway.wire import asking, gateway_at, post, session_of, until_in_flight
+
+BRIEF = GatewayConfig(idle_timeout=0.4)
+
+
+async def ended(gateway: Served, session_id: str, seconds: float = 10) -> Session:
+    async with asyncio.timeout(seconds):
+        while True:
+            session = await gateway.store.session(session_id)
+            assert session is not None
+            if session.status is not SessionStatus.OPEN:
+                return session
+            await asyncio.sleep(0.02)
+
+
+async def test_a_silent_session_is_completed_and_its_name_is_free(serving: Serve) -> None:
+    gateway = await serving(config=BRIEF)
+    first = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    session = await ended(gateway, first)
+    assert session.status is SessionStatus.COMPLETED
+    assert session.reason == "silent for 0.4 s"
+    assert session.ended_at
+    second = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    assert second != first
+
+
+async def test_what_is_said_finds_no_closed_session(serving: Serve) -> None:
+    gateway = await serving(config=BRIEF)
+    first = session_of(await post(gateway, asking("chat", "hi")))
+    await ended(gateway, first)
+    again = await post(gateway, asking("chat", "hi"), x_stainless_retry_count="1")
+    assert session_of(again) != first
+    goes_on = asking("chat", "hi", "You said: hi", "more")
+    await ended(gateway, session_of(again))
+    assert session_of(await post(gateway, goes_on)) not in (first, session_of(again))
+
+
+async def test_a_session_that_is_used_stays_open(serving: Serve) -> None:
+    gateway = await serving(config=BRIEF)
+    said = ["hi"]
+    found: set[str] = set()
+    for _ in range(8):
+        answer = await post(gateway, asking("chat", *said, user="ann"))
+        found.add(session_of(answer))
+        said += [answer.json()["choices"][0]["message"]["content"], "more"]
+        await asyncio.sleep(0.15)
+    assert len(found) == 1
+
+
+async def test_a_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
+    gateway = await serving(config=BRIEF, delay=0.12)
+    first = session_of(await post(gateway, asking("chat", "hi", user="ann", max_tokens=1)))
+    asked = asyncio.create_task(post(gateway, asking("chat", "hello there", user="ann")))
+    await until_in_flight(gateway, 1)
+    await asyncio.sleep(1.0)
+    assert not asked.done()
+    session = await gateway.store.session(first)
+    assert session is not None
+    assert session.status is SessionStatus.OPEN
+    assert session_of(await asked) == first
+
+
+async def test_calls_while_sessions_are_closed_are_never_lost(serving: Serve) -> None:
+    """A call lands in an open session, whenever it comes."""
+    gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
+    for i in range(30):
+        answer = await post(gateway, asking("chat", f"hi {i}", user="ann"))
+        session = await gateway.store.session(session_of(answer))
+        assert session is not None
+        calls = await gateway.store.calls(session.session_id)
+        assert session.ended_at is None or calls[-1].ended_at <= session.ended_at
+        await asyncio.sleep(0.07 + 0.005 * (i % 10))
+
+
+async def test_sessions_of_before_a_restart_are_closed_too(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    async with gateway_at(*at) as gateway:
+        first = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+        opened = await gateway.open()
+    async with gateway_at(*at, config=BRIEF) as gateway:
+        await ended(gateway, first)
+        await ended(gateway, opened.session_id)
+
+
+async def test_sessions_of_a_run_are_not_closed(serving: Serve) -> None:
+    """Whoever opened them for training completes them."""
+    gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
+    session = await gateway.open(channel="train")
+    assert (await post(gateway, asking("chat", "hi"), key=session.api_key)).status_code == 200
+    await asyncio.sleep(0.5)
+    stored = await gateway.store.session(session.session_id)
+    assert stored is not None
+    assert stored.status is SessionStatus.OPEN
