@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -51,6 +52,10 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 
 _TAILS = 64
 """Recorded calls looked for in the store, by how much of the messages they say; the longest first."""
+_CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
+"""An id of ours, as `new_id` makes them."""
+_SEARCHED = 4096
+"""Characters of a message that are looked through for one."""
 _EVICTED = 64
 """Sessions looked at when room is needed."""
 
@@ -224,11 +229,10 @@ class Sessions:
             session_id = await self._store.session_by_tail(self._run_id, agent_id, tails[:_TAILS])
             if session_id is not None and (state := await self._open_state(session_id)):
                 return state
-        for message in reversed(messages):
-            for call in message.get("tool_calls", ()):
-                session_id = self._tool_calls.get((agent_id, plain_id(call["id"])))
-                if session_id is not None and (state := await self._open_state(session_id)):
-                    return state
+        for call_id in _told_calls(messages):
+            session_id = self._tool_calls.get((agent_id, call_id))
+            if session_id is not None and (state := await self._open_state(session_id)):
+                return state
         return self._fresh(agent_id, None)
 
     async def _open_state(self, session_id: str) -> SessionState | None:
@@ -467,6 +471,15 @@ def _call_view(call: Call) -> CallView:
         sampled_tokens=len(call.sampled_ids),
         reply=dict(call.reply),
     )
+
+
+def _told_calls(messages: Sequence[Message]) -> Iterator[str]:
+    """Ids of tool calls that the messages tell of, the latest first. Some agents write them into the text."""
+    for message in reversed(messages):
+        for call in message.get("tool_calls", ()):
+            yield plain_id(call["id"])
+        if message["role"] != "system":
+            yield from map(plain_id, _CALL_ID.findall(message["content"][:_SEARCHED]))
 
 
 def _conflict(message: str) -> ApiError:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
 from instar.record.base import Renderer, StreamParser
+from instar.record.bridge import PROBE_TOOL
 from instar.record.family_stream import FamilyStreamParser
 from instar.record.render import template_message
 from instar.record.stream import Detokenizer, PlainText, TextStreamParser
@@ -34,12 +35,26 @@ class FamilyRenderer(Renderer):
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         try:
+            return self._render(messages, tools)
+        except RenderError:
+            # Some formats have room for one system message only.
+            if (joined := one_system(messages)) is messages:
+                raise
+            return self._render(joined, tools)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        try:
             return list(
                 self._library.render_ids(_messages(messages), tools=_specs(tools), add_generation_prompt=True)
             )
         except (ValueError, TypeError, KeyError) as error:
             # What the library raises for a conversation that its family's format cannot write.
             raise RenderError(f"the model's format refuses these messages: {error}") from error
+
+    def lists_tools(self) -> bool:
+        """Whether the family's format tells the model of tools at all."""
+        question = [Message(role="user", content="Hi")]
+        return self._render(question, (PROBE_TOOL,)) != self._render(question, ())
 
     def extend(
         self,
@@ -88,6 +103,16 @@ class FamilyRenderer(Renderer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def one_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """With the system messages at the beginning joined, by an empty line. The same where there is no more
+    than one."""
+    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:count])
+    return [Message(role="system", content=text), *messages[count:]]
 
 
 def _messages(messages: Sequence[Message]) -> Any:

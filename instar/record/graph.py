@@ -231,7 +231,7 @@ class MessageGraph:
             )
             if renderer is None:
                 return placement
-            return _extended(placement, parent, messages[count:], tools, renderer)
+            return _extended(placement, parent, messages, count, tools, renderer)
         return None
 
     def _branch(
@@ -432,25 +432,27 @@ class MessageGraph:
 def _extended(
     placement: Placement,
     parent: Node,
-    new_messages: Sequence[Message],
+    messages: Sequence[Message],
+    count: int,
     tools: Sequence[Tool],
     renderer: Renderer,
 ) -> Placement | None:
-    """The parent's tokens, and the new messages behind them."""
+    """The parent's tokens, and the messages from ``count`` on behind them."""
     if not parent.known:
         return None
     before = parent.sequence()
     end = before[: len(before) - len(parent.sampled)][-_BRIDGE_TOKENS:].tolist()
     sampled = parent.sampled.tolist()
-    prompt = renderer.extend(end, sampled, new_messages, tools)
+    prompt = renderer.extend(end, sampled, messages[count:], tools)
     if prompt is None:
-        return None
-    added = np.asarray(prompt[len(end) + len(sampled) :], np.int32)
-    return replace(
-        placement,
-        prompt_ids=np.concatenate([before, added]),
-        base_tokens=len(before) if parent.stored else 0,
-    )
+        # The whole conversation may begin with these very tokens all the same.
+        whole = np.asarray(renderer.render(messages, tools), np.int32)
+        if not np.array_equal(whole[: len(before)], before):
+            return None
+    else:
+        added = np.asarray(prompt[len(end) + len(sampled) :], np.int32)
+        whole = np.concatenate([before, added])
+    return replace(placement, prompt_ids=whole, base_tokens=len(before) if parent.stored else 0)
 
 
 def _newest_request(nodes: Iterable[Node]) -> list[str]:

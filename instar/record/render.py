@@ -32,7 +32,10 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer
 
-        return FamilyRenderer(tokenizer, family)
+        renderer = FamilyRenderer(tokenizer, family)
+        # One that never tells the model of tools would drop them silently.
+        if renderer.lists_tools() or tokenizer.chat_template is None:
+            return renderer
     if tokenizer.chat_template is None:
         raise ConfigError(f"model.name: {model.name!r} has no chat template, so it cannot take messages")
     return TemplateRenderer(tokenizer, _eos_ids(folder), model.tool_format)
