@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -15,12 +16,14 @@ from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import as_ids
 from instar.engines.wire import decode_line, joined, pack_request
 from instar.errors import EngineError, EngineUnavailable
+from instar.plain_http import PlainClient, PlainResponse
 from instar.types import Policy, SamplingParams, TokenChunk
 
 CONNECT_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 STATUS_SECONDS = 30.0
-STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+IDLE_SECONDS = 30.0
+"""How long a connection is kept for another request; the server keeps it longer."""
 
 
 class RemoteEngine(Engine):
@@ -28,7 +31,16 @@ class RemoteEngine(Engine):
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url.rstrip("/")
-        self._generate_url = f"{self._url}/generate"
+        address = urlsplit(self._url)
+        if address.scheme != "http" or not address.hostname:
+            raise EngineError(f"an engine is reached by http://host:port, not by {url!r}")
+        self._target = f"{address.path}/generate"
+        self._plain = PlainClient(
+            address.hostname,
+            address.port or 80,
+            idle_seconds=IDLE_SECONDS,
+            connect_seconds=CONNECT_SECONDS,
+        )
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
@@ -68,24 +80,25 @@ class RemoteEngine(Engine):
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         body = pack_request(as_ids(prompt_ids), params)
         finished = False
+        response: PlainResponse | None = None
         try:
-            async with self._session().post(
-                self._generate_url, data=body, timeout=STREAM_TIMEOUT
-            ) as response:
-                if response.status != 200:
-                    raise _error(await response.read(), response.status)
-                # Lines may be long and arrive many at once; aiohttp's own line limit does not fit.
-                rest = b""
-                async for data in response.content.iter_any():
-                    *lines, rest = (rest + data).split(b"\n")
-                    chunk, error = _read(lines)
-                    if chunk is not None:
-                        finished = chunk.finish_reason is not None
-                        yield chunk
-                    if error is not None:
-                        raise error
-        except (aiohttp.ClientError, TimeoutError) as error:
+            response = await self._plain.post(self._target, self._headers, body)
+            if response.status != 200:
+                raise _error(await response.read(), response.status)
+            rest = b""
+            while data := await response.readany():
+                *lines, rest = (rest + data).split(b"\n")
+                chunk, error = _read(lines)
+                if chunk is not None:
+                    finished = chunk.finish_reason is not None
+                    yield chunk
+                if error is not None:
+                    raise error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unavailable(error) from error
+        finally:
+            if response is not None:
+                response.close()
         if not finished:
             raise EngineUnavailable(f"the engine at {self._url} broke off in the middle of a reply")
 
@@ -97,6 +110,7 @@ class RemoteEngine(Engine):
 
     async def close(self) -> None:
         """Close the connections; the engine itself goes on."""
+        self._plain.close()
         if self._client is not None:
             await self._client.close()
 

@@ -1,5 +1,5 @@
-"""A small HTTP/1.1 client without TLS, for providers next door (vLLM, Ollama, ...): it takes a fraction of
-the time that a general client spends on a request, which is most of what passing one on costs.
+"""A small HTTP/1.1 client without TLS, for engines and providers next door (vLLM, Ollama, ...): it takes a
+fraction of the time that a general client spends on a request, which is most of what passing one on costs.
 
 Its failures are aiohttp's errors, so that both clients are handled alike.
 """
