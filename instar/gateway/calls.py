@@ -66,6 +66,8 @@ class Calls:
             forced = self._train_sampling
             wanted |= {"temperature": forced.temperature, "top_p": forced.top_p, "top_k": None}
         wanted |= state.session.sampling
+        if not prompt_tokens:
+            raise bad_request("The prompt is empty.", "prompt", "invalid_value")
         context = self.engine.info.max_context
         room = context - prompt_tokens
         if room < 1:

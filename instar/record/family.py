@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What the library raises for messages and tools that its family's format cannot write."""
+
+
 class FamilyRenderer(Renderer):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, family: str) -> None:
         from renderers.base import create_renderer
@@ -47,8 +51,7 @@ class FamilyRenderer(Renderer):
             return list(
                 self._library.render_ids(_messages(messages), tools=_specs(tools), add_generation_prompt=True)
             )
-        except (ValueError, TypeError, KeyError) as error:
-            # What the library raises for a conversation that its family's format cannot write.
+        except _REFUSALS as error:
             raise RenderError(f"the model's format refuses these messages: {error}") from error
 
     def lists_tools(self) -> bool:
@@ -64,9 +67,12 @@ class FamilyRenderer(Renderer):
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
         before = [*prompt_ids, *sampled_ids]
-        bridged = self._library.bridge_to_next_turn(
-            list(prompt_ids), list(sampled_ids), _messages(new_messages), tools=_specs(tools)
-        )
+        try:
+            bridged = self._library.bridge_to_next_turn(
+                list(prompt_ids), list(sampled_ids), _messages(new_messages), tools=_specs(tools)
+            )
+        except _REFUSALS:
+            return None
         # A bridge may trim what was sampled behind a turn's end; then the prefix is not the sampled one.
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None

@@ -172,7 +172,7 @@ class TemplateRenderer(Renderer):
                 add_generation_prompt=generation,
                 tokenize=False,
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             # A template refuses by raise_exception, or trips over a role or field it was not written for.
             raise RenderError(f"the model's chat template refuses these messages: {error}") from error
         return self._encoder(cast(str, text))

@@ -37,11 +37,12 @@ def tool_block(tools: Iterable[Tool]) -> str:
 
 
 def _tool_line(tool: Tool) -> str:
+    """A schema that is none says nothing: agents send all kinds."""
     schema = tool["parameters"]
-    required = schema.get("required", ())
+    required, properties = _list(schema.get("required")), schema.get("properties")
     parameters = ", ".join(
         f"{name}{'' if name in required else '?'}: {_type_name(spec)}"
-        for name, spec in schema.get("properties", {}).items()
+        for name, spec in (cast(Json, properties) if isinstance(properties, dict) else {}).items()
     )
     about = " ".join(tool["description"].split())
     return f"{tool['name']}({parameters})" + (f": {about}" if about else "")
@@ -51,10 +52,14 @@ def _type_name(spec: Any) -> str:
     if not isinstance(spec, dict):
         return "any"
     spec = cast(Json, spec)
-    if choices := spec.get("enum"):
+    if choices := _list(spec.get("enum")):
         return "|".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     kind = spec.get("type", "any")
     return "|".join(map(str, cast(list[Any], kind))) if isinstance(kind, list) else str(kind)
+
+
+def _list(value: Any) -> list[Any]:
+    return cast(list[Any], value) if isinstance(value, list) else []
 
 
 def format_call(call: ToolCall) -> str:

@@ -34,6 +34,16 @@ def called(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+def tool(schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+ODD_SCHEMAS: list[Any] = [
+    {"required": 5},
+    {"required": None, "properties": {"x": {}}},
+    {"properties": {"x": {"enum": 5}, "y": {"enum": None, "type": 7}, "z": 5}, "required": True},
+    {"type": ["object", None], "$ref": 5},
+]
 CASES: list[tuple[Any, str | None]] = [
     (b"", None),
     (b"{", None),
@@ -109,6 +119,7 @@ async def test_odd_but_good_input(gateway: Served) -> None:
         {**OK, "tools": [], "tool_choice": "auto", "user": "u", "metadata": {"k": "v"}, "store": False},
         {**OK, "tools": [{"function": {"name": "f", "parameters": {"properties": {"x": True}}}}]},
         {**OK, "max_tokens": 10**12},
+        *({**OK, "tools": [tool(schema)]} for schema in ODD_SCHEMAS),
     ]
     for body in odd:
         answer = await send(gateway, body)
@@ -180,3 +191,15 @@ async def test_deadline(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(request_timeout=0.2), delay=0.05)
     answer = await send(gateway, messages({"role": "user", "content": "long"}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
+async def test_an_empty_prompt(gateway: Served, prompt: Any) -> None:
+    answer = await gateway.http.post(
+        "/v1/completions",
+        json={"model": "m", "prompt": prompt},
+        headers={"Authorization": f"Bearer {ADMIN}"},
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("prompt")
+    assert await gateway.store.sessions("run") == []

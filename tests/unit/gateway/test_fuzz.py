@@ -1,0 +1,343 @@
+"""Thousands of broken requests: each is answered in its dialect's words, and none leaves half a record."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gzip
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.wire import PATHS, all_calls, asking, until_in_flight
+
+TRAFFIC = Path(__file__).parents[1] / "record" / "fixtures" / "traffic"
+COUNT = int(os.environ.get("INSTAR_FUZZ", "800"))
+"""Requests for each dialect."""
+AT_ONCE = 16
+DEEP = "@deep@"
+"""Stands for a value of a hundred thousand nested lists."""
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 7, 10**30, -(10**30), 1 << 31, 1 << 63, 0.5, 1e308, -1e308, float("nan"),
+    float("inf"), "", " ", "x", "\x00", "\ud800", "\udfff\ud83d", "🌍" * 50, "a" * 5000, "<|im_end|>", "null",
+    [], {}, [[]], [None], [{}], {"": ""}, {"type": "text"}, {"type": "text", "text": None}, ["a", 1, None],
+    {"a": {"b": {"c": [1, 2, {"d": None}]}}}, DEEP, {"x": DEEP}, "assistant", "tool", "system", "user",
+    "function", "developer", {"role": "user", "content": "x"}, [{"role": "assistant", "content": None}],
+    {"type": "function", "function": {"name": "f"}}, "required", "none", {"type": "any"}, [0, 5, 10**9, -3],
+]  # fmt: skip
+KEYS = [
+    "messages", "input", "prompt", "model", "tools", "n", "stream", "stop", "temperature", "top_p",
+    "max_tokens", "tool_choice", "metadata", "user", "system", "role", "content", "type", "text", "name",
+    "arguments", "id",
+    "tool_calls", "tool_call_id", "function", "parameters", "properties", "seed", "logprobs", "thinking", "x",
+    "previous_response_id", "instructions", "reasoning", "tool_use_id", "call_id", "output", "summary",
+    "k\ud800",
+]  # fmt: skip
+
+
+def by_hand(dialect: str) -> list[Any]:
+    """Bodies with everything in them that the dialect has."""
+    match dialect:
+        case "chat":
+            call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
+            tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+            messages = [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "1"},
+            ]
+            settings = {
+                "n": 2,
+                "stop": ["END"],
+                "seed": 3,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "logprobs": True,
+            }
+            return [{"model": "m", "messages": messages, "tools": [tool], "max_tokens": 20, **settings}]
+        case "completions":
+            settings = {"max_tokens": 10, "stop": "x", "seed": 1, "logprobs": 0, "n": 2, "user": "u"}
+            prompts: list[Any] = ["once upon", [1, 2, 3, 40], ["a"], [[5, 6]], [""]]
+            return [{"model": "m", "prompt": prompt, **settings} for prompt in prompts]
+        case "responses":
+            items = [
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "t"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "1"}'},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+            ]
+            tool = {
+                "type": "function",
+                "name": "f",
+                "description": "d",
+                "parameters": SCHEMA,
+                "strict": False,
+            }
+            settings = {"max_output_tokens": 20, "temperature": 1, "metadata": {"k": "v"}, "store": True}
+            return [
+                {"model": "m", "instructions": "s", "input": items, "tools": [tool], **settings},
+                {"model": "m", "input": "hi", "previous_response_id": "resp-none"},
+            ]
+        case _:
+            blocks = [
+                {"type": "thinking", "thinking": "t", "signature": "s"},
+                {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": "1"}},
+            ]
+            results = [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "1"}]},
+                {"type": "text", "text": "go on"},
+            ]
+            messages = [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": results},
+            ]
+            settings = {"stop_sequences": ["END"], "temperature": 0.5, "thinking": {"type": "disabled"}}
+            tools = [{"name": "f", "description": "d", "input_schema": SCHEMA}]
+            system = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}]
+            return [
+                {
+                    "model": "m",
+                    "max_tokens": 20,
+                    "system": system,
+                    "messages": messages,
+                    "tools": tools,
+                    **settings,
+                }
+            ]
+
+
+def recorded(dialect: str) -> list[Any]:
+    """Bodies that agents sent."""
+    found: list[Any] = []
+    for file in sorted(TRAFFIC.glob("*.json.gz")):
+        for entry in json.loads(gzip.decompress(file.read_bytes()))[:2]:
+            if entry["path"].split("?")[0] == PATHS[dialect]:
+                found.append(entry["body"])
+    return found
+
+
+def places(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Every (container, key) within it."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    for key, item in items:
+        into.append((value, key))
+        places(item, into)
+    return into
+
+
+class Fuzz:
+    def __init__(self, seeds: list[Any], rng: random.Random) -> None:
+        self.seeds = seeds
+        self.rng = rng
+
+    def bodies(self, count: int) -> Iterator[bytes]:
+        for _ in range(count):
+            body = copy.deepcopy(self.rng.choice(self.seeds))
+            if isinstance(body, dict) and self.rng.random() < 0.5:
+                body["stream"] = self.rng.random() < 0.5
+            for _ in range(self.rng.choice([0, 1, 1, 1, 2, 3, 6])):
+                body = self.changed(body)
+            raw = json.dumps(body).encode().replace(f'"{DEEP}"'.encode(), b"[" * 100_000 + b"]" * 100_000)
+            yield self.spoilt(raw) if self.rng.random() < 0.15 else raw
+
+    def changed(self, body: Any) -> Any:
+        rng = self.rng
+        found = places(body, [])
+        if not found or rng.random() < 0.01:
+            return rng.choice(ODD)
+        # As a rule not far down: most of a body is within its tools.
+        container, key = rng.choice(found if rng.random() < 0.5 else found[:60])
+        match rng.randrange(7):
+            case 0:
+                del container[key]
+            case 1 if isinstance(container, dict):
+                container[rng.choice(KEYS)] = copy.deepcopy(rng.choice(ODD))
+            case 2 if isinstance(container, dict):
+                container[rng.choice(KEYS)] = container.pop(key)
+            case 3 if isinstance(container, list):
+                container.insert(key, copy.deepcopy(rng.choice([*ODD, container[key]])))
+            case 4 if isinstance(container, list):
+                rng.shuffle(container)
+            case 5:
+                other, at = rng.choice(found)
+                container[key] = copy.deepcopy(other[at])
+            case _:
+                container[key] = copy.deepcopy(rng.choice(ODD))
+        return body
+
+    def spoilt(self, raw: bytes) -> bytes:
+        rng = self.rng
+        at = rng.randrange(len(raw))
+        match rng.randrange(6):
+            case 0:
+                return raw[:at]
+            case 1:
+                return (
+                    raw[:at] + rng.choice([b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\\ud800"]) + raw[at:]
+                )
+            case 2:
+                return raw[:at] + bytes([rng.randrange(256)]) + raw[at + 1 :]
+            case 3:
+                return raw[:at] + raw[at + rng.randrange(1, 20) :]
+            case 4:
+                return b"\xef\xbb\xbf" + raw
+            case _:
+                return raw + rng.choice([b"}", b"\n\n", b"{}", b"\x00"])
+
+
+def well_told(dialect: str, answer: Any) -> bool:
+    """Whether it is an error as the dialect's own clients know it."""
+    error = answer["error"]
+    if dialect == "messages":
+        return answer["type"] == "error" and bool(error["type"] and error["message"])
+    return bool(error["message"] and error["type"]) and {"param", "code"} <= set(error)
+
+
+@pytest.fixture
+async def fuzzed(serving: Serve, model: ModelConfig) -> Served:
+    roomy = model.model_copy(update={"max_context": 200_000})
+    replies = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
+    engine = ScriptedEngine(roomy, ScriptedEngineConfig(replies=replies))
+    return await serving(engine=engine, config=GatewayConfig(request_timeout=20))
+
+
+class Sender:
+    def __init__(self, gateway: Served, http: aiohttp.ClientSession, dialect: str) -> None:
+        self.gateway = gateway
+        self.http = http
+        self.dialect = dialect
+        self.codes: Counter[int] = Counter()
+
+    async def send(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
+        key = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", **headers}
+        async with self.http.post(self.gateway.url + path, data=body, headers=key) as answer:
+            said = await answer.read()
+        self.codes[answer.status] += 1
+        assert 200 <= answer.status < 500, (answer.status, said[:500], shown(body))
+        if answer.status >= 400:
+            assert well_told(self.dialect, json.loads(said)), (said[:500], shown(body))
+        return answer.status, said
+
+    async def send_all(self, path: str, bodies: Iterator[bytes]) -> None:
+        async def work() -> None:
+            for body in bodies:
+                await self.send(path, body)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(work())
+
+
+def shown(body: bytes) -> bytes:
+    return body if len(body) < 4000 else body[:2000] + b" ... " + body[-500:]
+
+
+def connected() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+
+
+@pytest.mark.parametrize("dialect", list(PATHS))
+async def test_broken_requests(fuzzed: Served, dialect: str) -> None:
+    seeds = by_hand(dialect) * 4 + [asking(dialect, "hi")] * 4 + recorded(dialect)
+    fuzz = Fuzz(seeds, random.Random(dialect))
+    async with connected() as http:
+        sender = Sender(fuzzed, http, dialect)
+        await sender.send_all(PATHS[dialect], fuzz.bodies(COUNT))
+        assert sender.codes[200] > COUNT / 20, sender.codes
+        assert sender.codes[400] > COUNT / 20, sender.codes
+        await until_in_flight(fuzzed, 0)
+        calls = await all_calls(fuzzed)
+        assert len({call.request_id for call in calls}) == sender.codes[200]
+        sessions = await fuzzed.store.sessions("run")
+        assert {row.session.session_id for row in sessions} == {call.session_id for call in calls}
+        assert (await sender.send(PATHS[dialect], json.dumps(asking(dialect, "hi")).encode()))[0] == 200
+
+
+@pytest.mark.parametrize("dialect", ["messages"])
+async def test_broken_counts(fuzzed: Served, dialect: str) -> None:
+    fuzz = Fuzz(by_hand(dialect), random.Random(1))
+    async with connected() as http:
+        sender = Sender(fuzzed, http, dialect)
+        await sender.send_all("/v1/messages/count_tokens", fuzz.bodies(COUNT // 4))
+    assert await all_calls(fuzzed) == []
+
+
+SUBMITTED = {
+    "prompt_ids": [1, 2, 3], "sampled_ids": [4, 2], "logprobs": [-0.1, -0.2], "versions": [0, 0],
+    "finish_reason": "stop", "messages": [{"role": "user", "content": "x"}], "params": {"temperature": 1},
+    "reply": {"role": "assistant", "content": "y"}, "client_key": "k",
+}  # fmt: skip
+CONTROL: list[tuple[str, Any]] = [
+    (
+        "/v1/generate",
+        {"prompt_ids": [1, 2, 3], "max_tokens": 5, "n": 2, "stop": ["x"], "stop_token_ids": [2]},
+    ),
+    (
+        "/sessions",
+        {"channel": "live", "metadata": {"a": 1}, "task": {"b": 2}, "seed": 1, "sampling": {"top_k": 1}},
+    ),
+    ("/sessions/{}/calls", {"calls": [SUBMITTED]}),
+    (
+        "/sessions/{}/complete",
+        {"reward": 1.0, "metadata": {}, "rewards": [{"value": 1, "detail": {"a": "b"}}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "seed"), CONTROL)
+async def test_broken_control(fuzzed: Served, path: str, seed: Any) -> None:
+    fuzz = Fuzz([seed], random.Random(path))
+    async with connected() as http:
+        sender = Sender(fuzzed, http, "chat")
+        for body in fuzz.bodies(COUNT // 8):
+            session = (await fuzzed.open()).session_id if "{}" in path else ""
+            await sender.send(path.format(session), body)
+    await until_in_flight(fuzzed, 0)
+
+
+async def test_odd_headers_and_paths(fuzzed: Served) -> None:
+    body = json.dumps(asking("chat", "hi")).encode()
+    async with connected() as http:
+        sender = Sender(fuzzed, http, "chat")
+        for name, value in [
+            ("X-Instar-Session", "nö\t"),
+            ("X-Instar-Session", "%00../"),
+            ("X-Session-Id", "ÿ" * 300),
+            ("Idempotency-Key", "é" * 5000),
+            ("Idempotency-Key", ""),
+            ("X-Stainless-Retry-Count", "many"),
+            ("Content-Encoding", "gzip"),
+            ("Content-Type", "text/plain"),
+            ("Accept", "nothing/at-all"),
+            ("X-Claude-Code-Session-Id", "a" * 9000),
+        ]:
+            await sender.send(PATHS["chat"], body, **{name: value})
+        for path in [
+            "/s//v1/chat/completions",
+            "/s/%2e%2e/v1/chat/completions",
+            "/s/a/b/v1/chat/completions",
+            "/v1/chat/completions/",
+            "/v1/%ff",
+            "/sessions/%00/complete",
+            "/sessions//complete",
+        ]:
+            await sender.send(path, body)
