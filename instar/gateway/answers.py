@@ -17,6 +17,7 @@ from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.calls import Exchange
 from instar.gateway.dialects.base import Dialect, StreamWriter, TokenLogprob
 from instar.gateway.forward import Forward
+from instar.gateway.protocol import BoundedProtocol, connection
 from instar.gateway.upstream.base import Piece, UpstreamRefused
 from instar.record.base import Delta
 
@@ -73,20 +74,17 @@ class ModelResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._count(1)
-        work = asyncio.current_task()
-        assert work is not None
-        watching = asyncio.create_task(_cancel_when_gone(receive, work))
+        leaving = _Leaving()
+        leaving.watch(scope, receive)
         try:
             await self.answer(scope, receive, send)
         except asyncio.CancelledError:
             # The client's leaving ends this request quietly; anything else is the server's own wish.
-            if not (watching.done() and work.uncancel() == 0):
+            if not leaving.ends_quietly():
                 raise
         finally:
             self._count(-1)
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            await leaving.forget()
 
     async def refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         await failure(self.dialect, api_error(error))(scope, receive, send)
@@ -104,10 +102,45 @@ class ModelResponse(Response):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _cancel_when_gone(receive: Receive, work: asyncio.Task[object]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    work.cancel()
+class _Leaving:
+    """Cancels the running task when its client goes away."""
+
+    def __init__(self) -> None:
+        work = asyncio.current_task()
+        assert work is not None
+        self._work = work
+        self._gone = False
+        self._connection: BoundedProtocol | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    def watch(self, scope: Scope, receive: Receive) -> None:
+        self._connection = connection(scope)
+        if self._connection is None:  # another server's
+            self._watching = asyncio.create_task(self._wait(receive))
+        elif self._connection.transport.is_closing():
+            self._cancel()
+        else:
+            self._connection.when_gone = self._cancel
+
+    def ends_quietly(self) -> bool:
+        return self._gone and self._work.uncancel() == 0
+
+    async def forget(self) -> None:
+        if self._connection is not None:
+            self._connection.when_gone = None
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+
+    def _cancel(self) -> None:
+        self._gone = True
+        self._work.cancel()
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
 
 
 class CallResponse(ModelResponse):

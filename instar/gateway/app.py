@@ -38,6 +38,7 @@ from instar.gateway.dialects.base import Dialect, Request
 from instar.gateway.dialects.messages import models_answer
 from instar.gateway.forward import Forward, as_message
 from instar.gateway.identity import evidence, external_id
+from instar.gateway.protocol import connection
 from instar.gateway.recall import Recall
 from instar.gateway.recording import Recorder
 from instar.gateway.sessions import Named, Sessions
@@ -247,7 +248,8 @@ class Gateway:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         with self._admitted():
             caller = await self._identified(headers)
-            body = await self._body(headers, receive)
+            arrived = (link := connection(scope)) is not None and link.has_body
+            body = await self._body(headers, receive, arrived=arrived)
             if found.counts:
                 return await self._count(found.dialect, headers, body)
             return await self._call(found.dialect, caller, found.session, headers, body)
@@ -373,17 +375,16 @@ class Gateway:
     async def _caller(self, http: HttpRequest) -> Caller:
         return await self._identified(http.headers)
 
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+    async def _body(self, headers: Mapping[str, str], receive: Receive, *, arrived: bool = False) -> bytes:
+        """``arrived``: it is there already, and needs no deadline."""
         limit = self._config.max_body
         if headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "Compressed bodies are not taken.", code="unsupported_encoding")
+        if arrived:
+            return await _whole_body(receive, limit)
         try:
             async with asyncio.timeout(self._config.read_timeout):
-                message = await receive()
-                body: bytes = message.get("body", b"")
-                if not message.get("more_body", False) and len(body) <= limit:
-                    return body
-                return await _rest_of_body(body, receive, limit)
+                return await _whole_body(receive, limit)
         except TimeoutError as error:
             raise ApiError(408, "The body did not arrive in time.", code="timeout") from error
 
@@ -482,6 +483,14 @@ class Gateway:
     def _chat(self) -> Dialect:
         """Whose words are used where no dialect was chosen."""
         return self._paths["/v1/chat/completions"]
+
+
+async def _whole_body(receive: Receive, limit: int) -> bytes:
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body", False) and len(body) <= limit:
+        return body
+    return await _rest_of_body(body, receive, limit)
 
 
 async def _rest_of_body(body: bytes, receive: Receive, limit: int) -> bytes:

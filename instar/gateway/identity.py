@@ -25,9 +25,10 @@ MAX_ID = 512
 
 def external_id(headers: Mapping[str, str], identity: tuple[str, ...]) -> str | None:
     """What the agent itself calls its session. A header counts before ids in the body."""
-    for name, kind in SESSION_HEADERS.items():
-        if value := headers.get(name):
-            return _kept(f"{kind}:{value}")
+    if not SESSION_HEADERS.keys().isdisjoint(headers):
+        for name, kind in SESSION_HEADERS.items():
+            if value := headers.get(name):
+                return _kept(f"{kind}:{value}")
     return _kept(identity[0]) if identity else None
 
 

@@ -1,17 +1,28 @@
-"""HTTP connections whose requests cannot begin for ever.
+"""HTTP connections whose requests cannot begin for ever, and which tell when their client is gone.
 
 Uvicorn collects the head of a request, however large it is and however slowly it comes. Bodies are the
-app's own to limit.
+app's own to limit. The app finds the connection in its scope (`connection`): asking it costs less than a
+task that waits for the client to leave.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+_NAME = "instar.connection"
+
+
+def connection(scope: Scope) -> BoundedProtocol | None:
+    """Of a request, where this protocol serves it."""
+    return scope.get("extensions", {}).get(_NAME)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -25,6 +36,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head = 0
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
+        self.when_gone: Callable[[], None] | None = None
+        """Called when the client has gone; set for as long as a request is worked on."""
+
+    @property
+    def has_body(self) -> bool:
+        """Whether the request's body has come as a whole."""
+        return not self.cycle.more_body
 
     @classmethod
     def within(cls, max_head: int, head_timeout: float) -> type[BoundedProtocol]:
@@ -37,6 +55,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        if self.when_gone is not None:
+            self.when_gone()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -52,6 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+        self.scope["extensions"] = {_NAME: self}  # type: ignore[typeddict-item]  # a live object, not data
 
     def on_headers_complete(self) -> None:
         self._in_head = False

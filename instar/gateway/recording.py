@@ -129,7 +129,8 @@ class _Recorded:
     """A call as it is stored, and what the graph needs beside it."""
 
     call: Call
-    reply: bytes
+    whole: Chain | None
+    """Of its messages and its reply."""
     sampled_ids: Ids | None
     redacted_at: int | None
 
@@ -193,7 +194,7 @@ class Recorder:
     ) -> None:
         tails: dict[str, bytes] = {}
         if state.unnamed and asked.chain is not None:
-            tails = {one.call.call_id: asked.chain.then([one.reply]).canonical[-1] for one in made}
+            tails = {one.call.call_id: one.whole.canonical[-1] for one in made if one.whole}
         opening = state.take_opening()
         try:
             await self.store.add_calls([one.call for one in made], opening=opening, tail_keys=tails)
@@ -205,8 +206,7 @@ class Recorder:
             graph.add(
                 one.call,
                 placement,
-                asked.chain,
-                one.reply,
+                one.whole,
                 sampled_ids=one.sampled_ids,
                 redacted_at=one.redacted_at,
             )
@@ -244,7 +244,7 @@ class Recorder:
             reason = self._redactor.text(reason)  # providers name the key that they refuse
         if redacted_at is not None:
             reason = redaction(redacted_at, reason)
-        reply_digest = self._hasher.message(reply.message) if asked.chain else b""
+        whole = asked.chain.then([self._hasher.message(reply.message)]) if asked.chain else None
         sampled = np.asarray(reply.ids, np.int32)
         stored = not hides
         # A further reply stands on the first one, as far as that was stored.
@@ -278,17 +278,17 @@ class Recorder:
             dialect=asked.dialect,
             model=asked.request.model,
             client_key=asked.client_key,
-            digests=self._digests(asked, base_messages, reply_digest, reply.message),
+            digests=self._digests(asked, base_messages, whole, reply.message),
             params=reply.params,
             started_at=asked.started_at,
             first_token_at=reply.first_token_at,
             ended_at=reply.ended_at or time.time(),
         )
-        return _Recorded(call, reply_digest, sampled if hides else None, redacted_at)
+        return _Recorded(call, whole, sampled if hides else None, redacted_at)
 
-    def _digests(self, asked: Asked, since: int, digest: bytes, reply: Message) -> bytes:
-        if asked.chain is not None:
-            return asked.chain.packed(since, digest)
+    def _digests(self, asked: Asked, since: int, whole: Chain | None, reply: Message) -> bytes:
+        if whole is not None:
+            return whole.packed(since)
         prompt = asked.request.prompt
         return self._hasher.prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
 

@@ -56,9 +56,10 @@ class Chain:
     def with_tools(self, tools: bytes) -> Chain:
         return Chain(tools, self.canonical, self.exact, self.digests)
 
-    def packed(self, since: int, reply: bytes) -> bytes:
-        """For ``Call.digests``: the tools', then those of the messages from ``since`` on and of the reply."""
-        return b"".join([self.tools, *self.digests[since:], reply])
+    def packed(self, since: int) -> bytes:
+        """For ``Call.digests``, of a chain that ends with the reply: the tools', then those of the messages
+        from ``since`` on."""
+        return b"".join([self.tools, *self.digests[since:]])
 
 
 def unpack(packed: bytes) -> tuple[bytes, list[bytes]]:

@@ -324,14 +324,13 @@ class MessageGraph:
         self,
         call: Call,
         placement: Placement,
-        chain: Chain | None,
-        reply: bytes = b"",
+        whole: Chain | None,
         *,
         sampled_ids: Ids | None = None,
         redacted_at: int | None = None,
     ) -> None:
-        """A recorded call; ``reply`` is the digest of its reply. ``sampled_ids``: the real ones, where the
-        call was stored without its tokens."""
+        """A recorded call. ``whole``: the chain of its messages and reply; None for a prompt without
+        messages. ``sampled_ids``: the real ones, where the call was stored without its tokens."""
         withheld = sampled_ids is not None
         base = self._nodes[call.base_id] if call.base_id else None
         at = placement.base_tokens
@@ -352,18 +351,18 @@ class MessageGraph:
             # Copies: a slice would keep the whole prompt alive.
             prompt=placement.prompt_ids[at:].copy(),
             sampled=call.sampled_ids if sampled_ids is None else sampled_ids,
-            tools=chain.tools if chain else b"",
+            tools=whole.tools if whole else b"",
             exact=[],
             reply=call.reply if call.reply.get("tool_calls") else None,
-            digest=reply,
+            digest=whole.digests[-1] if whole else b"",
             messages=len(call.messages),
             redacted_at=redacted_at,
         )
-        if chain is None:
+        if whole is None:
             self._enter(node, placement.key)
             node.text = unpack_prompt(call.digests)[1] if call.digests else None
         else:
-            self._enter_chain(node, chain.then([reply]))
+            self._enter_chain(node, whole)
 
     def _enter(self, node: Node, key: bytes) -> None:
         self._nodes[node.call_id] = node

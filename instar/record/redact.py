@@ -79,7 +79,7 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """The text itself when there is nothing to cut out."""
-        if any(mark in text for mark in self._marks):
+        if self._is_marked(text):
             for secret in self.secrets:
                 if any(mark in text for mark in secret.marks):
                     text = secret.pattern.sub(secret.cut, text)
@@ -87,13 +87,20 @@ class Redactor:
             text = pattern.sub(_cut, text)
         return text
 
+    def _is_marked(self, text: str) -> bool:
+        for mark in self._marks:  # noqa: SIM110 — half the time of any(), and it runs over every text
+            if mark in text:
+                return True
+        return False
+
     def message(self, message: Message) -> Message:
         """The message itself when there is nothing to cut out."""
         clean = message
         for name in ("content", "reasoning", "name", "tool_call_id"):
             if (text := message.get(name)) and (cut := self.text(text)) != text:
                 clean = cast(Message, {**clean, name: cut})
-        calls = message.get("tool_calls", [])
+        if not (calls := message.get("tool_calls")):
+            return clean
         cleaned = [self._call(call) for call in calls]
         if any(a is not b for a, b in zip(calls, cleaned, strict=True)):
             clean = cast(Message, {**clean, "tool_calls": cleaned})

@@ -48,6 +48,7 @@ class Talk:
     ) -> Call:
         place, chain = self.place(messages, tools), self.chain(messages, tools)
         reply = self.renderer.parse(sampled, tools)
+        whole = chain.then([HASHER.message(reply)])
         call = Call(
             call_id=new_id("call"),
             session_id="s",
@@ -69,10 +70,10 @@ class Talk:
             base_tokens=place.base_tokens,
             base_messages=place.base_messages,
             status=status,
-            digests=chain.packed(place.base_messages, HASHER.message(reply)),
+            digests=whole.packed(place.base_messages),
         )
         self.check_base(call)
-        self.graph.add(call, place, chain, HASHER.message(reply))
+        self.graph.add(call, place, whole)
         self.calls.append(call)
         return call
 
