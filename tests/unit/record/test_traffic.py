@@ -1,0 +1,303 @@
+"""Recorded traffic of real agents, through the dialects and the message graph, and over a socket.
+
+The links of a scene are written down call by call: ``root``, ``branch``, or the number of the call that is
+extended, ``=n`` for a sibling of call n.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.errors import EngineUnavailable
+from instar.gateway.dialects.base import Dialect
+from instar.gateway.identity import external_id
+from instar.record.base import Placement
+from instar.record.chain import Chain, Hasher
+from instar.record.graph import MessageGraph, plain_id
+from instar.record.render import TemplateRenderer
+from instar.record.tools import format_call
+from instar.registry import names, resolve
+from instar.store.base import CallPart
+from instar.types import Call, CallStatus, Json, Link, Message, new_id
+from tests.tiny import make_tiny_tokenizer
+from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+
+FOLDER = Path(__file__).parent / "fixtures" / "traffic"
+HASHER = Hasher(b"key")
+LINKS = {
+    # The summary is asked for in the place of the second reply, behind the first.
+    "claude-code-compaction": "root 0 0 branch 3 4",
+    "claude-code-edit": "root 0 1",
+    "claude-code-retry": "root failed 0 2",
+    "claude-code-subagents": "root branch branch 2 1 0 5 6",
+    # The summary is asked for without tools: that is another prompt from its beginning.
+    "codex-compaction": "root 0 branch branch 3 4",
+    "codex-edit": "root 0 1",
+    "codex-retry": "root failed 0 2",
+    "codex-subagents": "root branch 0 branch 3 1 2 6 7",
+    "openclaw-edit": "root 0 1",
+    "openclaw-retry": "root failed 0 2",
+    "openclaw-rewriting": "root branch branch",
+    # OpenCode has a title made first.
+    "opencode-compaction": "root branch 1 branch branch 4 5",
+    "opencode-edit": "root branch 1 2",
+    "opencode-retry": "root branch failed 1 3",
+    "opencode-subagents": "root branch root root 2 3 1 6 7",
+    # After the first call with its summary, Qwen Code writes its reminders in front of that.
+    "qwen-code-compaction": "root 0 branch branch branch 4",
+    "qwen-code-edit": "root 0 1",
+    "qwen-code-retry": "root failed 0 2",
+    "qwen-code-subagents": "root 0 branch branch 1 2 3 4 7",
+}
+SESSIONS = {
+    # Sub-agents with session ids of their own, and such that say nothing of where they come from.
+    "opencode-subagents": 3,
+    "qwen-code-subagents": 3,
+}
+DIALECTS: dict[str, Dialect] = {
+    f"/v1{dialect.path}": dialect for dialect in (resolve("dialects", name)() for name in names("dialects"))
+}
+
+
+@dataclass
+class Entry:
+    path: str
+    headers: dict[str, str]
+    body: Json
+    reply: Json
+
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.path.partition("?")[0]]
+
+    def said(self) -> Message:
+        """The reply, read as the agent gives it back."""
+        reply = self.reply
+        match self.dialect.name:
+            case "chat":
+                turn: Json = {"messages": [reply["choices"][0]["message"]]}
+            case "messages":
+                turn = {"messages": [{"role": "assistant", "content": reply["content"]}], "max_tokens": 1}
+            case _:
+                turn = {"input": reply["output"]}
+        return self.dialect.read(json.dumps({"model": "m", **turn}).encode()).messages[-1]
+
+
+def entries(scene: str) -> list[Entry]:
+    found = json.loads(gzip.decompress((FOLDER / f"{scene}.json.gz").read_bytes()))
+    return [Entry(one["path"], one["headers"], one["body"], one["reply"]) for one in found]
+
+
+def scenes(kind: str = "*") -> list[str]:
+    return sorted(file.name.removesuffix(".json.gz") for file in FOLDER.glob(f"*-{kind}.json.gz"))
+
+
+def written(message: Message) -> str:
+    """A reply as the model would have sampled it."""
+    parts = [message["content"]] if message["content"] else []
+    return "\n".join([*parts, *map(format_call, message.get("tool_calls", ()))])
+
+
+def part(call: Call) -> CallPart:
+    """What a store gives back of it."""
+    return CallPart(
+        call_id=call.call_id,
+        request_id=call.request_id,
+        parent_id=call.parent_id,
+        link=call.link,
+        base_id=call.base_id,
+        base_tokens=call.base_tokens,
+        base_messages=call.base_messages,
+        prompt_tail=call.prompt_ids[call.base_tokens :],
+        sampled_ids=call.sampled_ids,
+        message_count=len(call.messages),
+        status=call.status,
+        trainable=call.trainable,
+        reason=call.reason,
+        client_key=call.client_key,
+        digests=call.digests,
+        reply=call.reply,
+    )
+
+
+@dataclass
+class Replay:
+    """A scene in the graphs of its sessions, without a gateway."""
+
+    renderer: TemplateRenderer
+    restarted: bool = False
+    """Whether the graphs are read back before every call."""
+    graphs: dict[str | None, MessageGraph] = field(default_factory=dict[str | None, MessageGraph])
+    of: dict[str | None, list[Call]] = field(default_factory=dict[str | None, list[Call]])
+    """The calls of each session."""
+    calls: dict[str, Call] = field(default_factory=dict[str, Call])
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+
+    def play(self, scene: str) -> list[str]:
+        return [self.step(number, entry) for number, entry in enumerate(entries(scene))]
+
+    def step(self, number: int, entry: Entry) -> str:
+        request = entry.dialect.read(json.dumps(entry.body).encode())
+        headers = {name.lower(): value for name, value in entry.headers.items()}
+        session = external_id(headers, request.identity)
+        graph = self.graphs.setdefault(session, MessageGraph(HASHER))
+        if self.restarted:
+            graph = MessageGraph(HASHER, [part(call) for call in self.of.get(session, ())])
+        chain = graph.recognise(HASHER.chain(request.messages, request.tools), request.messages)
+        placement = graph.place(chain, request.messages, request.tools, self.renderer)
+        graph.release(placement)
+        if "error" in entry.reply:
+            return "failed"
+        reply = entry.said()
+        whole = chain.then([HASHER.message(reply)])
+        call = self.recorded(placement, whole, request.messages, reply)
+        graph.add(call, placement, whole)
+        self.of.setdefault(session, []).append(call)
+        self.calls[call.call_id], self.numbers[call.call_id] = call, number
+        return self.link(call)
+
+    def recorded(
+        self, placement: Placement, whole: Chain, messages: Sequence[Message], reply: Message
+    ) -> Call:
+        sampled = [*self.renderer.encode(written(reply)), self.renderer.stop_token_ids[0]]
+        return Call(
+            call_id=new_id("call"),
+            session_id="s",
+            run_id="r",
+            agent_id="a",
+            policy_id="p",
+            request_id=new_id("req"),
+            prompt_ids=placement.prompt_ids,
+            sampled_ids=np.asarray(sampled, np.int32),
+            logprobs=np.zeros(len(sampled), np.float32),
+            versions=np.zeros(len(sampled), np.int32),
+            messages=tuple(messages),
+            reply=reply,
+            finish_reason="stop",
+            parent_id=placement.parent_id,
+            link=placement.link,
+            base_id=placement.base_id,
+            base_tokens=placement.base_tokens,
+            base_messages=placement.base_messages,
+            status=CallStatus.OK,
+            digests=whole.packed(placement.base_messages),
+        )
+
+    def link(self, call: Call) -> str:
+        """As it is written down above; what the link promises is checked."""
+        base = self.calls.get(call.base_id or "")
+        if base is not None:
+            assert np.array_equal(base.sequence[: call.base_tokens], call.prompt_ids[: call.base_tokens])
+            said = [*base.messages, base.reply][: call.base_messages]
+            assert said == list(call.messages[: call.base_messages])
+        if call.link is Link.EXTENDS:
+            parent = self.calls[call.parent_id or ""]
+            assert np.array_equal(call.prompt_ids[: len(parent.sequence)], parent.sequence)
+            return str(self.numbers[parent.call_id])
+        if call.link is Link.SIBLING:
+            assert base is not None
+            return f"={self.numbers[base.call_id]}"
+        return call.link.value
+
+
+def test_every_scene_is_written_down() -> None:
+    assert scenes() == sorted(LINKS)
+
+
+@pytest.mark.parametrize("scene", LINKS)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_links(tiny: TemplateRenderer, scene: str, restarted: bool) -> None:
+    assert " ".join(Replay(tiny, restarted).play(scene)) == LINKS[scene]
+
+
+# --- over a socket ------------------------------------------------------------------------------
+
+NEXT: deque[str | None] = deque()
+"""What the engine says next; None: it is not ready."""
+
+
+def play(prompt: str, seed: int | None) -> str:
+    if (said := NEXT.popleft()) is None:
+        raise EngineUnavailable("not now")
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_tokenizer().save_pretrained(folder)
+    LlamaConfig().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> AsyncGenerator[Served]:
+    NEXT.clear()
+    engine = ScriptedEngine(
+        ModelConfig(name=str(folder), max_context=200_000), ScriptedEngineConfig(function=f"{__name__}:play")
+    )
+    async with run_gateway(tmp_path / "store.db", engine, tiny, GatewayConfig()) as gateway:
+        yield gateway
+
+
+@dataclass
+class Agent:
+    """Sends what an agent sent, with the ids that it is given now in the place of those of then."""
+
+    gateway: Served
+    ids: dict[str, str] = field(default_factory=dict[str, str])
+
+    async def send(self, entry: Entry) -> str | None:
+        """The session; None where the engine was not ready."""
+        NEXT.append(None if "error" in entry.reply else written(entry.said()))
+        body = {**entry.body, "stream": False}
+        body.pop("stream_options", None)
+        text = json.dumps(body)
+        for then, now in self.ids.items():
+            text = text.replace(then, now)
+        headers = {**entry.headers, "Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
+        path = entry.path.partition("?")[0]
+        answer = await self.gateway.http.post(path, content=text.encode(), headers=headers)
+        if "error" in entry.reply:
+            assert answer.status_code == 503
+            return None
+        assert answer.status_code == 200, answer.text
+        given = Entry(entry.path, {}, {}, answer.json()).said()
+        calls = zip(entry.said().get("tool_calls", ()), given.get("tool_calls", ()), strict=True)
+        for then, now in calls:
+            self.ids[then["id"]] = now["id"]
+            self.ids[plain_id(then["id"])] = plain_id(now["id"])
+        return answer.headers["x-instar-session"]
+
+
+@pytest.mark.parametrize("scene", LINKS)
+async def test_over_a_socket(gateway: Served, tiny: TemplateRenderer, scene: str) -> None:
+    agent = Agent(gateway)
+    sessions = [session for entry in entries(scene) if (session := await agent.send(entry))]
+    assert len(set(sessions)) == SESSIONS.get(scene, 1)
+    assert {row.session.session_id for row in await gateway.store.sessions("run")} == set(sessions)
+    calls = {session: deque(await gateway.store.calls(session)) for session in sessions}
+    checked, found = Replay(tiny), deque[str]()
+    expected = LINKS[scene].split()
+    for number, link in enumerate(expected):
+        if link == "failed":
+            continue
+        session = sessions[len(found)]
+        call = calls[session].popleft()
+        first = session not in sessions[: len(found)]
+        checked.calls[call.call_id], checked.numbers[call.call_id] = call, number
+        found.append(checked.link(call))
+        assert found[-1] == ("root" if first else link), number
+        assert call.trainable
+    assert not any(calls.values())
