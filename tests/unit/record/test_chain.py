@@ -1,0 +1,147 @@
+"""What counts as the same message, and what does not."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from instar.record.chain import SIZE, Chain, Hasher, is_prompt, unpack, unpack_prompt
+from instar.types import Message, Tool, ToolCall
+
+HASHER = Hasher(b"key")
+TOOL = Tool(name="f", description="d", parameters={"type": "object", "properties": {}})
+
+
+def user(text: str, **more: Any) -> Message:
+    return Message(**{"role": "user", "content": text, **more})
+
+
+def reply(text: str = "", *arguments: str, ids: str = "c", **more: Any) -> Message:
+    calls = [ToolCall(id=f"{ids}{i}", name="f", arguments=given) for i, given in enumerate(arguments)]
+    return Message(
+        **{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **more}
+    )
+
+
+def said(message: Message) -> bytes:
+    return HASHER.message(message)[:SIZE]
+
+
+def exact(message: Message) -> bytes:
+    return HASHER.message(message)[SIZE:]
+
+
+SAME = [
+    (reply("hi"), reply(" hi\n")),
+    (reply("hi"), reply("hi", reasoning="because")),
+    (reply("", '{"a": 1, "b": [2]}'), reply("", '{"b":[2],"a":1}')),
+    (reply("", '{"a": "é"}'), reply("", '{"a": "\\u00e9"}')),
+    (reply("", "{}", ids="call-"), reply("", "{}", ids="toolu_")),
+    (
+        Message(role="tool", content="x", tool_call_id="1"),
+        Message(role="tool", content="x", tool_call_id="2", name="f"),
+    ),
+]
+DIFFERENT = [
+    (user("hi"), user("hi ")),
+    (user("hi"), user("hi", name="ann")),
+    (user("hi"), reply("hi")),
+    (user("hi"), Message(role="system", content="hi")),
+    (user("hi"), Message(role="tool", content="hi", tool_call_id="1")),
+    (reply("hi"), reply("hi", "{}")),
+    (reply("", "{}"), reply("", "{}", "{}")),
+    (reply("", '{"a": 1}'), reply("", '{"a": 2}')),
+    (reply("", '{"a": 1}'), reply("", '{"a": "1"}')),
+    (reply("", '{"a": 1}'), reply("", '{"a": true}')),
+    (reply("", "{broken"), reply("", "{broken ")),
+    (user("\ud800"), user("\udfff")),
+    (reply("", '{"a": 1e999}'), reply("", '{"a": 10}')),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "two"), SAME)
+def test_what_agents_change_in_passing(one: Message, two: Message) -> None:
+    assert said(one) == said(two)
+    assert exact(one) != exact(two)
+
+
+@pytest.mark.parametrize(("one", "two"), DIFFERENT)
+def test_what_is_another_message(one: Message, two: Message) -> None:
+    assert said(one) != said(two)
+    assert exact(one) != exact(two)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        user("\ud800 \x00 🌍"),
+        reply("", json.dumps({"n": 10**40, "f": 1e308})),
+        reply("", '{"a":' * 400 + "1" + "}" * 400),
+        reply("", '{"a":' * 60_000 + "1" + "}" * 60_000),
+        reply("", "[NaN, Infinity]"),
+        reply("", '"\\ud800"'),
+    ],
+)
+def test_odd_messages_have_hashes_that_stay(message: Message) -> None:
+    assert len(HASHER.message(message)) == 2 * SIZE
+    assert HASHER.message(message) == Hasher(b"key").message(json.loads(json.dumps(message)))
+
+
+def test_hashes_are_keyed() -> None:
+    other = Hasher(b"another")
+    assert HASHER.message(user("hi"))[:SIZE] not in other.message(user("hi"))
+    assert HASHER.tools([TOOL]) != other.tools([TOOL])
+    assert HASHER.tools([]) != other.tools([])
+    assert HASHER.text("hi") != other.text("hi")
+    assert HASHER.prompt("a", "b") != other.prompt("a", "b")
+
+
+def random_message(rng: random.Random) -> Message:
+    text = "".join(rng.choices("ab \n", k=rng.randint(0, 3)))
+    return rng.choice([user(text), reply(text), reply(text, "{}"), Message(role="system", content=text)])
+
+
+def test_equal_prefixes_and_no_others_have_equal_links() -> None:
+    rng = random.Random(1)
+    seen: dict[bytes, str] = {}
+    for _ in range(300):
+        messages = [random_message(rng) for _ in range(rng.randint(1, 6))]
+        chain = HASHER.chain(messages, [TOOL] if rng.random() < 0.5 else [])
+        assert len(chain) == len(messages)
+        for count, link in enumerate(chain.exact):
+            prefix = json.dumps(messages[:count])
+            assert seen.setdefault(link, prefix) == prefix
+    assert len(set(seen.values())) == len(seen)
+
+
+def test_a_chain_can_be_cut_and_continued() -> None:
+    rng = random.Random(2)
+    for _ in range(100):
+        messages = [random_message(rng) for _ in range(8)]
+        whole, cut = HASHER.chain(messages, [TOOL]), rng.randint(0, 8)
+        again = whole.upto(cut).then(map(HASHER.message, messages[cut:]))
+        assert again == whole
+        assert whole.with_tools(HASHER.tools([])) == HASHER.chain(messages)
+
+
+def test_the_key_stands_for_messages_and_tools() -> None:
+    assert HASHER.chain([user("a")]).key != HASHER.chain([user("a")], [TOOL]).key
+    assert HASHER.chain([user("a")]).key == HASHER.chain([user("a")]).key
+    changed = Tool(name="f", description="D", parameters={"type": "object", "properties": {}})
+    assert HASHER.chain([user("a")], [TOOL]).key != HASHER.chain([user("a")], [changed]).key
+
+
+def test_what_is_stored_is_read_back() -> None:
+    messages = [user("a"), reply("b"), user("c"), reply("d")]
+    whole: Chain = HASHER.chain(messages, [TOOL])
+    for since in range(5):
+        packed = whole.packed(since)
+        assert not is_prompt(packed)
+        tools, digests = unpack(packed)
+        assert whole.upto(since).with_tools(tools).then(digests) == whole
+    packed = HASHER.prompt("once", " upon")
+    assert is_prompt(packed)
+    assert unpack_prompt(packed) == (HASHER.text("once"), (9, HASHER.text("once upon")))
