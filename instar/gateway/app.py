@@ -415,7 +415,14 @@ class Gateway:
         if (await self._caller(http)).kind != "admin":
             raise ApiError(403, "Only the admin key reads these.", code="not_allowed")
         lag = self._watch.p99() * 1000
-        return _json({"loop_lag_p99_ms": lag, "rss_mb": memory_mb(), "in_flight": self._in_flight})
+        return _json(
+            {
+                "loop_lag_p99_ms": lag,
+                "rss_mb": memory_mb(),
+                "in_flight": self._in_flight,
+                "sessions_in_memory": len(self._sessions),
+            }
+        )
 
     # --- tokens in, tokens out --------------------------------------------------------------------
 

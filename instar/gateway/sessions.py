@@ -137,6 +137,10 @@ class Sessions:
         self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._openings: OrderedDict[tuple[str, bytes, str | None], str] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Sessions at hand."""
+        return len(self._states)
+
     # --- which session ----------------------------------------------------------------------------
 
     async def resolve(

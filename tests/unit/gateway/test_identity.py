@@ -11,7 +11,8 @@ import pytest
 from instar.config import ModelConfig
 from instar.gateway.auth import create_key
 from instar.record.base import Renderer
-from instar.types import Link, SessionStatus
+from instar.store.sqlite import SqliteStore
+from instar.types import Link, Session, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
 from tests.unit.gateway.wire import all_calls, asking, gateway_at, post, session_of, until_in_flight
 
@@ -142,7 +143,20 @@ async def test_long_ids_that_differ_at_their_end_stay_apart(gateway: Served) -> 
     assert session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "2"))) != first
 
 
-async def test_first_calls_at_once_with_one_id_make_one_session(gateway: Served) -> None:
+class SlowLookups(SqliteStore):
+    """Finds sessions after a while, so that requests meet."""
+
+    async def session(self, session_id: str) -> Session | None:
+        await asyncio.sleep(0.1)
+        return await super().session(session_id)
+
+    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+        await asyncio.sleep(0.1)
+        return await super().session_by_external(run_id, agent_id, external_id)
+
+
+async def test_first_calls_at_once_with_one_id_make_one_session(serving: Serve) -> None:
+    gateway = await serving(store=SlowLookups)
     answers = await asyncio.gather(
         *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
@@ -151,7 +165,8 @@ async def test_first_calls_at_once_with_one_id_make_one_session(gateway: Served)
     assert len(await gateway.store.calls(row.session.session_id)) == 12
 
 
-async def test_calls_at_once_after_a_session_has_ended_make_one_new_session(gateway: Served) -> None:
+async def test_calls_at_once_after_a_session_has_ended_make_one_new_session(serving: Serve) -> None:
+    gateway = await serving(store=SlowLookups)
     old = session_of(await post(gateway, asking("chat", "hi", user="ann")))
     await gateway.control(f"/sessions/{old}/complete", {})
     answers = await asyncio.gather(
@@ -297,5 +312,7 @@ async def test_a_refused_first_call_opens_nothing_and_is_forgotten(gateway: Serv
         unsupported = asking("chat", "hi", user="ann", store=True)
         assert (await post(gateway, unsupported)).status_code == 400
     assert await gateway.store.sessions("run") == []
+    stats = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    assert stats.json()["sessions_in_memory"] == 0
     assert session_of(await post(gateway, asking("chat", "hi", user="ann")))
     assert len(await gateway.store.sessions("run")) == 1

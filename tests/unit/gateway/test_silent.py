@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from instar.config import GatewayConfig, ModelConfig
 from instar.record.base import Renderer
+from instar.store.sqlite import SqliteStore
 from instar.types import Session, SessionStatus
 from tests.unit.gateway.conftest import Serve, Served
 from tests.unit.gateway.wire import asking, gateway_at, post, session_of, until_in_flight
@@ -69,6 +73,31 @@ async def test_a_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
     assert session is not None
     assert session.status is SessionStatus.OPEN
     assert session_of(await asked) == first
+
+
+class SlowEnd(SqliteStore):
+    """Ends sessions after a while."""
+
+    async def end_session(self, *args: Any, **options: Any) -> bool:
+        await asyncio.sleep(0.5)
+        return await super().end_session(*args, **options)
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_call_that_comes_while_its_session_is_closed_opens_another(
+    serving: Serve, named: bool
+) -> None:
+    gateway = await serving(config=BRIEF, store=SlowEnd)
+    sent = {"x_session_id": "s"} if named else {}
+    first = session_of(await post(gateway, asking("chat", "hi"), **sent))
+    # It is looked for every tenth of a second, and is being closed from then on for half a second.
+    await asyncio.sleep(0.8)
+    session = await gateway.store.session(first)
+    assert session is not None
+    assert session.status is SessionStatus.OPEN, "too late to tell"
+    goes_on = await post(gateway, asking("chat", "hi", "You said: hi", "more"), **sent)
+    assert session_of(goes_on) != first
+    assert len(await gateway.store.calls(first)) == 1
 
 
 async def test_calls_while_sessions_are_closed_are_never_lost(serving: Serve) -> None:
