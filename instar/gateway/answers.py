@@ -95,6 +95,16 @@ class ModelResponse(Response):
             headers.append((b"cache-control", b"no-cache"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
+    async def whole(self, scope: Scope, send: Send, content_type: bytes, body: bytes) -> None:
+        """An answer that is not streamed."""
+        headers = [(b"content-type", content_type), self._session]
+        if (link := connection(scope)) is not None:
+            link.answer(headers, body)
+            return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
     async def end(self, send: Send, last: bytes) -> None:
         """Of a stream. A client that does not take it is left alone."""
         with suppress(TimeoutError):
@@ -159,8 +169,7 @@ class CallResponse(ModelResponse):
             return
         exchange = self._exchange
         body = self.dialect.answer(exchange.request_id, exchange.request, choices)
-        await self.begin(send, JSON.encode())
-        await send({"type": "http.response.body", "body": body})
+        await self.whole(scope, send, JSON.encode(), body)
 
 
 class EventStream:
@@ -209,7 +218,7 @@ class ForwardResponse(ModelResponse):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def forward(piece: Piece) -> None:
-            await self._pass(piece, send)
+            await self._pass(piece, scope, send)
 
         try:
             await self._forward.run(forward)
@@ -220,14 +229,17 @@ class ForwardResponse(ModelResponse):
             said = api_error(error)
             await self.end(send, self._writer.failure(said) if self._writer else self._broken(said))
 
-    async def _pass(self, piece: Piece, send: Send) -> None:
+    async def _pass(self, piece: Piece, scope: Scope, send: Send) -> None:
         body, content_type = piece.raw, piece.content_type
         if not body:
             body, content_type = self._translated(piece)
+        more = piece.choices is None
         if not self._begun:
             self._begun = True
+            if not more and not self._forward.request.stream:
+                await self.whole(scope, send, (content_type or JSON).encode(), body)
+                return
             await self.begin(send, (content_type or JSON).encode())
-        more = piece.choices is None
         if body or not more:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 

@@ -16,6 +16,7 @@ from instar.config import GatewayConfig, SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable, PromptTooLong
 from instar.gateway.base import ApiError, bad_request
+from instar.gateway.deadline import Deadline
 from instar.gateway.dialects.base import Choice, Request, TokenLogprob
 from instar.gateway.identity import Evidence
 from instar.gateway.recording import Asked, Recorder, Reply, replayed
@@ -180,7 +181,7 @@ class Exchange:
         self, placement: Placement, graph: MessageGraph, emit: Emit | None, pending: Pending
     ) -> None:
         try:
-            async with asyncio.timeout(self._calls.timeout):
+            with Deadline(self._calls.timeout):
                 works = [self._one(i, reply, placement, emit) for i, reply in enumerate(self.replies)]
                 await _all(works)
             await self._record(placement, graph)

@@ -13,6 +13,7 @@ from instar.config import GatewayConfig, SamplingConfig
 from instar.errors import EngineError
 from instar.gateway.base import ApiError
 from instar.gateway.calls import whole_deltas
+from instar.gateway.deadline import Deadline
 from instar.gateway.dialects.base import Choice, Request
 from instar.gateway.identity import Evidence
 from instar.gateway.recording import Asked, Recorder, Reply
@@ -106,7 +107,7 @@ class Forward:
         )
         recorded = False
         try:
-            async with asyncio.timeout(self._timeout):
+            with Deadline(self._timeout):
                 async for piece in answer:
                     self._first_at = self._first_at or time.time()
                     if piece.choices is not None:

@@ -23,6 +23,9 @@ _NOT_IN_WORD = r"(?<![A-Za-z0-9_-])"
 class Secret:
     name: str
     marks: tuple[str, ...]
+    """One of these begins it."""
+    sign: str
+    """A rarer character that it holds, looked for first; empty where there is none."""
     pattern: re.Pattern[str]
 
     def cut(self, match: re.Match[str]) -> str:
@@ -30,28 +33,31 @@ class Secret:
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
-def _secret(name: str, marks: str, pattern: str) -> Secret:
-    return Secret(name, tuple(marks.split()), re.compile(pattern))
+def _secret(name: str, marks: str, sign: str, pattern: str) -> Secret:
+    return Secret(name, tuple(marks.split()), sign, re.compile(pattern))
 
 
 SECRETS: tuple[Secret, ...] = (
-    _secret("api-key", "sk-", _NOT_IN_WORD + r"sk-[A-Za-z0-9_-]{20,}"),
-    _secret("aws-key", "AKIA ASIA", r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
-    _secret("github-token", "ghp_ gho_ ghu_ ghs_ ghr_", _NOT_IN_WORD + r"gh[pousr]_[A-Za-z0-9]{36,}"),
-    _secret("github-token", "github_pat_", r"github_pat_[A-Za-z0-9_]{22,}"),
-    _secret("gitlab-token", "glpat-", r"glpat-[A-Za-z0-9_-]{20,}"),
-    _secret("google-key", "AIza", _NOT_IN_WORD + r"AIza[A-Za-z0-9_-]{35}"),
-    _secret("huggingface-token", "hf_", _NOT_IN_WORD + r"hf_[A-Za-z0-9]{30,}"),
-    _secret("npm-token", "npm_", _NOT_IN_WORD + r"npm_[A-Za-z0-9]{36}"),
-    _secret("slack-token", "xox", _NOT_IN_WORD + r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
-    _secret("stripe-key", "k_live_", _NOT_IN_WORD + r"[rs]k_live_[A-Za-z0-9]{20,}"),
-    _secret("jwt", "eyJ", _NOT_IN_WORD + r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"),
+    _secret("api-key", "sk-", "-", _NOT_IN_WORD + r"sk-[A-Za-z0-9_-]{20,}"),
+    _secret("aws-key", "AKIA ASIA", "", r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
+    _secret("github-token", "ghp_ gho_ ghu_ ghs_ ghr_", "_", _NOT_IN_WORD + r"gh[pousr]_[A-Za-z0-9]{36,}"),
+    _secret("github-token", "github_pat_", "_", r"github_pat_[A-Za-z0-9_]{22,}"),
+    _secret("gitlab-token", "glpat-", "-", r"glpat-[A-Za-z0-9_-]{20,}"),
+    _secret("google-key", "AIza", "", _NOT_IN_WORD + r"AIza[A-Za-z0-9_-]{35}"),
+    _secret("huggingface-token", "hf_", "_", _NOT_IN_WORD + r"hf_[A-Za-z0-9]{30,}"),
+    _secret("npm-token", "npm_", "_", _NOT_IN_WORD + r"npm_[A-Za-z0-9]{36}"),
+    _secret("slack-token", "xox", "-", _NOT_IN_WORD + r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    _secret("stripe-key", "k_live_", "_", _NOT_IN_WORD + r"[rs]k_live_[A-Za-z0-9]{20,}"),
+    _secret(
+        "jwt", "eyJ", ".", _NOT_IN_WORD + r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"
+    ),
     _secret(
         "private-key",
         "PRIVATE",
+        "-",
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     ),
-    _secret("url-password", "://", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
+    _secret("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
 """Private keys are cut to the end of the text where their own end is missing."""
 
@@ -60,10 +66,13 @@ SECRETS: tuple[Secret, ...] = (
 class Redactor:
     secrets: Sequence[Secret] = SECRETS
     patterns: Sequence[re.Pattern[str]] = ()
-    _marks: tuple[str, ...] = field(init=False)
+    _marks: dict[str, list[str]] = field(init=False)
+    """Sign that a secret must hold → the marks of those that do."""
 
     def __post_init__(self) -> None:
-        self._marks = tuple(dict.fromkeys(mark for secret in self.secrets for mark in secret.marks))
+        self._marks = {}
+        for secret in self.secrets:
+            self._marks.setdefault(secret.sign, []).extend(secret.marks)
 
     @staticmethod
     def of(config: RedactConfig) -> Redactor:
@@ -88,9 +97,12 @@ class Redactor:
         return text
 
     def _is_marked(self, text: str) -> bool:
-        for mark in self._marks:  # noqa: SIM110 — half the time of any(), and it runs over every text
-            if mark in text:
-                return True
+        # Plain loops: they take half the time of any(), and run over every text.
+        for sign, marks in self._marks.items():
+            if sign in text:
+                for mark in marks:
+                    if mark in text:
+                        return True
         return False
 
     def message(self, message: Message) -> Message:
