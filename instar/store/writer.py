@@ -31,7 +31,7 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_BATCH = 256
-GATHER = 0.001
+GATHER = 0.0005
 """Seconds to wait for company while writes come in groups: a commit costs much the same for one as for ten,
 so under load this is time won. A write that comes alone does not wait."""
 
