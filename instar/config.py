@@ -102,7 +102,7 @@ class GatewayConfig(Section):
     max_header: Positive = 64 * 1024
     """Largest request line and headers, in bytes."""
     read_timeout: Seconds = 60.0
-    """Deadline for a request's body to arrive."""
+    """Deadline for a request's headers and body to arrive, and for a client to take the end of a stream."""
     idle_timeout: Seconds = 1800.0
     """A live session without a call for so long is closed."""
     redact: RedactConfig = RedactConfig()

@@ -28,6 +28,10 @@ SHORTEST_KEY = 16
 SHORTEST_KEY_ELSEWHERE = 32
 
 
+KEY_HEADER = "x-instar-key"
+KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
+
+
 def new_key() -> str:
     return f"sk-instar-{secrets.token_urlsafe(32)}"
 
@@ -37,7 +41,10 @@ def key_hash(key: str) -> str:
 
 
 def bearer(headers: Mapping[str, str]) -> str:
-    """The key of a request, as the clients of OpenAI, Anthropic or Azure send it."""
+    """The key of a request, as the clients of OpenAI, Anthropic or Azure send it; or in a header of ours,
+    which leaves theirs to a provider."""
+    if key := headers.get(KEY_HEADER):
+        return key.strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()

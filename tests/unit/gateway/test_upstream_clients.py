@@ -163,6 +163,21 @@ async def test_the_key_of_a_session_stays_here(start: Start, provider: Provider)
     assert session.api_key not in str(provider.headers)
 
 
+async def test_an_agents_own_login_is_passed_on(start: Start, provider: Provider) -> None:
+    gateway = await start("chat")
+    session = await gateway.open()
+    ours = {"x-instar-key": session.api_key}
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="their-login", default_headers=ours, max_retries=0
+    ) as client:
+        await client.chat.completions.create(model="plain", messages=USER)
+    sent = provider.headers[-1]
+    assert sent["authorization"] == "Bearer their-login"
+    assert "x-instar-key" not in sent
+    assert session.api_key not in str(sent)
+    assert (await the_call(gateway, session)).status is CallStatus.OK
+
+
 async def test_a_providers_response_can_be_continued(start: Start, provider: Provider) -> None:
     gateway = await start("responses")
     session = await gateway.open()

@@ -1,0 +1,44 @@
+"""What answers when an agent asks for a model by some name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from instar.config import ModelRoute
+from instar.gateway.base import ApiError
+from instar.gateway.calls import Calls
+from instar.gateway.dialects.base import Request
+from instar.gateway.upstream.base import Upstream
+
+
+class Routing:
+    def __init__(
+        self,
+        calls: Calls | None,
+        upstream: Upstream | None,
+        upstreams: Mapping[str, Upstream],
+        models: Mapping[str, ModelRoute],
+    ) -> None:
+        self.calls = calls
+        self._upstream = upstream
+        self._upstreams = upstreams
+        self._models = models
+
+    def of(self, model: str) -> tuple[Upstream | None, bool]:
+        """The upstream, or None for the engine; and whether its calls may be trained on."""
+        for pattern, route in self._models.items():
+            if fnmatchcase(model, pattern):
+                upstream = self._upstreams[route.upstream] if route.upstream else self._upstream
+                return upstream, route.trainable
+        return self._upstream, True
+
+    def engine(self, request: Request | None = None) -> Calls:
+        """Raises ApiError where there is none, or where the request asks for what it cannot give."""
+        if request is not None and request.refusal is not None:
+            raise request.refusal
+        if self.calls is None:
+            raise ApiError(
+                404, "This gateway has no model of its own.", code="model_not_found", param="model"
+            )
+        return self.calls
