@@ -214,7 +214,8 @@ class Gateway:
             chain = self._hasher.chain([as_message(request.prompt)])
         calls = self._routing.engine(request) if upstream is None else None
         again = evidence(headers)
-        named = Named(url, header, external_id(headers, request.identity), previous, again)
+        prompt = request.prompt if isinstance(request.prompt, str) else None
+        named = Named(url, header, external_id(headers, request.identity), previous, again, prompt)
         state = await self._sessions.resolve(caller, named, chain, request.messages)
         request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
         if calls is not None:

@@ -21,7 +21,6 @@ from instar.store.base import Store
 from instar.types import (
     Call,
     CallStatus,
-    Channel,
     FinishReason,
     Ids,
     Link,
@@ -210,11 +209,10 @@ class Recorder:
                 sampled_ids=one.sampled_ids,
                 redacted_at=one.redacted_at,
             )
-        for key in tails.values():
-            self._sessions.remember_tail(state, key)
-        if state.session.channel is Channel.LIVE:
-            for one in made:
-                self._sessions.remember_tool_calls(state, one.call.reply)
+        for one in made:
+            self._sessions.remember(state, one.call, tails.get(one.call.call_id))
+            if state.unnamed and isinstance(asked.request.prompt, str):
+                self._sessions.remember_text(state, asked.request.prompt + one.call.reply["content"])
 
     def _recorded(
         self,

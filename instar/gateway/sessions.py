@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain as chain_iterables
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from instar.errors import Conflict
 from instar.gateway.auth import Caller, Keys, key_hash, new_key
 from instar.gateway.base import (
-    SAMPLING_KEYS,
     ApiError,
-    CallView,
     CompleteSession,
     EndedSession,
     FailSession,
@@ -28,34 +26,24 @@ from instar.gateway.base import (
     bad_request,
 )
 from instar.gateway.identity import Evidence
+from instar.gateway.known import Known, remember
+from instar.gateway.views import check_sampling, reward_row, session_view
 from instar.record.chain import Chain, Hasher
-from instar.record.graph import MessageGraph, plain_id
+from instar.record.graph import MessageGraph
 from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (
     Call,
     Channel,
-    Json,
     Message,
-    Reward,
     RewardSource,
     Session,
     SessionStatus,
     new_id,
 )
 
-SAMPLING_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2),
-    "top_p": (1e-6, 1),
-    "max_tokens": (1, math.inf),
-}
-
 _TAILS = 64
 """Recorded calls looked for in the store, by how much of the messages they say; the longest first."""
-_CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
-"""An id of ours, as `new_id` makes them."""
-_SEARCHED = 4096
-"""Characters of a message that are looked through for one."""
 _EVICTED = 64
 """Sessions looked at when room is needed."""
 
@@ -108,6 +96,8 @@ class Named:
     """The session of the answer that it continues."""
     again: Evidence | None = None
     """Whether the client has asked this already."""
+    prompt: str | None = None
+    """What it asks, where that is no messages."""
 
 
 class Sessions:
@@ -133,8 +123,7 @@ class Sessions:
         self._limit = limit
         self._states: OrderedDict[str, SessionState] = OrderedDict()
         self._external: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
-        self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._known = Known(hasher, 16 * limit)
         self._openings: OrderedDict[tuple[str, bytes, str | None], str] = OrderedDict()
 
     def __len__(self) -> int:
@@ -159,7 +148,7 @@ class Sessions:
         if named.external is not None:
             return await self._by_external(agent_id, self._kept_name(named.external))
         state = await self._opened_by(agent_id, chain, named.again) if chain else None
-        state = state or await self._by_graph(agent_id, chain, messages)
+        state = state or await self._by_graph(agent_id, chain, messages, named.prompt)
         state.unnamed = state.session.external_id is None
         if chain and state.opening is not None:
             self._remember_opening(agent_id, chain, named.again, state)
@@ -198,7 +187,7 @@ class Sessions:
             session_id = self._external[key]
             state = await self._open_state(session_id)
         state = state or self._fresh(agent_id, external_id)
-        _remember(self._external, key, state.session.session_id, 16 * self._limit)
+        remember(self._external, key, state.session.session_id, 16 * self._limit)
         return state
 
     def _remember_opening(
@@ -206,7 +195,7 @@ class Sessions:
     ) -> None:
         for client_key in {again.client_key if again else None, None}:
             where = (agent_id, chain.key, client_key)
-            _remember(self._openings, where, state.session.session_id, 4 * self._limit)
+            remember(self._openings, where, state.session.session_id, 4 * self._limit)
 
     async def _opened_by(self, agent_id: str, chain: Chain, again: Evidence | None) -> SessionState | None:
         """The session that began with this very request, where its client asks again for the answer."""
@@ -219,23 +208,23 @@ class Sessions:
         return state if waits or gone else None
 
     async def _by_graph(
-        self, agent_id: str, chain: Chain | None, messages: Sequence[Message]
+        self, agent_id: str, chain: Chain | None, messages: Sequence[Message], prompt: str | None
     ) -> SessionState:
-        """The live session with a call whose messages and reply these begin with, or which made a tool call
-        that these tell of: an agent that hands over to another changes its instructions and tools."""
+        """The live session with a call whose messages (or prompt) and reply these begin with; or which made a
+        tool call that these tell of: an agent that hands over to another changes instructions and tools."""
         tails = list(reversed(chain.canonical[2:-1])) if chain is not None else []
-        for tail in tails:
-            if (session_id := self._tails.get((agent_id, tail))) and (
-                state := await self._open_state(session_id)
-            ):
+        known = [self._known.by_tails(agent_id, tails)]
+        if prompt is not None:
+            known.append(self._known.by_text(agent_id, prompt))
+        for session_id in chain_iterables(*known):
+            if state := await self._open_state(session_id):
                 return state
         if tails:
             session_id = await self._store.session_by_tail(self._run_id, agent_id, tails[:_TAILS])
             if session_id is not None and (state := await self._open_state(session_id)):
                 return state
-        for call_id in _told_calls(messages):
-            session_id = self._tool_calls.get((agent_id, call_id))
-            if session_id is not None and (state := await self._open_state(session_id)):
+        for session_id in self._known.by_tool_calls(agent_id, messages):
+            if state := await self._open_state(session_id):
                 return state
         return self._fresh(agent_id, None)
 
@@ -259,15 +248,17 @@ class Sessions:
         self._evict()
         return state
 
-    def remember_tail(self, state: SessionState, key: bytes) -> None:
-        """``key`` stands for a recorded call's messages and reply."""
-        where = (state.session.agent_id, key)
-        _remember(self._tails, where, state.session.session_id, 16 * self._limit)
+    def remember(self, state: SessionState, call: Call, tail: bytes | None) -> None:
+        """A recorded call. ``tail`` stands for its messages and reply, where its session has no name."""
+        agent_id, session_id = state.session.agent_id, state.session.session_id
+        if tail is not None:
+            self._known.add_tail(agent_id, tail, session_id)
+        if state.session.channel is Channel.LIVE:
+            self._known.add_tool_calls(agent_id, call.reply, session_id)
 
-    def remember_tool_calls(self, state: SessionState, reply: Message) -> None:
-        for call in reply.get("tool_calls", ()):
-            where = (state.session.agent_id, plain_id(call["id"]))
-            _remember(self._tool_calls, where, state.session.session_id, 16 * self._limit)
+    def remember_text(self, state: SessionState, text: str) -> None:
+        """A prompt without messages and its reply, of a session that has no other name."""
+        self._known.add_text(state.session.agent_id, text, state.session.session_id)
 
     async def answer(self, caller: Caller, request_id: str) -> list[Call]:
         """The calls behind an earlier answer of this caller's."""
@@ -353,7 +344,7 @@ class Sessions:
             raise ApiError(403, "A session's key opens no other session.", code="not_allowed")
         if caller.kind == "agent" and asked.channel is not Channel.LIVE:
             raise ApiError(403, "Only the admin key opens sessions of this channel.", param="channel")
-        _check_sampling(asked.sampling)
+        check_sampling(asked.sampling)
         key = new_key()
         session = Session(
             session_id=new_id("sess"),
@@ -397,7 +388,7 @@ class Sessions:
         status = SessionStatus.FAILED if failed else SessionStatus.COMPLETED
         clean = self._redactor
         reason = clean.text(asked.reason) if isinstance(asked, FailSession) else None
-        rewards = [_reward(session_id, reward, clean.value(reward.detail)) for reward in given]
+        rewards = [reward_row(session_id, reward, clean.value(reward.detail)) for reward in given]
         changed = await self._store.end_session(
             session_id, status, reason, rewards, clean.value(asked.metadata)
         )
@@ -414,84 +405,10 @@ class Sessions:
         caller.may_touch((await self.state(session_id)).session)
         session = await self._store.session(session_id)
         assert session is not None, "sessions are never deleted"
-        return SessionView(
-            session_id=session.session_id,
-            run_id=session.run_id,
-            agent_id=session.agent_id,
-            policy_id=session.policy_id,
-            channel=session.channel,
-            status=session.status,
-            group_id=session.group_id,
-            slot=session.slot,
-            attempt=session.attempt,
-            task_id=session.task_id,
-            reason=session.reason,
-            metadata=session.metadata,
-            created_at=session.created_at,
-            ended_at=session.ended_at,
-            calls=[_call_view(call) for call in await self._store.calls(session_id)],
-            rewards=[
-                GivenReward(r.value, r.source, r.scorer, r.call_id, r.detail)
-                for r in await self._store.rewards(session_id)
-            ],
+        return session_view(
+            session, await self._store.calls(session_id), await self._store.rewards(session_id)
         )
-
-
-def _check_sampling(sampling: dict[str, Any]) -> None:
-    for name, value in sampling.items():
-        if name not in SAMPLING_KEYS:
-            known = ", ".join(sorted(SAMPLING_KEYS))
-            raise bad_request(f"A session cannot force {name!r}; it can force {known}.", f"sampling.{name}")
-        whole = name in ("top_k", "max_tokens")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value < 0:
-            raise bad_request(f"'sampling.{name}' is not a number of its kind.", f"sampling.{name}")
-        low, high = SAMPLING_RANGES.get(name, (0, math.inf))
-        if not low <= value <= high:
-            raise bad_request(f"'sampling.{name}' is {value}, out of range.", f"sampling.{name}")
-
-
-def _reward(session_id: str, given: GivenReward, detail: Json) -> Reward:
-    return Reward(
-        session_id=session_id,
-        value=given.value,
-        source=given.source,
-        scorer=given.scorer,
-        call_id=given.call_id,
-        detail=detail,
-        created_at=time.time(),
-    )
-
-
-def _call_view(call: Call) -> CallView:
-    return CallView(
-        call_id=call.call_id,
-        parent_id=call.parent_id,
-        link=call.link,
-        status=call.status,
-        trainable=call.trainable,
-        reason=call.reason,
-        finish_reason=call.finish_reason,
-        prompt_tokens=len(call.prompt_ids),
-        sampled_tokens=len(call.sampled_ids),
-        reply=dict(call.reply),
-    )
-
-
-def _told_calls(messages: Sequence[Message]) -> Iterator[str]:
-    """Ids of tool calls that the messages tell of, the latest first. Some agents write them into the text."""
-    for message in reversed(messages):
-        for call in message.get("tool_calls", ()):
-            yield plain_id(call["id"])
-        if message["role"] != "system":
-            yield from map(plain_id, _CALL_ID.findall(message["content"][:_SEARCHED]))
 
 
 def _conflict(message: str) -> ApiError:
     return ApiError(403, message, code="session_conflict")
-
-
-def _remember(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
-    table[key] = value
-    table.move_to_end(key)
-    while len(table) > limit:
-        table.popitem(last=False)

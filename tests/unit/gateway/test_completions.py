@@ -10,6 +10,7 @@ import pytest
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
+from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
 from tests.unit.gateway.conftest import Serve, Served
@@ -48,6 +49,20 @@ async def test_text_and_token_ids_are_continued_alike(gateway: Served, renderer:
     assert answer.usage.completion_tokens == len(calls[-1].sampled_ids)
     assert all(call.trainable and np.isfinite(call.logprobs).all() for call in calls)
     assert {call.dialect for call in calls} == {"completions"}
+
+
+async def test_a_live_prompt_that_continues_another_is_of_its_session(gateway: Served) -> None:
+    async def ask(prompt: str, key: str) -> str:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"model": "m", "prompt": prompt, "max_tokens": 100}
+        answer = await gateway.http.post("/v1/completions", json=body, headers=headers)
+        return answer.headers["x-instar-session"]
+
+    one, two = [await create_key(gateway.store, "agent", name, name) for name in ("a", "b")]
+    first = await ask(PROMPT, one)
+    assert await ask(PROMPT + SAID + " and more", one) == first
+    assert await ask(PROMPT + SAID + " and more", two) != first
+    assert await ask(PROMPT, one) != first  # the same again may be another conversation
 
 
 async def test_streamed_token_by_token(gateway: Served) -> None:
