@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from instar.record.chain import Hasher
-from instar.record.graph import plain_id
+from instar.record.nodes import plain_id
 from instar.types import Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")

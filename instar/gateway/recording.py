@@ -15,7 +15,8 @@ from instar.gateway.dialects.base import Request
 from instar.gateway.sessions import Sessions, SessionState
 from instar.record.base import Placement, Renderer
 from instar.record.chain import Chain, Hasher
-from instar.record.graph import MessageGraph, redaction
+from instar.record.graph import MessageGraph
+from instar.record.nodes import redaction
 from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (

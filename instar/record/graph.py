@@ -10,16 +10,27 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import cast
 
 import numpy as np
 
 from instar.record.base import Placement, Renderer
-from instar.record.chain import SIZE, Chain, Hasher, arguments_of, is_prompt, unpack, unpack_prompt
+from instar.record.chain import SIZE, Chain, Hasher, is_prompt, unpack, unpack_prompt
+from instar.record.nodes import (
+    NO_IDS,
+    REDACTED,
+    Node,
+    best,
+    call_ids,
+    common_prefix,
+    is_reply,
+    plain_id,
+    redacted_at,
+    redacted_within,
+)
 from instar.store.base import CallPart
-from instar.types import Call, CallStatus, Ids, Json, Link, Message, Tool, ToolCall
+from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT = 8
 """Calls looked at for a shared prefix when the messages give no hint."""
@@ -27,72 +38,6 @@ _REMEMBERED_PROMPTS = 64
 """Calls without messages that a prompt is compared with, the newest."""
 _BRIDGE_TOKENS = 1024
 """How much of a prompt's end a renderer is shown to continue it: the last turn's opening lies in it."""
-_NO_IDS: Ids = np.empty(0, np.int32)
-
-REDACTED = "redacted from message "
-"""How the reason of a call begins that is not trainable because of a redacted span."""
-
-
-@dataclass(slots=True)
-class Node:
-    call_id: str
-    request_id: str
-    parent_id: str | None
-    client_key: str | None
-    ok: bool
-    known: bool
-    """Whether its tokens are at hand."""
-    stored: bool
-    """Whether they are in the store, for others to stand on."""
-    base: Node | None
-    base_tokens: int
-    base_messages: int
-    prompt: Ids
-    """Beyond the base's first ``base_tokens``."""
-    sampled: Ids
-    tools: bytes
-    exact: list[bytes]
-    """The exact chain beyond ``base_messages``, the reply included."""
-    reply: Message | None
-    """Kept where it has tool calls: an agent may give it back changed."""
-    digest: bytes
-    """Of the reply."""
-    messages: int
-    redacted_at: int | None = None
-    """The first message with a redacted span; the reply's place is behind the messages."""
-    text: tuple[int, bytes] | None = None
-    """Length and digest of prompt + reply, where the prompt was given as text."""
-
-    def prompt_ids(self) -> Ids:
-        whole = self.sequence()
-        return whole[: len(whole) - len(self.sampled)]
-
-    def sequence(self, length: int | None = None) -> Ids:
-        """Prompt + sampled tokens, or the first ``length`` of them. Not recursive: sessions are long."""
-        pieces: list[Ids] = []
-        node: Node | None = self
-        wanted = length
-        while node is not None:
-            own = np.concatenate([node.prompt, node.sampled])
-            end = len(own) if wanted is None else wanted - node.base_tokens
-            if end > 0:
-                pieces.append(own[:end])
-                wanted = node.base_tokens
-            node = node.base
-        return np.concatenate(pieces[::-1]) if pieces else _NO_IDS
-
-    def shared_messages(self, exact: Sequence[bytes]) -> int:
-        """How many leading messages equal those of this call and its reply, byte for byte."""
-        node: Node | None = self
-        limit = len(exact) - 1
-        while node is not None:
-            for i in range(min(len(node.exact), limit - node.base_messages) - 1, -1, -1):
-                count = node.base_messages + i + 1
-                if node.exact[i] == exact[count]:
-                    return count
-            limit = min(limit, node.base_messages)
-            node = node.base
-        return 0
 
 
 class MessageGraph:
@@ -126,8 +71,8 @@ class MessageGraph:
             known -= 1
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
-            node = self._by_tool_call.get(next(map(plain_id, _call_ids(message)), ""))
-            if node and node.reply and _is_reply(message, node.reply):
+            node = self._by_tool_call.get(next(map(plain_id, call_ids(message)), ""))
+            if node and node.reply and is_reply(message, node.reply):
                 digests[i] = node.digest[:SIZE] + digests[i][SIZE:]
         return chain if digests == chain.digests[known:] else chain.upto(known).then(digests)
 
@@ -164,7 +109,7 @@ class MessageGraph:
     def settle(self, placement: Placement, prompt_ids: Ids) -> Placement:
         """A placement without tokens, once its prompt is known from elsewhere."""
         base = self._nodes.get(placement.base_id or "")
-        shared = _common_prefix(base.sequence(), prompt_ids) if base and base.stored else 0
+        shared = common_prefix(base.sequence(), prompt_ids) if base and base.stored else 0
         link = placement.link
         if link is Link.EXTENDS and (base is None or shared < len(base.sequence())):
             link = Link.BRANCH
@@ -192,7 +137,7 @@ class MessageGraph:
         node = same[-1]
         shared = min(node.shared_messages(chain.exact), node.messages)
         if renderer is None or node.known:
-            return self._beside(node, node.prompt_ids() if renderer else _NO_IDS, shared, chain.key)
+            return self._beside(node, node.prompt_ids() if renderer else NO_IDS, shared, chain.key)
         prompt = np.asarray(renderer.render(messages, tools), np.int32)
         return replace(self._beside(node, prompt, shared, chain.key), base_tokens=0)
 
@@ -205,7 +150,7 @@ class MessageGraph:
             base_tokens=len(prompt) if node.stored else 0,
             base_messages=shared,
             key=key,
-            redacted_at=_redacted_within(node, shared),
+            redacted_at=redacted_within(node, shared),
         )
 
     def _extension(
@@ -218,16 +163,16 @@ class MessageGraph:
             candidates = [n for n in self._answered.get(chain.canonical[count], ()) if n.tools == chain.tools]
             if not candidates:
                 continue
-            parent = _best(candidates, _call_ids(messages[count - 1]))
+            parent = best(candidates, call_ids(messages[count - 1]))
             shared = parent.shared_messages(chain.exact)
             placement = Placement(
-                prompt_ids=_NO_IDS,
+                prompt_ids=NO_IDS,
                 link=self._link(chain.key, Link.EXTENDS),
                 parent_id=parent.call_id,
                 base_id=parent.call_id,
                 base_messages=shared,
                 key=chain.key,
-                redacted_at=_redacted_within(parent, shared),
+                redacted_at=redacted_within(parent, shared),
             )
             if renderer is None:
                 return placement
@@ -239,13 +184,13 @@ class MessageGraph:
     ) -> Placement:
         """Rendered anew. What it shares with a recorded call is left to that one in the store."""
         key = chain.key
-        prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else _NO_IDS
+        prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else NO_IDS
         if not self._nodes:
             return Placement(prompt_ids=prompt, link=self._link(key, Link.ROOT), key=key)
         said = next((n for prefix in reversed(chain.canonical[1:]) if (n := self._said.get(prefix))), None)
         candidates = [said] if said else islice(reversed(self._nodes.values()), _RECENT)
         shared, base = max(
-            ((_common_prefix(node.sequence(), prompt) if node.stored else 0, node) for node in candidates),
+            ((common_prefix(node.sequence(), prompt) if node.stored else 0, node) for node in candidates),
             key=lambda pair: pair[0],
         )
         same = base.shared_messages(chain.exact)
@@ -256,7 +201,7 @@ class MessageGraph:
             base_tokens=shared,
             base_messages=same,
             key=key,
-            redacted_at=_redacted_within(base, same),
+            redacted_at=redacted_within(base, same),
         )
 
     def _continued_text(self, prompt: str) -> Node | None:
@@ -336,7 +281,7 @@ class MessageGraph:
         at = placement.base_tokens
         if withheld and base and base.known:
             # Not in the store, and yet no second time in memory.
-            at = _common_prefix(base.sequence(), placement.prompt_ids)
+            at = common_prefix(base.sequence(), placement.prompt_ids)
         node = Node(
             call_id=call.call_id,
             request_id=call.request_id,
@@ -377,7 +322,7 @@ class MessageGraph:
         self._answered[whole.canonical[-1]].append(node)
         for prefix in whole.canonical[1 + node.base_messages :]:
             self._said.setdefault(prefix, node)
-        for call_id in _call_ids(node.reply) if node.reply else ():
+        for call_id in call_ids(node.reply) if node.reply else ():
             self._by_tool_call[plain_id(call_id)] = node
 
     def _restore(self, parts: Iterable[CallPart]) -> None:
@@ -403,7 +348,7 @@ class MessageGraph:
                 reply=part.reply if part.reply.get("tool_calls") else None,
                 digest=b"",
                 messages=part.message_count,
-                redacted_at=_redacted_at(part.reason),
+                redacted_at=redacted_at(part.reason),
             )
             if part.message_count == 0:
                 self._enter(node, self._prompt_key(node.prompt_ids()))
@@ -457,65 +402,3 @@ def _extended(
 def _newest_request(nodes: Iterable[Node]) -> list[str]:
     finished = list(nodes)
     return [node.call_id for node in finished if node.request_id == finished[-1].request_id]
-
-
-def _best(candidates: Sequence[Node], ids: tuple[str, ...]) -> Node:
-    """The newest, if possible a finished one with the very tool call ids."""
-    return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].ok, pair[0]))[1]
-
-
-def redaction(at: int, reason: str | None) -> str:
-    """The reason of a call that holds a redacted span, in message ``at`` at first, and ``reason`` beside."""
-    return f"{REDACTED}{at}: {reason or 'it holds a secret'}"
-
-
-def _redacted_at(reason: str | None) -> int | None:
-    if reason is None or not reason.startswith(REDACTED):
-        return None
-    return int(reason.removeprefix(REDACTED).partition(":")[0])
-
-
-def _redacted_within(node: Node, count: int) -> int | None:
-    """Where the first redacted span of its first ``count`` messages is."""
-    return node.redacted_at if node.redacted_at is not None and node.redacted_at < count else None
-
-
-def _reply_ids(node: Node) -> tuple[str, ...]:
-    return _call_ids(node.reply) if node.reply else ()
-
-
-def plain_id(call_id: str) -> str:
-    """Some agents drop all but letters and digits."""
-    return "".join(filter(str.isalnum, call_id))
-
-
-def _is_reply(message: Message, reply: Message) -> bool:
-    given, made = message.get("tool_calls", ()), reply.get("tool_calls", ())
-    return (
-        message["content"].strip() == reply["content"].strip()
-        and len(given) == len(made)
-        and all(_is_call(a, b) for a, b in zip(given, made, strict=True))
-    )
-
-
-def _is_call(given: ToolCall, made: ToolCall) -> bool:
-    if given["name"] != made["name"] or plain_id(given["id"]) != plain_id(made["id"]):
-        return False
-    arguments, generated = arguments_of(given), arguments_of(made)
-    if not isinstance(arguments, dict) or not isinstance(generated, dict):
-        return arguments == generated
-    given_members = cast(Json, arguments)
-    return all(
-        name in given_members and given_members[name] == value
-        for name, value in cast(Json, generated).items()
-    )
-
-
-def _call_ids(message: Message) -> tuple[str, ...]:
-    return tuple(call["id"] for call in message.get("tool_calls", ()))
-
-
-def _common_prefix(a: Ids, b: Ids) -> int:
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length

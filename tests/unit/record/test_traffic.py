@@ -24,7 +24,8 @@ from instar.gateway.dialects.base import Dialect
 from instar.gateway.identity import external_id
 from instar.record.base import Placement
 from instar.record.chain import Chain, Hasher
-from instar.record.graph import MessageGraph, plain_id
+from instar.record.graph import MessageGraph
+from instar.record.nodes import plain_id
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call
 from instar.registry import names, resolve
