@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -169,20 +169,14 @@ class Recorder:
         for reply in replies:
             first = made[0] if made else None
             made.append(self._recorded(state, asked, placement, reply, first, aborted))
-        await self._finish(lambda: self._commit(state, graph, asked, placement, made))
+        task = asyncio.create_task(self._commit(state, graph, asked, placement, made))
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+        await asyncio.shield(task)
         return [one.call.call_id for one in made]
 
     async def drain(self) -> None:
         await asyncio.gather(*self._commits, return_exceptions=True)
-
-    async def _finish(self, work: Callable[[], Awaitable[None]]) -> None:
-        async def run() -> None:
-            await work()
-
-        task = asyncio.create_task(run())
-        self._commits.add(task)
-        task.add_done_callback(self._commits.discard)
-        await asyncio.shield(task)
 
     async def _commit(
         self,

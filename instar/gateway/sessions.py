@@ -6,8 +6,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain as chain_iterables
 from itertools import islice
@@ -82,6 +81,26 @@ class Pending:
     ended: asyncio.Future[None]
     client_gone: bool = False
     """Set when its reply is whole and being recorded, and nobody is left to be given it."""
+
+
+class Answering:
+    """A context manager; not a generator, for it is entered with every call."""
+
+    __slots__ = ("_state", "_states")
+
+    def __init__(self, states: dict[str, SessionState], state: SessionState) -> None:
+        self._states = states
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.in_flight += 1
+
+    def __exit__(self, *_: object) -> None:
+        state = self._state
+        state.in_flight -= 1
+        state.used_at = time.time()
+        if state.opening is not None and not state.in_flight:
+            self._states.pop(state.session.session_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,17 +310,9 @@ class Sessions:
         self._states.move_to_end(session_id)
         return state
 
-    @contextmanager
-    def answering(self, state: SessionState) -> Generator[None]:
+    def answering(self, state: SessionState) -> Answering:
         """While a call of the session is answered. A session whose first call failed is forgotten."""
-        state.in_flight += 1
-        try:
-            yield
-        finally:
-            state.in_flight -= 1
-            state.used_at = time.time()
-            if state.opening is not None and not state.in_flight:
-                self._states.pop(state.session.session_id, None)
+        return Answering(self._states, state)
 
     async def graph_of(self, state: SessionState) -> MessageGraph:
         if state.graph is None:

@@ -56,10 +56,12 @@ class Node:
         node: Node | None = self
         wanted = length
         while node is not None:
-            own = np.concatenate([node.prompt, node.sampled])
-            end = len(own) if wanted is None else wanted - node.base_tokens
+            room = len(node.prompt) + len(node.sampled)
+            end = room if wanted is None else wanted - node.base_tokens
             if end > 0:
-                pieces.append(own[:end])
+                if end > len(node.prompt):
+                    pieces.append(node.sampled[: end - len(node.prompt)])
+                pieces.append(node.prompt[:end])
                 wanted = node.base_tokens
             node = node.base
         return np.concatenate(pieces[::-1]) if pieces else NO_IDS
