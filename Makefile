@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format integration bench bench-gateway docs clean
+.PHONY: help install demo test check format integration bench bench-gateway bench-fidelity docs clean
 
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
@@ -14,7 +14,8 @@ help:
 	@echo "make check        lint, types, import contracts, generated docs"
 	@echo "make integration  slower tests with real servers and crashes"
 	@echo "make bench        measure the engine"
-	@echo "make bench-gateway  measure the gateway against its peers"
+	@echo "make bench-gateway   measure the gateway against its peers"
+	@echo "make bench-fidelity  measure how much of what agents do becomes exact training data"
 	@echo "make clean        remove the environment"
 
 install: $(STAMP)
@@ -54,6 +55,9 @@ bench: install
 
 bench-gateway: install
 	$(BIN)/python bench/gateway.py
+
+bench-fidelity: install
+	$(BIN)/python bench/fidelity.py
 
 docs: install
 	$(BIN)/python -m instar.cli.reference docs/configuration.md

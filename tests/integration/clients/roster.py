@@ -23,7 +23,7 @@ WHOLE = ("", "-stream", "-async", "-async-stream")
 CLIENTS = [
     Client("openai", {f"chat{way}": "stepwise" for way in WHOLE}),
     Client("openai", {f"responses{way}": "stepwise" for way in (*WHOLE, "-previous", "-previous-stream")}),
-    Client("openai", {f"completions{way}": "plainly" for way in WHOLE}, live=False),
+    Client("openai", {f"completions{way}": "plainly" for way in WHOLE}),
     Client("anthropic", {f"messages{way}": "stepwise" for way in WHOLE}),
     Client(
         "openai_agents",
@@ -49,12 +49,8 @@ CLIENTS = [
             for way in ("", "-stream", "-react")
         },
     ),
-    Client(
-        "smolagents",
-        {"chat": "finally", "chat-stream": "finally", "chat-code": "coded", "chat-code-stream": "coded"},
-        rewrites=True,
-        live=False,
-    ),
+    Client("smolagents", {"chat": "finally", "chat-stream": "finally"}, rewrites=True),
+    Client("smolagents", {"chat-code": "coded", "chat-code-stream": "coded"}, rewrites=True, live=False),
     Client(
         "mini_swe", {"chat": "bashed", "responses": "bashed", "messages": "bashed", "chat-text": "fenced"}
     ),
