@@ -31,17 +31,14 @@ def edit(prompt: str, path: str, call: WriteCall) -> str:
     """The first step that was not taken yet: read, edit, and say so."""
     hands = HANDS[Path(path).parent.name]
     name = re.escape(hands.edit[0])
-    if not re.search(rf'^{name}\(|"name": "{name}"', prompt, re.M) and LISTS_NO_TOOLS not in prompt:
+    if not re.search(rf'^{name}\(|"name": "{name}"', prompt, re.M):
         return "A title"
     steps = [call(*hands.reading(path)), call(*hands.editing(path))]
     return next((step for step in steps if step not in prompt), "Done.")
 
 
-LISTS_NO_TOOLS = "<｜Assistant｜>"
-"""DeepSeek V3's format offers no tools, so a call for a title cannot be told from others there."""
-
 smollm2 = player(clients.smollm2, clients.tagged)
 qwen2_5 = player(clients.qwen2_5, clients.tagged)
 qwen3 = player(clients.qwen3, clients.tagged, clients.THINKING)
 llama3 = player(clients.llama3, clients.bare)
-deepseek_v3 = player(clients.deepseek_v3, clients.fenced)
+deepseek_v3 = player(clients.deepseek_v3, clients.tagged)

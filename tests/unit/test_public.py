@@ -117,8 +117,8 @@ def test_the_tool_format_is_documented_as_it_is() -> None:
 def test_every_route_of_the_control_api_is_documented() -> None:
     from instar.gateway import base
 
-    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
-    table = page[page.index("## The gateway's API") : page.index("## A run's folder")]
+    page = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    table = page[page.index("## Control") :]
     for kind in (base.OpenSession, base.OpenedSession, base.CompleteSession, base.FailSession):
         for field in kind.__struct_fields__:
             assert re.search(rf"\b{field}\b", table), f"{kind.__name__}.{field}"

@@ -75,11 +75,6 @@ def bare(name: str, arguments: dict[str, object]) -> str:
     return f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
 
 
-def fenced(name: str, arguments: dict[str, object]) -> str:
-    called = f"function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
-    return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{called}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-
-
 def smollm2(prompt: str, seed: int | None) -> str:
     return reply(prompt, lambda name, arguments: f"Let me see.\n{tagged(name, arguments)}")
 
@@ -98,4 +93,4 @@ def llama3(prompt: str, seed: int | None) -> str:
 
 
 def deepseek_v3(prompt: str, seed: int | None) -> str:
-    return reply(prompt, fenced)
+    return smollm2(prompt, seed)  # its own format tells of no tools, so it has the generic one
