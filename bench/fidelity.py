@@ -84,7 +84,6 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
                 own,
                 session=talk.place.session,
                 drops_reasoning=family.drops_reasoning,
-                unlinked=talk.unlinked,
                 prompts=talk.dialect == "completions",
             )
         return list(rows.values())

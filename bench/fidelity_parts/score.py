@@ -66,18 +66,15 @@ def total(scores: Iterable[Score]) -> Score:
     return sum(scores, Score())
 
 
-def score(
-    own: Sequence[Recorded], *, session: str, drops_reasoning: bool, unlinked: str, prompts: bool = False
-) -> Score:
+def score(own: Sequence[Recorded], *, session: str, drops_reasoning: bool, prompts: bool = False) -> Score:
     """Of one conversation. ``own``: the sessions that hold calls of it. ``session``: the right one, where it
-    is known; else the one with the most of them. ``unlinked``: why some may be elsewhere. ``prompts``: each
-    call continues the text of the one before."""
+    is known; else the one with the most of them. ``prompts``: each continues the text of the one before."""
     found = Score(calls=sum(len(one.calls) for one in own))
     right = max(own, key=lambda one: (one.session.session_id == session, len(one.calls)), default=None)
     if right is not None and session in ("", right.session.session_id):
         found.linked = len(right.calls)
     if found.linked < found.calls:
-        found.reasons[unlinked or UNEXPLAINED] += 1
+        found.reasons[UNEXPLAINED] += 1
     calls = sorted((call for one in own for call in one.calls), key=lambda call: call.started_at)
     for i, call in enumerate(calls[1:], start=1):
         parent = calls[i - 1] if prompts else continued(call, calls[:i])
@@ -90,8 +87,7 @@ def score(
         elif drops_reasoning and _asks_anew(call, parent):
             found.reasons["the format drops earlier reasoning when the user asks anew"] += 1
         else:
-            apart = call.session_id != parent.session_id
-            found.reasons[unlinked if apart and unlinked else UNEXPLAINED] += 1
+            found.reasons[UNEXPLAINED] += 1
     found.sampled = sampled_tokens(calls)
     found.trained = sum(map(trained_tokens, own))
     if found.trained < found.sampled:

@@ -15,8 +15,6 @@ from tests.integration.clients.environment import Job, run_client
 from tests.integration.clients.roster import Client
 from tests.integration.clients.script import THANKS, question
 
-REWRITES = "a live agent that rewrites its replies and sends no id: open a session for it"
-NO_MESSAGES = "texts of a live agent, without messages, are not looked for: open a session for it"
 DIALECTS = {"claude-code": "messages", "codex": "responses"}
 """Of command-line agents; the others speak chat."""
 
@@ -28,8 +26,6 @@ class Talk:
     asked: str
     """What its prompts hold, and those of no other."""
     place: Place
-    unlinked: str = ""
-    """Why calls of it may be taken for another's, where that is known."""
     failed: str = ""
     """What the client said when it could not go on."""
 
@@ -37,13 +33,12 @@ class Talk:
 async def hold_python(gateway: Gateway, client: Client, number: int, folder: Path) -> list[Talk]:
     """Every way of a client, opened and live at once."""
     live = await gateway.live(f"{client.name}-{number}")
-    reason = "" if client.live else REWRITES if client.rewrites else NO_MESSAGES
     talks: list[Talk] = []
     jobs: list[Job] = []
     for i, (way, how) in enumerate(client.ways.items()):
         asked = question(number + i, how)
         for place in (await gateway.opened(), live):
-            talks.append(Talk(client.name, way.partition("-")[0], asked, place, reason))
+            talks.append(Talk(client.name, way.partition("-")[0], asked, place))
             jobs.append(Job(place.url, place.key, way, asked, THANKS))
     outcomes = await run_client(client.name, jobs, folder)
     return [

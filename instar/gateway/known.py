@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from instar.record.chain import Hasher
+from instar.record.chain import Chain, Hasher
 from instar.record.nodes import plain_id
 from instar.types import Message
 
@@ -30,6 +30,7 @@ class Known:
         self._limit = limit
         self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._asked: OrderedDict[tuple[str, bytes], tuple[str, int, bytes]] = OrderedDict()
         self._texts: OrderedDict[tuple[str, int, bytes], str] = OrderedDict()
         self._lengths: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
 
@@ -49,6 +50,24 @@ class Known:
         for call_id in _told_calls(messages):
             if found := self._tool_calls.get((agent_id, call_id)):
                 yield found
+
+    def add_asked(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
+        """``key`` stands for a recorded call's messages."""
+        if text := reply["content"].strip():
+            entry = (session_id, len(text), self._hasher.text(text))
+            remember(self._asked, (agent_id, key), entry, self._limit)
+
+    def by_asked(self, agent_id: str, chain: Chain, messages: Sequence[Message]) -> Iterator[str]:
+        """Those with a call whose messages these begin with, and whose reply the next one begins with: some
+        agents add to what was said."""
+        for count in range(len(messages) - 1, 0, -1):
+            entry = self._asked.get((agent_id, chain.canonical[count]))
+            if entry is None or messages[count]["role"] != "assistant":
+                continue
+            session_id, length, digest = entry
+            text = messages[count]["content"].strip()
+            if len(text) >= length and self._hasher.text(text[:length]) == digest:
+                yield session_id
 
     def add_text(self, agent_id: str, text: str, session_id: str) -> None:
         """``text``: a prompt without messages, and its reply."""

@@ -205,7 +205,7 @@ class Recorder:
                 redacted_at=one.redacted_at,
             )
         for one in made:
-            self._sessions.remember(state, one.call, tails.get(one.call.call_id))
+            self._sessions.remember(state, one.call, one.whole)
             if state.unnamed and isinstance(asked.request.prompt, str):
                 self._sessions.remember_text(state, asked.request.prompt + one.call.reply["content"])
 

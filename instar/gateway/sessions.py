@@ -242,7 +242,8 @@ class Sessions:
             session_id = await self._store.session_by_tail(self._run_id, agent_id, tails[:_TAILS])
             if session_id is not None and (state := await self._open_state(session_id)):
                 return state
-        for session_id in self._known.by_tool_calls(agent_id, messages):
+        rewritten = self._known.by_asked(agent_id, chain, messages) if chain is not None else ()
+        for session_id in chain_iterables(self._known.by_tool_calls(agent_id, messages), rewritten):
             if state := await self._open_state(session_id):
                 return state
         return self._fresh(agent_id, None)
@@ -267,11 +268,12 @@ class Sessions:
         self._evict()
         return state
 
-    def remember(self, state: SessionState, call: Call, tail: bytes | None) -> None:
-        """A recorded call. ``tail`` stands for its messages and reply, where its session has no name."""
+    def remember(self, state: SessionState, call: Call, whole: Chain | None) -> None:
+        """A recorded call. ``whole``: the chain of its messages and reply."""
         agent_id, session_id = state.session.agent_id, state.session.session_id
-        if tail is not None:
-            self._known.add_tail(agent_id, tail, session_id)
+        if whole is not None and state.unnamed:
+            self._known.add_tail(agent_id, whole.canonical[-1], session_id)
+            self._known.add_asked(agent_id, whole.canonical[-2], call.reply, session_id)
         if state.session.channel is Channel.LIVE:
             self._known.add_tool_calls(agent_id, call.reply, session_id)
 

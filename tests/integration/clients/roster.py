@@ -15,8 +15,6 @@ class Client:
     ways: dict[str, str]
     rewrites: bool = False
     """Whether it sends the replies back in words of its own."""
-    live: bool = True
-    """Whether the calls of a live agent tell by themselves that they belong together."""
 
 
 WHOLE = ("", "-stream", "-async", "-async-stream")
@@ -50,7 +48,7 @@ CLIENTS = [
         },
     ),
     Client("smolagents", {"chat": "finally", "chat-stream": "finally"}, rewrites=True),
-    Client("smolagents", {"chat-code": "coded", "chat-code-stream": "coded"}, rewrites=True, live=False),
+    Client("smolagents", {"chat-code": "coded", "chat-code-stream": "coded"}, rewrites=True),
     Client(
         "mini_swe", {"chat": "bashed", "responses": "bashed", "messages": "bashed", "chat-text": "fenced"}
     ),

@@ -122,15 +122,14 @@ async def test_a_client_works_and_is_recorded_exactly(house: House, client: Clie
     for number, (way, how) in ways.items():
         asked = question(number, how)
         jobs += [await house.opened(way, asked), await house.opened(way, asked)]
-        if client.live:
-            jobs += [await house.live(way, asked, "one"), await house.live(way, asked, "two")]
+        jobs += [await house.live(way, asked, "one"), await house.live(way, asked, "two")]
     told = await house.converse(client.name, client.ways, jobs)
     found = await recorded(house.store, RUN)
     for number, (way, how) in ways.items():
         own = asking(found, question(number, how), house.decode)
-        assert [len(one.calls) for one in own] == [CALLS.get(how, 4)] * (4 if client.live else 2), way
+        assert [len(one.calls) for one in own] == [CALLS.get(how, 4)] * 4, way
         whose = Counter(one.session.agent_id for one in own if one.session.channel is Channel.LIVE)
-        assert whose == (Counter(["one", "two"]) if client.live else Counter())
+        assert whose == Counter(["one", "two"])
         for one in own:
             check_exact(one, rewrites=client.rewrites)
         assert not (usage := told[question(number, how)]) or usage == usage_of(

@@ -227,6 +227,14 @@ async def test_a_session_is_found_after_a_restart(
 # --- isolation ----------------------------------------------------------------------------------
 
 
+async def test_a_reply_that_was_added_to_is_known_again(gateway: Served) -> None:
+    first = await post(gateway, asking("chat", "hello"))
+    said = first.json()["choices"][0]["message"]["content"]
+    again = await post(gateway, asking("chat", "hello", f"{said}\nCalling tools: none", "more"))
+    other = await post(gateway, asking("chat", "hello", "Something else", "more"))
+    assert session_of(again) == session_of(first) != session_of(other)
+
+
 async def test_an_answer_of_another_agent_cannot_be_continued(gateway: Served) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
     answer = await post(gateway, asking("responses", "my secret plan"), "responses", key=ann)
