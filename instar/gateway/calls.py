@@ -131,9 +131,10 @@ class Exchange:
         self._on_chunk = on_chunk
         with self._calls.sessions.answering(state):
             graph = await self._calls.sessions.graph_of(state)
-            placement = self._place(graph)
+            # Taken together with its place: requests at once must not draw the same seed.
+            ordinal, placement = graph.ordinal, self._place(graph)
             try:
-                return await self._answer(graph, placement, graph.requests + state.in_flight - 1, emit)
+                return await self._answer(graph, placement, ordinal, emit)
             finally:
                 graph.release(placement)
 

@@ -57,6 +57,11 @@ class MessageGraph:
         self._restore(recorded)
 
     @property
+    def ordinal(self) -> int:
+        """What number the next request has: behind those that are finished and those that are placed."""
+        return len(self._finished) + self._in_flight.total()
+
+    @property
     def requests(self) -> int:
         """Finished requests so far."""
         return len(self._finished)
