@@ -394,6 +394,8 @@ def _extended(
     sampled = parent.sampled.tolist()
     prompt = renderer.extend(end, sampled, messages[count:], tools)
     if prompt is None:
+        if any(message["role"] == "assistant" for message in messages[count:]):
+            return None  # words that were put into its mouth: a rewritten history
         # The whole conversation may begin with these very tokens all the same.
         whole = np.asarray(renderer.render(messages, tools), np.int32)
         if not np.array_equal(whole[: len(before)], before):

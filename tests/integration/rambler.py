@@ -193,9 +193,12 @@ class Rambler:
 
 
 def _respaced(call: Json) -> Json:
-    """A tool call whose arguments went through a JSON library."""
+    """A tool call whose arguments went through a JSON library. Those of a malformed one cannot."""
     function = call["function"]
-    arguments = json.dumps(json.loads(function["arguments"]), indent=1)
+    try:
+        arguments = json.dumps(json.loads(function["arguments"]), indent=1)
+    except ValueError:
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 
