@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import typer
@@ -14,25 +12,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cluster.layout import RunFolder
+from instar.cli.run_store import store_of
 from instar.errors import ConfigError, Conflict, InstarError
 from instar.gateway.auth import create_key, key_hash
-from instar.store.base import KeyRow, Store
-from instar.store.factory import open_store
+from instar.store.base import KeyRow
 from instar.types import Json
 
 SHOWN_DIGITS = 12
-
-
-@asynccontextmanager
-async def _store_of(run_dir: Path, *, read_only: bool = False) -> AsyncGenerator[tuple[str, Store]]:
-    """The run's agent and its store; the run may be under way."""
-    config = RunFolder(run_dir).read_config()
-    store = open_store(config, read_only=read_only)
-    try:
-        yield config.agent_id, store
-    finally:
-        await store.close()
 
 
 def run_create(run_dir: Path, *, agent: str | None, admin: bool, name: str, as_json: bool) -> None:
@@ -44,8 +30,8 @@ def run_create(run_dir: Path, *, agent: str | None, admin: bool, name: str, as_j
 
 
 async def _create(run_dir: Path, agent: str | None, admin: bool, name: str, as_json: bool) -> None:
-    async with _store_of(run_dir) as (own_agent, store):
-        agent_id = None if admin else agent or own_agent
+    async with store_of(run_dir) as (config, store):
+        agent_id = None if admin else agent or config.agent_id
         try:
             key = await create_key(store, "admin" if admin else "agent", agent_id, name)
         except Conflict:
@@ -65,7 +51,7 @@ def run_ls(run_dir: Path, *, as_json: bool) -> None:
 
 
 async def _ls(run_dir: Path, as_json: bool) -> None:
-    async with _store_of(run_dir, read_only=True) as (_, store):
+    async with store_of(run_dir, read_only=True) as (_, store):
         rows = await store.keys()
     if as_json:
         typer.echo(json.dumps([_facts(row) for row in rows]))
@@ -86,7 +72,7 @@ def run_revoke(run_dir: Path, given: str, *, as_json: bool) -> None:
 
 
 async def _revoke(run_dir: Path, given: str, as_json: bool) -> None:
-    async with _store_of(run_dir) as (_, store):
+    async with store_of(run_dir) as (_, store):
         count = await store.revoke_key(given) or await store.revoke_key(key_hash(given))
     if count == 0:
         raise InstarError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,22 +14,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cluster.layout import RunFolder
+from instar.cli.run_store import store_of
 from instar.errors import ConfigError, InstarError
 from instar.store.base import SessionRow, Store
-from instar.store.factory import open_store
 from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus
-
-
-@asynccontextmanager
-async def _store_of(run_dir: Path) -> AsyncGenerator[tuple[str, Store]]:
-    """The run's id and its store, for reading: a run that is under way does not notice."""
-    config = RunFolder(run_dir).read_config()
-    store = open_store(config, read_only=True)
-    try:
-        yield config.name, store
-    finally:
-        await store.close()
 
 
 def run_ls(run_dir: Path, *, channel: str | None, status: str | None, limit: int, as_json: bool) -> None:
@@ -52,7 +39,8 @@ def _word(kind: type[Word], given: str | None) -> Word | None:
 async def _ls(
     run_dir: Path, channel: Channel | None, status: SessionStatus | None, limit: int, as_json: bool
 ) -> None:
-    async with _store_of(run_dir) as (run_id, store):
+    async with store_of(run_dir, read_only=True) as (config, store):
+        run_id = config.name
         rows = await store.sessions(run_id, channel=channel, status=status, limit=limit)
     if as_json:
         typer.echo(json.dumps([_row(row) for row in rows]))
@@ -146,7 +134,8 @@ async def _read(store: Store, run_id: str, beginning: str) -> Story:
 
 
 async def _show(run_dir: Path, session_id: str, as_json: bool) -> None:
-    async with _store_of(run_dir) as (run_id, store):
+    async with store_of(run_dir, read_only=True) as (config, store):
+        run_id = config.name
         story = await _read(store, run_id, session_id)
     if as_json:
         typer.echo(json.dumps(_facts(story)))

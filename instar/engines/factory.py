@@ -25,7 +25,7 @@ async def connect_engines(
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest=newest)
     try:
         await pool.start(timeout)
-    except BaseException:
+    except BaseException:  # cancelled too: nobody else would close it
         await pool.close()
         raise
     return pool

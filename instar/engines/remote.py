@@ -59,7 +59,7 @@ class RemoteEngine(Engine):
                 if time.monotonic() + pause > deadline:
                     await engine.close()
                     raise
-            except BaseException:
+            except BaseException:  # cancelled too: nobody else would close it
                 await engine.close()
                 raise
             await asyncio.sleep(pause)

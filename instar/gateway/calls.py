@@ -199,7 +199,7 @@ class Exchange:
             await self._record_aborted(placement, graph, "past its deadline")
             message = f"No reply within {self._calls.timeout:g} seconds."
             raise ApiError(504, message, code="timeout") from error
-        except Exception as error:
+        except Exception as error:  # whatever an engine raises: what it sampled is kept all the same
             await self._record_aborted(placement, graph, f"the engine failed: {error}")
             raise
 

@@ -59,7 +59,7 @@ class MessageGraph:
     @property
     def ordinal(self) -> int:
         """What number the next request has: behind those that are finished and those that are placed."""
-        return len(self._finished) + self._in_flight.total()
+        return self.requests + self._in_flight.total()
 
     @property
     def requests(self) -> int:

@@ -10,7 +10,7 @@ import orjson
 from instar.gateway.base import ApiError
 from instar.gateway.dialects import chat_read
 from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
-from instar.gateway.dialects.openai_common import event, usage
+from instar.gateway.dialects.openai_common import closing, event, usage
 from instar.gateway.dialects.openai_errors import openai_error
 from instar.record.base import CallDelta, Delta
 from instar.types import Json, ToolCall
@@ -94,9 +94,7 @@ class ChatStreamWriter(StreamWriter):
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         out = [self._chunk(i, {}, finish_reason=_finish(choice)) for i, choice in enumerate(choices)]
-        if self._request.include_usage:
-            out.append(event({**self._head, "choices": [], "usage": usage(choices)}))
-        return b"".join([*out, b"data: [DONE]\n\n"])
+        return b"".join([*out, closing(self._head, self._request, choices)])
 
     def failure(self, error: ApiError) -> bytes:
         return event(openai_error(error))

@@ -16,6 +16,7 @@ from instar.gateway.dialects.openai_common import (
     RANGES,
     StreamOptions,
     check_ranges,
+    closing,
     decoded,
     event,
     not_allowed,
@@ -120,9 +121,7 @@ class CompletionsStreamWriter(StreamWriter):
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         out = [self._chunk(i, "", finish=_FINISH[choice.finish_reason]) for i, choice in enumerate(choices)]
-        if self._request.include_usage:
-            out.append(event({**self._head, "choices": [], "usage": usage(choices)}))
-        return b"".join([*out, b"data: [DONE]\n\n"])
+        return b"".join([*out, closing(self._head, self._request, choices)])
 
     def failure(self, error: ApiError) -> bytes:
         return event(openai_error(error))

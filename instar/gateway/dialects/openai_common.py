@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request, from_validation
-from instar.gateway.dialects.base import Choice
+from instar.gateway.dialects.base import Choice, Request
 from instar.types import Json
 
 T = TypeVar("T")
@@ -90,3 +90,9 @@ def usage(choices: Sequence[Choice]) -> Json:
 
 def event(value: Json) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def closing(head: Json, request: Request, choices: Sequence[Choice]) -> bytes:
+    """The end of a stream, behind the finish reasons."""
+    told = event({**head, "choices": [], "usage": usage(choices)}) if request.include_usage else b""
+    return told + b"data: [DONE]\n\n"

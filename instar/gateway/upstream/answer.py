@@ -69,7 +69,7 @@ class HttpAnswer(Answer):
             if self._translated:
                 error.raw, error.content_type = b"", None
             raise
-        except BaseException:
+        except BaseException:  # cancelled too: the connection is not to be used again
             self._close()
             raise
         if piece.choices is not None:

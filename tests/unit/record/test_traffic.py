@@ -29,10 +29,10 @@ from instar.record.nodes import plain_id
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call
 from instar.registry import names, resolve
-from instar.store.base import CallPart
 from instar.types import Call, CallStatus, Json, Link, Message, new_id
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+from tests.unit.record.test_graph import part
 
 FOLDER = Path(__file__).parent / "fixtures" / "traffic"
 HASHER = Hasher(b"key")
@@ -108,28 +108,6 @@ def written(message: Message) -> str:
     """A reply as the model would have sampled it."""
     parts = [message["content"]] if message["content"] else []
     return "\n".join([*parts, *map(format_call, message.get("tool_calls", ()))])
-
-
-def part(call: Call) -> CallPart:
-    """What a store gives back of it."""
-    return CallPart(
-        call_id=call.call_id,
-        request_id=call.request_id,
-        parent_id=call.parent_id,
-        link=call.link,
-        base_id=call.base_id,
-        base_tokens=call.base_tokens,
-        base_messages=call.base_messages,
-        prompt_tail=call.prompt_ids[call.base_tokens :],
-        sampled_ids=call.sampled_ids,
-        message_count=len(call.messages),
-        status=call.status,
-        trainable=call.trainable,
-        reason=call.reason,
-        client_key=call.client_key,
-        digests=call.digests,
-        reply=call.reply,
-    )
 
 
 @dataclass
