@@ -12,7 +12,9 @@ InstarError
 │   ├── EngineUnavailable  it cannot be reached or is not ready: try again
 │   └── PromptTooLong      prompt + reply exceed the model's context
 ├── BackendError       a training backend failed
-│   └── NonFinite          a loss or gradient is not finite; the step was not applied
+│   ├── NonFinite          a loss or gradient is not finite; the step was not applied
+│   ├── BackendUnavailable it cannot be reached, or did not answer within the deadline
+│   └── BackendLost        it no longer has the training session: load the last saved state, train again
 ├── SyncError          a policy could not be carried to an engine
 ├── AgentError         an agent program failed
 │   └── AgentTimeout       it ran past its deadline
@@ -71,6 +73,14 @@ class BackendError(InstarError):
 
 
 class NonFinite(BackendError):
+    pass
+
+
+class BackendUnavailable(BackendError):
+    pass
+
+
+class BackendLost(BackendError):
     pass
 
 

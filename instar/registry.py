@@ -19,7 +19,18 @@ BUILTIN: dict[str, dict[str, str]] = {
         "local": "instar.engines.local.engine:LocalEngine",
         "scripted": "instar.engines.scripted:ScriptedEngine",
     },
-    "backends": {"local": "instar.backends.local.backend:LocalBackend"},
+    "backends": {
+        "local": "instar.backends.local.backend:LocalBackend",
+        "tinker": "instar.backends.tinker:TinkerBackend",
+        "mint": "instar.backends.tinker:MintBackend",
+        "weaver": "instar.backends.weaver:WeaverBackend",
+        "verl": "instar.backends.verl.backend:VerlBackend",
+    },
+    "samplers": {
+        "tinker": "instar.engines.cloud.tinker:TinkerSampler",
+        "mint": "instar.engines.cloud.tinker:MintSampler",
+        "weaver": "instar.engines.cloud.weaver:WeaverSampler",
+    },
     "tasks": {
         "jsonl": "instar.rollout.tasks:jsonl_tasks",
         "python": "instar.rollout.tasks:python_tasks",

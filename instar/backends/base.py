@@ -7,6 +7,7 @@ Losses are plain sums over tokens; whatever normalises or reweights them is in t
     importance_sampling  -Σ mask · A · r                       r = exp(lp - logprobs)
     ppo                  -Σ mask · min(r·A, clip(r, low, high)·A)
     cispo                -Σ mask · stop_gradient(clip(r, low, high)) · A · lp
+    dro                  -Σ mask · (A · lp - beta/2 · (lp - logprobs)²)
 
 where lp is the new logprob of token i given the tokens before it.
 """
@@ -19,17 +20,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from instar.config import AdamConfig, LossConfig
+from instar.errors import BackendError
 from instar.types import Artifact, ArtifactKind, Floats, Sample
 
+DEFAULT_BETA = 0.05
 DEFAULT_CLIP: dict[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+
+
+ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"})
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
+    """What a backend computes. What is not named here is refused at start."""
+
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
     """Kinds of artifact that ``publish`` makes."""
     full_finetuning: bool = False
+    optimizer: frozenset[str] = ADAM_FIELDS
+    """Fields of the optimizer that it honours; another one must have its neutral value."""
+    reference: bool = False
+    """Whether ``reference_logprobs`` works."""
+    grad_norm: bool = True
+    """Whether ``optim_step`` reports it; NaN otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +58,26 @@ class ForwardBackward:
 @dataclass(frozen=True, slots=True)
 class OptimStep:
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; NaN where the backend does not say."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Backend(ABC):
+    """Calls may be pipelined: they take effect in the order they were made, whether or not the one before
+    was awaited. Any of them may raise BackendUnavailable after its retries, and BackendLost when the session
+    is gone: then `load_state`, or `start` where nothing was saved, begins another one."""
+
     @property
     @abstractmethod
     def capabilities(self) -> BackendCapabilities: ...
+
+    async def start(self) -> None:  # noqa: B027 - a backend may be ready once it is made
+        """Begin a session on the base model with a fresh adapter, drawn from the seed. One under way is given
+        up. Called before anything else, and after BackendLost."""
+
+    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        """As `forward`, under the base model: the adapter off, or the weights that training began with."""
+        raise BackendError("this backend does not compute the base model's logprobs")
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -70,18 +96,23 @@ class Backend(ABC):
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
-        """Write the current weights for engines to load: an adapter folder, or full weights."""
+        """Make the current weights something that engines can load: an adapter folder or full weights at
+        ``path``, or a sampler at a service, named after it."""
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
         """Write weights, optimizer and RNG so that ``load_state`` continues bit for bit. Atomic: ``path``
-        exists only when it is complete and on disk."""
+        exists only when it is complete and on disk. A service keeps the state
+        itself, and ``path`` says where."""
 
     @abstractmethod
-    async def load_state(self, path: Path, *, optimizer: bool = True) -> None: ...
+    async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
+        """Continue from a saved state; gradients not yet applied are given up. At a service this begins a new
+        session, so that what an earlier process left in the old one does not count."""
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
         """Compute on so many CPU cores from the next call on. Backends elsewhere ignore it."""
 
     @abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Let go of it. What was saved or published stays, and so does a session that could be resumed."""

@@ -16,7 +16,7 @@ from instar.config import RunConfig
 
 HEAD = """# Configuration
 
-One YAML file describes a run. This page is generated from `instar/config.py` (`make docs`);
+One YAML file describes a run. This page is generated from `instar/config/` (`make docs`);
 `instar config check run.yaml` explains a mistake, `instar config show run.yaml` prints every setting.
 Sections marked with `type` have variants: the word after `type:` chooses one. A relative path in the file
 is relative to the file; one given by `--set` is relative to the working folder.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from instar.config import LocalEngineConfig, RunConfig, ScriptedEngineConfig, UpstreamEngineConfig
+from instar.config import PluginConfig, RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
 from instar.types import Json
 
@@ -21,13 +21,10 @@ def public_settings(config: RunConfig) -> Json:
 
 def engine_names(config: RunConfig) -> list[str]:
     """What the run's engine processes are called; none, where someone else serves the model."""
-    match config.engine:
-        case UpstreamEngineConfig():
-            return []
-        case LocalEngineConfig(count=count) | ScriptedEngineConfig(count=count) if count > 1:
-            return [f"engine-{place}" for place in range(count)]
-        case _:
-            return ["engine"]
+    if isinstance(config.engine, UpstreamEngineConfig):
+        return []
+    count = 1 if isinstance(config.engine, PluginConfig) else config.engine.count
+    return ["engine"] if count == 1 else [f"engine-{place}" for place in range(count)]
 
 
 class RunFolder:

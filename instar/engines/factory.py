@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instar.config import RunConfig
+from instar.config import CloudEngineConfig, RunConfig
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, Newest
 from instar.engines.remote import RemoteEngine
@@ -12,6 +12,8 @@ from instar.registry import variant
 
 
 def create_engine(config: RunConfig) -> Engine:
+    if isinstance(config.engine, CloudEngineConfig):
+        return variant("samplers", config.backend)(config.model, config.backend, config.engine)
     return variant("engines", config.engine)(config.model, config.engine)
 
 

@@ -48,7 +48,7 @@ class ScriptedEngine(Engine):
             model=model.name,
             vocab_size=len(self._tokenizer),
             max_context=model.max_context,
-            artifacts=("adapter", "weights", "base"),
+            artifacts=("adapter", "weights", "base", "remote"),
         )
         self._version = 0
         self._running = self._generated = self._prompted = 0

@@ -8,7 +8,7 @@ from instar.errors import ConfigError
 from instar.sync.base import Sync, choose_artifact
 from instar.types import ArtifactKind
 
-ROUTES: dict[ArtifactKind, str] = {"adapter": "files", "weights": "files"}
+ROUTES: dict[ArtifactKind, str] = {"adapter": "files", "weights": "files", "remote": "files"}
 
 
 def create_sync(made: Iterable[ArtifactKind], taken: Iterable[ArtifactKind]) -> Sync:

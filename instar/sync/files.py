@@ -15,7 +15,8 @@ TRANSIENT = (EngineUnavailable, ConnectionError, TimeoutError)
 
 
 class FileSync(Sync):
-    """For artifacts that the engines can read themselves: adapter and weights folders, the base model."""
+    """For artifacts that the engines can read themselves: adapter and weights folders, the base model,
+    a sampler at a service."""
 
     def __init__(
         self, *, deadline: float = 120.0, attempts: int = 5, first_wait: float = 0.25, seed: int | None = None

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from instar.backends.base import DEFAULT_CLIP
+from instar.backends.base import DEFAULT_BETA
+from instar.backends.values import clip_bounds
 from instar.config import LossConfig
 
-LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy"})
+LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
 USES_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
 
 
@@ -50,19 +51,15 @@ def token_loss(config: LossConfig, new: Tensor, tokens: Tokens) -> tuple[Tensor,
         free, limited = ratio * tokens.advantages, bounded * tokens.advantages
         clipped = limited < free
         loss = -(tokens.mask * torch.minimum(free, limited)).sum()
+    elif config.name == "dro":
+        beta = DEFAULT_BETA if config.beta is None else config.beta
+        distance = (new - tokens.logprobs).square()
+        loss = -(tokens.mask * (tokens.advantages * new - 0.5 * beta * distance)).sum()
     else:
         bounded = ratio.detach().clamp(*clip_bounds(config))
         clipped = bounded != ratio
         loss = -(weight * bounded * new).sum()
     return loss, _sums(new.detach(), ratio.detach(), clipped, tokens)
-
-
-def clip_bounds(config: LossConfig) -> tuple[float, float]:
-    low, high = DEFAULT_CLIP[config.name]
-    return (
-        low if config.clip_low is None else config.clip_low,
-        high if config.clip_high is None else config.clip_high,
-    )
 
 
 def _sums(new: Tensor, ratio: Tensor, clipped: Tensor, tokens: Tokens) -> LossSums:

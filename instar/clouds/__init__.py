@@ -1,0 +1,1 @@
+"""Training services: how each SDK is reached. Backends train through these, engines sample through them."""

@@ -1,0 +1,44 @@
+"""What every section of the config is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+DType = Literal["auto", "bf16", "fp32"]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, no unknown keys, documented by docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def by_word(default: str) -> BeforeValidator:
+    """A section with variants may be one word, its `type`; one that says no `type` is of ``default``."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"type": value}
+        if isinstance(value, dict) and "type" not in value:
+            return {"type": default, **cast(Any, value)}
+        return value
+
+    return BeforeValidator(fill)
+
+
+class PluginConfig(Section):
+    """A variant from another package; see docs/concepts.md."""
+
+    type: Literal["plugin"]
+    name: str
+    """Its entry point's name in the group `instar.<kind>`, or `package.module:Class`."""
+    args: dict[str, Any] = {}
+    """Settings of its own; it is given this section."""
+    python: str | None = None
+    """Interpreter to run it with, where it is a role. Default: the running one."""

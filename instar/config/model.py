@@ -1,0 +1,32 @@
+"""The model, and where a run keeps its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from instar.config.base import DType, Positive, Section
+
+
+class ModelConfig(Section):
+    """Which model is served and trained."""
+
+    name: str = "smollm2-135m"
+    """`smollm2-135m` (from the package registry), a Hugging Face id, or a folder (`./folder`)."""
+    dtype: DType = "auto"
+    """Of the base weights. `auto` is bf16 where the processor computes it fast, else fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one."""
+    max_context: Positive = 2048
+    """Longest prompt + reply, in tokens."""
+    tool_format: Literal["auto", "template", "generic"] = "auto"
+    """How tools reach the model: through its own chat template, or by the generic format of
+    docs/concepts.md. `auto` takes the template where it knows tools."""
+
+
+class SqliteStoreConfig(Section):
+    """The embedded store: one file, one writer per process."""
+
+    type: Literal["sqlite"] = "sqlite"
+    path: Path | None = None
+    """The database file. Default: `store.db` in the run's folder."""

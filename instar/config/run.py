@@ -1,0 +1,86 @@
+"""A run: the whole YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from instar.config.backends import BackendConfig, LocalBackendConfig
+from instar.config.base import Section
+from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
+from instar.config.gateway import GatewayConfig, ModelRoute
+from instar.config.model import ModelConfig, SqliteStoreConfig
+from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig
+from instar.config.trainer import TrainerConfig
+
+
+class RunConfig(Section):
+    """A run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Names the run, its folder and its policy."""
+    seed: int = 0
+    """Seeds the order of tasks, the sampling and the adapter."""
+    dir: Path | None = None
+    """Folder of the run. Default: `runs/<name>` in the working folder."""
+    agent_id: str = "default"
+    """Which agent the recorded sessions belong to."""
+    model: ModelConfig = ModelConfig()
+    store: SqliteStoreConfig = SqliteStoreConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = LocalEngineConfig()
+    upstreams: dict[str, UpstreamEngineConfig] = {}
+    """Providers beside the engine, by a name of your choice."""
+    models: dict[str, ModelRoute] = {}
+    """The names that agents ask for (`*` stands for anything) and what answers them; the first that fits
+    counts. Default: the run's engine answers every name."""
+    backend: BackendConfig = LocalBackendConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig | None = None
+    """Agents to run on tasks. `instar train` needs it, `instar serve` does not."""
+    reward: RewardConfig = AgentRewardConfig()
+    eval: EvalConfig | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.dir or Path("runs") / self.name
+
+    @property
+    def store_path(self) -> Path:
+        return self.store.path or self.run_dir / "store.db"
+
+    @model_validator(mode="after")
+    def _staleness_fits_mode(self) -> Self:
+        if self.trainer.mode == "sync" and self.trainer.max_staleness:
+            given = self.trainer.max_staleness
+            raise ValueError(
+                f"trainer.max_staleness: given {given}; it is 0, or left out, when trainer.mode is sync"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _upstreams_are_known(self) -> Self:
+        for name, route in self.models.items():
+            if route.upstream is not None and route.upstream not in self.upstreams:
+                known = ", ".join(self.upstreams) or "none"
+                raise ValueError(f"models.{name}.upstream: given {route.upstream!r}; upstreams: {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> Self:
+        estimator = self.trainer.advantage.estimator
+        if self.rollout is not None and self.rollout.group_size == 1 and estimator != "running":
+            raise ValueError(
+                f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
+                "sessions of a group, so it learns nothing from one. Use 2 or more, or 'running'"
+            )
+        return self
+
+    @property
+    def max_staleness(self) -> int:
+        """Versions that a trained token may be behind, the default filled in."""
+        if self.trainer.mode == "sync":
+            return 0
+        return 1 if self.trainer.max_staleness is None else self.trainer.max_staleness

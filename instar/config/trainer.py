@@ -1,0 +1,111 @@
+"""The background trainer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from instar.config.backends import AdamConfig, LossConfig, LossName
+from instar.config.base import NonNegative, Positive, Seconds, Section, Unit, by_word
+from instar.config.engines import EngineConfig, LocalEngineConfig
+from instar.config.model import ModelConfig
+
+
+class AdvantageConfig(Section):
+    """From rewards to advantages, within a group."""
+
+    estimator: Literal["grpo", "grpo_no_std", "rloo", "running"] = "grpo"
+    """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the others;
+    `running`: r - a running mean over sessions, for groups of one."""
+    normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
+    """What a step's token sum is divided by: all trained tokens of the step, the sessions of the step, each
+    session's own tokens and then the sessions, or nothing."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """What rewards count for. 0 trains on `trainer.reference` alone: on-policy distillation."""
+    decay: Unit = 0.95
+    """How slowly the `running` baseline moves."""
+
+
+class BaseReferenceConfig(Section):
+    """The model that training began with: the own one with its adapter off, or a frozen copy of it where all
+    weights are trained."""
+
+    type: Literal["base"] = "base"
+    weight: Annotated[float, Field(ge=0)] = 0.0
+    """What a token's log-ratio to the reference is weighted with in its advantage; 0 does without."""
+
+
+class CompletionsReferenceConfig(Section):
+    """A teacher behind an OpenAI-compatible `/v1/completions` that returns the logprobs of a prompt. It must
+    have the model's own vocabulary."""
+
+    type: Literal["completions"]
+    base_url: str
+    """Its address, with the `/v1`."""
+    model: str
+    """Its name there."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """What a token's log-ratio to the teacher is weighted with in its advantage; 0 does without."""
+    api_key_env: str | None = None
+    """Environment variable with its key."""
+    max_in_flight: Positive = 16
+    """Most requests at once."""
+    timeout: Seconds = 120.0
+    """Deadline of one request, with its retries."""
+
+
+class EngineReferenceConfig(Section):
+    """A teacher that an engine runs: one of its own beside the run's, in a process of its own. It must have
+    the model's own vocabulary."""
+
+    type: Literal["engine"]
+    model: ModelConfig
+    """The teacher."""
+    engine: EngineConfig = LocalEngineConfig()
+    """What runs it."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """What a token's log-ratio to the teacher is weighted with in its advantage; 0 does without."""
+
+
+ReferenceConfig = Annotated[
+    BaseReferenceConfig | CompletionsReferenceConfig | EngineReferenceConfig,
+    Field(discriminator="type"),
+    by_word("base"),
+]
+
+
+class TrainerConfig(Section):
+    """The background trainer."""
+
+    mode: Literal["async", "sync"] = "async"
+    """`async`: rollouts run ahead by at most `max_staleness` versions. `sync`: strict alternation,
+    reproducible."""
+    steps: Positive = 20
+    """Optimizer steps of the run."""
+    seconds: Seconds | None = None
+    """Stop after this much time of training, evaluation apart, if `steps` is not reached before."""
+    groups_per_step: Positive = 6
+    """Groups consumed by one step."""
+    max_staleness: NonNegative | None = None
+    """Versions that a trained token may be behind; older samples are dropped with that reason. Default: 1
+    in `async` mode; `sync` mode allows only 0."""
+    loss: LossConfig = LossConfig()
+    loss_fallback: LossName | None = None
+    """The loss to take instead where the backend does not compute `loss`, with a warning in the log and the
+    report. Default: such a loss is an error at start."""
+    reference: ReferenceConfig = BaseReferenceConfig()
+    """What the policy is held to, or learns from, token by token."""
+    adam: AdamConfig = AdamConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    warmup_steps: NonNegative = 3
+    """Steps over which the learning rate rises to its value."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """What the learning rate does after warm-up: stay, or fall towards zero at the end of `steps` or
+    `seconds`, whichever is nearer."""
+    checkpoint_every: Positive = 1
+    """Steps between two checkpoints. Steps after the last one are trained again after a crash."""
+    keep_checkpoints: Positive = 2
+    """Checkpoints and published artifacts kept, newest first."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
