@@ -25,7 +25,7 @@ from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names
 from instar.cluster.supervisor import FATAL
 from instar.config import RunConfig
-from instar.errors import EngineUnavailable, InstarError, StoreFull
+from instar.errors import BackendUnavailable, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
 from instar.types import Endpoint, Policy
 
@@ -109,7 +109,7 @@ def main() -> None:
         lock = folder.lock(arguments.name or arguments.role)
         code = _run(arguments.role, folder, arguments)
         os.close(lock)
-    except (EngineUnavailable, StoreFull):
+    except (EngineUnavailable, BackendUnavailable, StoreFull):
         # May pass by itself: let the supervisor start the role again.
         traceback.print_exc()
         code = 1
@@ -156,7 +156,7 @@ async def engine(context: Context) -> None:
     await context.announce(store, "loading the model")
     served = create_engine(context.config)
     head = await store.head(context.policy_id)
-    if head.version > 0:
+    if head.version > 0 and not _has_expired(head):
         await served.load(head)
     listener = context.socket()
     status = await served.status()
@@ -181,6 +181,12 @@ async def engine(context: Context) -> None:
     )
     await served.close()
     await store.close()
+
+
+def _has_expired(policy: Policy) -> bool:
+    """Of a sampler at a service: the trainer exports it again and brings it here."""
+    expires = policy.artifact.expires_at
+    return expires is not None and expires <= time.time()
 
 
 async def gateway(context: Context) -> None:

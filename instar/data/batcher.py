@@ -109,6 +109,12 @@ class Batcher:
     def load_baseline(self, state: Json) -> None:
         self.estimator.load_json(state)
 
+    def begin_again(self) -> None:
+        """Forget what was consumed: steps have been released, and the store knows."""
+        self._loaded = {}
+        self._settled = None
+        self.load_baseline({})
+
     async def next_batch(
         self,
         step: int,

@@ -3,7 +3,7 @@
 A step is *claimed* (its samples with their rewards and advantages are frozen in the store), then
 *submitted* to the backend, then *saved* (a checkpoint holds its update), then *committed* (its version
 is published). Whatever moment the process dies at, `recover` finds the last saved state, gives back
-what was claimed after it, and goes on.
+what was claimed after it, and goes on. It does the same when a service has lost the session.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instar.backends.base import Backend, ForwardBackward, OptimStep
 from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
 from instar.engines.base import Engine
-from instar.errors import EngineError, EngineUnavailable
+from instar.errors import BackendLost, EngineError, EngineUnavailable
 from instar.store.base import Store
 from instar.sync.base import Sync
 from instar.trainer.checkpoint import (
@@ -33,6 +33,10 @@ from instar.trainer.monitor import Monitor, read_steps
 from instar.types import Json, Policy, StepState
 
 Engines = Callable[[], Awaitable[list[Engine]]]
+MOST_LOSSES = 5
+"""Times in a row, no step between, that a lost session is begun again."""
+RENEW_AFTER = 2 / 3
+"""Of the time that a published sampler is kept, after which it is exported again."""
 
 
 @dataclass
@@ -78,6 +82,10 @@ class Trainer:
         self.saved_step = 0
         self.saved_version = 0
         """The version of the last saved step: what a recovery falls back to."""
+        self.losses = 0
+        """How often in a row the backend has lost its session."""
+        self.renew_at: float | None = None
+        """When the head's artifact has to be made anew; None: it does not expire."""
         self.clock = Clock()
         self.stopping = asyncio.Event()
         self.rollout_finished = False
@@ -87,37 +95,63 @@ class Trainer:
 
     async def run(self) -> None:
         """Train until the steps or the time are used up, the data has run out, or `stop` was called."""
-        await self.recover()
-        self.clock.started = time.monotonic()
+        while True:
+            try:
+                await self.recover()
+                self.clock.started = time.monotonic()
+                await self._train()
+            except BackendLost as error:
+                self._begin_again(error)
+            else:
+                self.doing = "finished"
+                return
+
+    async def _train(self) -> None:
         while not self._done():
-            self.doing = f"waiting for the data of step {self.step + 1}"
-            head = await self.store.head(self.policy_id)
-            waited = time.monotonic()
-            batch = await self.batcher.next_batch(
-                step=self.step + 1,
-                epoch=0,
-                version=head.version,
-                stop=self.stopping,
-                finished=lambda: self.rollout_finished,
-                wait=self._patience(),
-            )
-            if batch is None:
-                if self.rollout_finished:
-                    break
-                continue
-            await self.train_step(batch, waited=time.monotonic() - waited)
+            if not await self._next():
+                break
         if self.step > self.saved_step:
             await self._save_and_commit(self.step)
-        self.doing = "finished"
+
+    def _begin_again(self, error: BackendLost) -> None:
+        self.losses += 1
+        if self.losses > MOST_LOSSES:
+            raise error
+        self.log(f"the training session was lost, going back to the last saved state: {error}")
+        self.batcher.begin_again()
+        self.step = self.saved_step = self.saved_version = 0
+
+    async def _next(self) -> bool:
+        """Wait for a batch and train on it. False: the data has run out."""
+        await self._renew()
+        self.doing = f"waiting for the data of step {self.step + 1}"
+        head = await self.store.head(self.policy_id)
+        waited = time.monotonic()
+        batch = await self.batcher.next_batch(
+            step=self.step + 1,
+            epoch=0,
+            version=head.version,
+            stop=self.stopping,
+            finished=lambda: self.rollout_finished,
+            wait=self._patience(),
+        )
+        if batch is None:
+            return not self.rollout_finished
+        await self.train_step(batch, waited=time.monotonic() - waited)
+        self.losses = 0
+        return True
 
     def stop(self) -> None:
         """Finish the step under way, checkpoint, and return from `run`."""
         self.stopping.set()
 
     def _patience(self) -> float | None:
-        """How long to wait for data: no longer than the run's time allows."""
+        """How long to wait for data: no longer than the run's time, or the published sampler's, allows."""
         limit = self.config.trainer.seconds
-        return None if limit is None else max(0.0, limit - self.clock.seconds)
+        left = [] if limit is None else [limit - self.clock.seconds]
+        if self.renew_at is not None:
+            left.append(self.renew_at - time.time())
+        return max(0.0, min(left)) if left else None
 
     def _done(self) -> bool:
         limit = self.config.trainer.seconds
@@ -211,14 +245,32 @@ class Trainer:
         self.doing = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         folder = self._policy_path(version)
-        artifact = await self.backend.publish(folder)
-        policy = Policy(self.policy_id, version, artifact)
-        await self.store.publish(policy)
-        await self._push(policy)
+        await self._make_head(version)
         # A recovery makes the last saved version the head again, so its weights stay.
         keep = frozenset({self._policy_path(self.saved_version)})
         prune(folder.parent, self.config.trainer.keep_checkpoints, keep)
         return version
+
+    async def _make_head(self, version: int) -> None:
+        """The current weights, under this version."""
+        policy = Policy(self.policy_id, version, await self.backend.publish(self._policy_path(version)))
+        await self.store.publish(policy)
+        self._note_expiry(policy)
+        await self._push(policy)
+
+    def _note_expiry(self, head: Policy) -> None:
+        expires, now = head.artifact.expires_at, time.time()
+        self.renew_at = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
+
+    async def _renew(self) -> bool:
+        """Make the head's artifact anew when it is about to expire. The weights are still those it was made
+        of: every step ends with a version."""
+        if self.renew_at is None or time.time() < self.renew_at:
+            return False
+        head = await self.store.head(self.policy_id)
+        self.log(f"exporting version {head.version} again: its sampler expires")
+        await self._make_head(head.version)
+        return True
 
     def _policy_path(self, version: int) -> Path:
         return self.config.run_dir / "policies" / f"v{version:06d}"
@@ -248,6 +300,8 @@ class Trainer:
             self.clock = Clock(before=state.seconds)
             self.batcher.load_baseline(state.baseline)
             self.log(f"resuming after step {state.step}")
+        else:
+            await self.backend.start()
         discard_later(self.config.run_dir, self.saved_step)
         await self._tombstone_abandoned()
         released = await self.store.release_steps(self.run_id, after=self.saved_step)
@@ -257,8 +311,11 @@ class Trainer:
             await self._note_published()
             await self._commit()
             await self._record_missing()
-        # The base model too: an engine may hold a version that has just been given up.
-        await self._push(await self.store.head(self.policy_id))
+        head = await self.store.head(self.policy_id)
+        self._note_expiry(head)
+        if not await self._renew():
+            # The base model too: an engine may hold a version that has just been given up.
+            await self._push(head)
 
     async def _tombstone_abandoned(self) -> None:
         """Before their steps are released, so that a crash in between finds them again."""
