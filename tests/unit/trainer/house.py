@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,12 +34,13 @@ class Fate:
 
     point: str = ""
     times: int = 1
+    error: type[Exception] = Died
     passed: list[str] = field(default_factory=list[str])
 
     def passes(self, point: str) -> None:
         self.passed.append(point)
         if point == self.point and self.passed.count(point) == self.times:
-            raise Died(point)
+            raise self.error(point)
 
 
 class MortalStore(SqliteStore):
@@ -77,6 +79,16 @@ class MortalBackend(LocalBackend):
     def __init__(self, config: RunConfig, fate: Fate) -> None:
         super().__init__(config.model, config.backend, seed=config.seed)
         self.fate = fate
+        self.born = config.run_dir / "born"
+        self.kept_for: float | None = None
+        """Seconds that what is published is said to be kept."""
+
+    async def start(self) -> None:
+        """As at first, however often it is asked for."""
+        if self.born.exists():
+            await self.load_state(self.born)
+        else:
+            await super().save_state(self.born)
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         done = await super().forward_backward(samples, loss)
@@ -95,6 +107,8 @@ class MortalBackend(LocalBackend):
     async def publish(self, path: Path) -> Artifact:
         artifact = await super().publish(path)
         self.fate.passes("artifact written")
+        if self.kept_for is not None:
+            return Artifact(artifact.kind, artifact.path, expires_at=time.time() + self.kept_for)
         return artifact
 
 

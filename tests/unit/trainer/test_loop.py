@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from instar.config import RunConfig
-from instar.errors import InstarError, NonFinite
+from instar.errors import BackendLost, InstarError, NonFinite
 from instar.trainer.checkpoint import checkpoint_path
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import StepState
@@ -259,3 +259,45 @@ async def test_readers_pass_over_a_line_cut_short(config: RunConfig) -> None:
     with (config.run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("point", ["forward_backward", "optim_step", "state written", "artifact written"])
+async def test_a_lost_session_is_begun_again(
+    config: RunConfig, undisturbed: Learned, point: str, times: int
+) -> None:
+    async with open_house(config, Fate(point, times, BackendLost)) as house:
+        await house.trainer.run()
+        await assert_committed(house, 3)
+        assert (await house.claims(), await house.head_hash()) == undisturbed
+        assert any("lost" in line for line in house.log)
+
+
+async def test_a_session_lost_over_and_over_ends_the_run(config: RunConfig) -> None:
+    async with open_house(config) as house:
+
+        async def lose(*_: object) -> None:
+            raise BackendLost("gone")
+
+        house.backend.forward_backward = lose  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(BackendLost):
+            await house.trainer.run()
+        assert len([line for line in house.log if "lost" in line]) == 5
+
+
+async def test_a_sampler_is_exported_again_before_it_expires(config: RunConfig) -> None:
+    async with open_house(with_trainer(config, steps=50)) as house:
+        house.backend.kept_for = 0.6
+        house.trainer.rollout_finished = False
+        running = asyncio.create_task(house.trainer.run())
+        while house.trainer.step < 6:  # noqa: ASYNC110 - what the trainer itself reports
+            await asyncio.sleep(0.05)
+        first = await house.store.head(RUN)
+        await asyncio.sleep(1.0)
+        again = await house.store.head(RUN)
+        house.trainer.stop()
+        await running
+        assert again.version == first.version == 6
+        assert first.artifact.expires_at is not None
+        assert again.artifact.expires_at is not None
+        assert again.artifact.expires_at > first.artifact.expires_at
