@@ -21,7 +21,7 @@ from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, 
 from instar.backends.local import losses, state
 from instar.backends.local.check import check_samples
 from instar.backends.local.memory import keep_freed_pages
-from instar.backends.local.model import load_model
+from instar.backends.local.model import TrainedModel, load_frozen, load_model
 from instar.backends.local.pack import Pack, pack, split
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
 from instar.errors import BackendError, NonFinite
@@ -34,6 +34,8 @@ class LocalBackend(Backend):
     def __init__(self, model: ModelConfig, config: LocalBackendConfig, *, seed: int = 0) -> None:
         keep_freed_pages()
         self._config = config
+        self._base = model
+        self._frozen: TrainedModel | None = None
         self._closed = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instar-backend")
         try:
@@ -69,10 +71,14 @@ class LocalBackend(Backend):
             losses=losses.LOSSES,
             artifacts=frozenset({"weights" if self._config.lora is None else "adapter"}),
             full_finetuning=True,
+            reference=True,
         )
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._run(lambda: self._forward(samples))
+        return await self._run(lambda: self._forward(samples, self._model))
+
+    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return await self._run(lambda: self._reference(samples))
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         return await self._run(lambda: self._forward_backward(samples, loss))
@@ -98,13 +104,14 @@ class LocalBackend(Backend):
 
     def _free(self) -> None:
         del self._model, self._parameters, self._optimizer
+        self._frozen = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     # --- in the thread -------------------------------------------------------------------------
 
-    def _forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        check_samples(samples, self._model.vocab_size, self._model.max_tokens)
+    def _forward(self, samples: Sequence[Sample], model: TrainedModel) -> list[Floats]:
+        check_samples(samples, model.vocab_size, model.max_tokens)
         results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
         sequences = [sample.token_ids for sample in samples]
         for members in split(sequences, self._config.micro_batch_tokens):
@@ -113,9 +120,17 @@ class LocalBackend(Backend):
             if len(wanted) == 0:
                 continue
             with torch.no_grad():
-                values = self._model.logprobs(packed, wanted)
+                values = model.logprobs(packed, wanted)
             _spread(packed, wanted, values, [results[i] for i in members])
         return results
+
+    def _reference(self, samples: Sequence[Sample]) -> list[Floats]:
+        if self._model.adapter is not None:
+            with self._model.adapter.disable_adapter():
+                return self._forward(samples, self._model)
+        if self._frozen is None:
+            self._frozen = load_frozen(self._base, self._config)
+        return self._forward(samples, self._frozen)
 
     def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)

@@ -57,6 +57,8 @@ def _is_plain(module: Linear) -> bool:
 
 def _forward(module: Linear, x: Tensor, *_: Any, **__: Any) -> Tensor:
     base = cast(nn.Linear, module.get_base_layer())
+    if module.disable_adapters:
+        return base(x)
     a = cast(nn.Linear, module.lora_A[ADAPTER]).weight
     b = cast(nn.Linear, module.lora_B[ADAPTER]).weight
     return cast(Tensor, _LoraLinear.apply(x, base.weight, base.bias, a, b, float(module.scaling[ADAPTER])))

@@ -147,6 +147,13 @@ def load_model(model: ModelConfig, config: LocalBackendConfig, seed: int) -> Tra
     return trained
 
 
+def load_frozen(model: ModelConfig, config: LocalBackendConfig) -> TrainedModel:
+    """The base model as full fine-tuning began with it: held and computed alike, so that the two agree to the
+    bit until a step is taken."""
+    plain = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
+    return load_model(model, plain, seed=0)
+
+
 @contextmanager
 def _no_progress_bar() -> Generator[None]:
     shown = logging.is_progress_bar_enabled()

@@ -68,6 +68,14 @@ def tree_samples(seed: int = 0) -> list[Sample]:
     return samples
 
 
+def plain_logprobs(model: Any, token_ids: Any) -> Any:
+    """Of every token but the first, by transformers alone."""
+    ids = torch.from_numpy(np.asarray(token_ids, np.int64))
+    with torch.no_grad():
+        logits = model(ids.unsqueeze(0)).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
+
+
 class Reference:
     """The same adapter, one sample at a time, by the libraries' own code."""
 
@@ -158,6 +166,28 @@ class BackendConformance:
             assert np.isnan(found[sample.mask == 0]).all()
         step = await backend.optim_step(ADAM)
         assert step.grad_norm == pytest.approx(reference.grad_norm(), rel=1e-5)
+        await backend.close()
+
+    async def test_reference_logprobs_are_the_base_models(
+        self, stepped: Callable[[], Any], model_folder: Path
+    ) -> None:
+        backend = await stepped()
+        if not backend.capabilities.reference:
+            with pytest.raises(BackendError, match="base model's logprobs"):
+                await backend.reference_logprobs(tree_samples())
+            await backend.close()
+            return
+        logging.disable_progress_bar()
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        samples = tree_samples()
+        before = await backend.forward(samples)
+        for sample, found in zip(samples, await backend.reference_logprobs(samples), strict=True):
+            assert np.isnan(found[0])
+            np.testing.assert_allclose(found[1:], plain_logprobs(base, sample.token_ids), atol=2e-5)
+        for then, now in zip(before, await backend.forward(samples), strict=True):
+            np.testing.assert_array_equal(then, now, "the adapter is on again")
+        await backend.forward_backward(samples, LossConfig())
+        assert (await backend.optim_step(ADAM)).grad_norm > 0
         await backend.close()
 
     async def test_steps_follow_adamw(

@@ -124,6 +124,20 @@ async def test_bf16_agrees_with_fp32_roughly(model_folder: Path) -> None:
     assert np.concatenate(differences).mean() < 0.03
 
 
+async def test_reference_under_full_finetuning_is_a_frozen_copy(model_folder: Path) -> None:
+    """Loaded when it is first asked for, however far training has come by then."""
+    backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype="bf16")
+    samples = tree_samples()
+    began = await backend.forward(samples)
+    await backend.forward_backward(samples, LossConfig())
+    await backend.optim_step(ADAM)
+    for _ in range(2):
+        for then, now in zip(began, await backend.reference_logprobs(samples), strict=True):
+            np.testing.assert_array_equal(then, now)
+    assert not np.array_equal((await backend.forward(samples))[0][1:], began[0][1:])
+    await backend.close()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 async def test_full_finetuning(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype=dtype)
