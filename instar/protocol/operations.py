@@ -1,0 +1,222 @@
+"""Operations, held in memory: ordered lanes, each operation once, results kept for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from instar.protocol.base import Limits, Operations, Outcome, ProtocolError
+from instar.protocol.failures import as_protocol_error
+from instar.types import new_id
+
+SWEEP_EVERY = 5.0
+"""Seconds between two searches for results that nobody wants any more."""
+KEPT_AFTER_DELIVERY = 300.0
+"""Seconds that a result is still there after it was handed out, for a client that lost the answer."""
+
+
+@dataclass(eq=False, slots=True)
+class _Operation:
+    operation_id: str
+    kind: str
+    owner: str
+    work: Callable[[], Awaitable[Any]] | None
+    """None once it is done: what it holds on to is large."""
+    outcome: asyncio.Future[Outcome]
+    lane: _Lane | None
+    seq: int | None
+    key: str | None
+    kept_until: float = float("inf")
+
+
+@dataclass(eq=False, slots=True)
+class _Lane:
+    name: str
+    next: int = 1
+    """The sequence id that may run."""
+    running: bool = False
+    operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
+    """By sequence id: waiting, running, and done ones whose result is still kept."""
+    gap_timer: asyncio.TimerHandle | None = None
+
+    def stop_waiting(self) -> None:
+        if self.gap_timer is not None:
+            self.gap_timer.cancel()
+            self.gap_timer = None
+
+
+class LocalOperations(Operations):
+    """An operation that failed lets the next one of its lane run: clients decide what a failure means.
+
+    When a sequence id stays missing, those that wait behind it fail and stay failed; the lane goes on once
+    the missing one arrives."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._operations: dict[str, _Operation] = {}
+        self._keys: dict[tuple[str, str], _Operation] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = 0
+        self._swept_at = time.monotonic()
+        self._closed = False
+
+    def submit(
+        self,
+        kind: str,
+        owner: str,
+        work: Callable[[], Awaitable[Any]],
+        *,
+        lane: str | None = None,
+        seq: int | None = None,
+        key: str | None = None,
+    ) -> str:
+        self._sweep()
+        if (known := self._known(kind, owner, lane, seq, key)) is not None:
+            return known.operation_id
+        if self._closed:
+            raise ProtocolError("the server is closing", 503, "server")
+        if self._open >= self._limits.max_operations:
+            raise ProtocolError(f"{self._open} operations wait or run already: try again later", 429)
+        place = None
+        if lane is not None and seq is not None:
+            place = self._lanes.setdefault(lane, _Lane(lane))
+        outcome = asyncio.get_running_loop().create_future()
+        operation = _Operation(new_id("op"), kind, owner, work, outcome, place, seq, key)
+        self._operations[operation.operation_id] = operation
+        if key is not None:
+            self._keys[owner, key] = operation
+        self._open += 1
+        if place is None or seq is None:
+            self._start(operation)
+        else:
+            place.operations[seq] = operation
+            self._advance(place)
+        return operation.operation_id
+
+    async def wait(self, operation_id: str, owner: str, timeout: float) -> Outcome | None:
+        self._sweep()
+        operation = self._operations.get(operation_id)
+        if operation is None or operation.owner != owner:
+            raise ProtocolError(f"there is no operation {operation_id}, or its result has expired", 404)
+        if not operation.outcome.done():
+            await asyncio.wait([operation.outcome], timeout=timeout)
+        if not operation.outcome.done():
+            return None
+        operation.kept_until = min(operation.kept_until, time.monotonic() + KEPT_AFTER_DELIVERY)
+        return operation.outcome.result()
+
+    def end_lane(self, lane: str) -> None:
+        ended = self._lanes.pop(lane, None)
+        if ended is not None:
+            ended.stop_waiting()
+            self._fail_waiting(ended, ProtocolError(f"{lane} was ended before this operation ran", 404))
+
+    async def close(self) -> None:
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.stop_waiting()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        closing = ProtocolError("the server is closing", 503, "server")
+        for operation in self._operations.values():
+            self._finish(operation, Outcome(error=closing))
+
+    def _known(
+        self, kind: str, owner: str, lane: str | None, seq: int | None, key: str | None
+    ) -> _Operation | None:
+        """The operation that this one is a repetition of."""
+        found = self._keys.get((owner, key)) if key is not None else None
+        if found is None and lane is not None and seq is not None:
+            found = self._in_lane(lane, seq)
+        if found is not None and (found.kind != kind or found.owner != owner):
+            what = "this idempotency key" if found.key == key else f"sequence id {seq} of {lane}"
+            raise ProtocolError(f"{what} belongs to another operation ({found.kind})", 409)
+        return found
+
+    def _in_lane(self, lane: str, seq: int) -> _Operation | None:
+        if seq < 1:
+            raise ProtocolError(f"sequence ids begin with 1; {seq} was given")
+        place = self._lanes.get(lane)
+        if place is None:
+            return None
+        found = place.operations.get(seq)
+        if found is None and seq < place.next:
+            raise ProtocolError(f"sequence id {seq} of {lane} was run already; its result has expired", 409)
+        return found
+
+    # --- running ---
+
+    def _advance(self, lane: _Lane) -> None:
+        """Start what may run; wait, but not for ever, for a sequence id that has not arrived."""
+        if lane.running or self._closed:
+            return
+        while (operation := lane.operations.get(lane.next)) is not None and operation.outcome.done():
+            if operation.operation_id not in self._operations:
+                del lane.operations[lane.next]
+            lane.next += 1
+        if operation is not None:
+            lane.stop_waiting()
+            lane.running = True
+            self._start(operation)
+        elif lane.gap_timer is None and any(not o.outcome.done() for o in lane.operations.values()):
+            loop = asyncio.get_running_loop()
+            lane.gap_timer = loop.call_later(self._limits.sequence_gap, self._gap_stays, lane)
+
+    def _gap_stays(self, lane: _Lane) -> None:
+        lane.gap_timer = None
+        self._fail_waiting(
+            lane,
+            ProtocolError(
+                f"not run: sequence id {lane.next} of {lane.name}, which comes before, did not arrive within "
+                f"{self._limits.sequence_gap:g} s"
+            ),
+        )
+
+    def _fail_waiting(self, lane: _Lane, error: ProtocolError) -> None:
+        for seq, operation in lane.operations.items():
+            if not (lane.running and seq == lane.next):
+                self._finish(operation, Outcome(error=error))
+
+    def _start(self, operation: _Operation) -> None:
+        task = asyncio.create_task(self._run(operation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, operation: _Operation) -> None:
+        assert operation.work is not None
+        try:
+            outcome = Outcome(await operation.work())
+        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits for it must be told
+            outcome = Outcome(error=as_protocol_error(error))
+        self._finish(operation, outcome)
+        if operation.lane is not None:
+            operation.lane.running = False
+            self._advance(operation.lane)
+
+    def _finish(self, operation: _Operation, outcome: Outcome) -> None:
+        if operation.outcome.done():
+            return
+        operation.work = None
+        operation.outcome.set_result(outcome)
+        operation.kept_until = time.monotonic() + self._limits.result_ttl
+        self._open -= 1
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        if now < self._swept_at + min(SWEEP_EVERY, self._limits.result_ttl):
+            return
+        self._swept_at = now
+        for operation in [o for o in self._operations.values() if o.kept_until < now]:
+            del self._operations[operation.operation_id]
+            if operation.key is not None:
+                self._keys.pop((operation.owner, operation.key), None)
+            lane, seq = operation.lane, operation.seq
+            # One that failed for a gap stays until the lane has passed its place.
+            if lane is not None and seq is not None and seq < lane.next:
+                lane.operations.pop(seq, None)
