@@ -21,51 +21,11 @@ from transformers.utils import logging
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig
+from instar.conformance.batches import make_sample, tree_samples
 from instar.errors import BackendError, NonFinite
 from instar.types import Sample
 
-VOCAB = 300
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
-
-
-def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Seeded logprobs and advantages, trained from an index on."""
-    rng = np.random.default_rng([seed, len(ids)])
-    mask = np.zeros(len(ids), np.float32)
-    mask[trained_from:] = 1
-    fields: dict[str, Any] = {
-        "mask": mask,
-        "logprobs": np.where(mask > 0, rng.normal(-5, 0.5, len(ids)), np.nan).astype(np.float32),
-        "advantages": np.where(mask > 0, rng.normal(0, 0.05, len(ids)), 0).astype(np.float32),
-        "versions": np.where(mask > 0, 0, -1).astype(np.int32),
-    }
-    return Sample(key, "s", np.asarray(ids, np.int32), **(fields | changes))
-
-
-def tree_samples(seed: int = 0) -> list[Sample]:
-    """Sessions of a batch: a prefix common to all, one per group, replies that begin alike, one that is
-    the same twice, one that is a prefix of another, and one that shares nothing."""
-    rng = np.random.default_rng(seed)
-
-    def tokens(count: int) -> list[int]:
-        return [int(t) for t in rng.integers(3, VOCAB, count)]
-
-    common = tokens(33)
-    samples: list[Sample] = []
-    for group in range(3):
-        prefix, start = common + tokens(20 * group + 2), tokens(5)
-        for slot in range(3):
-            reply = start[: slot + 2] + tokens(9 + 4 * slot)
-            samples.append(make_sample(f"g{group}.{slot}", prefix + reply, len(prefix), seed + slot))
-    longest = [int(t) for t in samples[-1].token_ids]
-    samples.append(make_sample("twin", longest, len(longest) - 12, seed + 7))
-    samples.append(make_sample("prefix", longest[:-4], len(longest) - 9, seed + 8))
-    samples.append(make_sample("alone", tokens(6), 1, seed + 9))
-    # A tool's answer in the middle is not trained on.
-    holes = samples[1].mask.copy()
-    holes[-6:-3] = 0
-    samples[1] = make_sample("holes", samples[1].token_ids.tolist(), len(common), seed, mask=holes)
-    return samples
 
 
 def plain_logprobs(model: Any, token_ids: Any) -> Any:
