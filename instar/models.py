@@ -6,6 +6,7 @@ converted once into the cache), a Hugging Face id, or a folder.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
@@ -127,6 +128,12 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+def share_weights(model: Any) -> Any:
+    """Another torch model over the same tensors: its modules, hooks and settings are its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, str]:

@@ -29,7 +29,8 @@ Inbox = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
-    """Samples with torch. ``stop_at_eos=False`` lets replies run to their ``max_tokens``, for benchmarks."""
+    """Samples with torch. ``weights`` are those of a model loaded already, for engines that share them.
+    ``stop_at_eos=False`` lets replies run to their ``max_tokens``, for benchmarks."""
 
     def __init__(
         self,
@@ -38,8 +39,9 @@ class LocalEngine(Engine):
         *,
         tokenizer: Any = None,
         stop_at_eos: bool = True,
+        weights: EngineModel | None = None,
     ) -> None:
-        self._model = EngineModel(model)
+        self._model = weights or EngineModel(model)
         self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
         self._eos = self._eos_ids() if stop_at_eos else set[int]()
         self._threads = config.threads

@@ -34,7 +34,9 @@ class EngineLinear(nn.Linear):
         wrapped = cls(1, 1, bias=False, device="meta")
         wrapped.in_features, wrapped.out_features = base.in_features, base.out_features
         wrapped.weight, wrapped.bias = base.weight, base.bias
-        wrapped.pair = wrapped.packed = None
+        wrapped.pair = None
+        # A buffer, so that models which share their weights share this too.
+        wrapped.register_buffer("packed", None, persistent=False)
         return wrapped
 
     def forward(self, input: Tensor) -> Tensor:

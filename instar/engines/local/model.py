@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from instar.engines.local.linear import LoraPair, install, pack, replace_linears
 from instar.engines.local.lora import read_adapter
 from instar.engines.local.rows import KVShape
 from instar.errors import EngineError
-from instar.models import device_and_dtype, resolve_model
+from instar.models import device_and_dtype, resolve_model, share_weights
 from instar.types import Policy
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -36,13 +37,16 @@ class Change:
 
 
 class EngineModel:
-    def __init__(self, config: ModelConfig) -> None:
+    """``base`` is the model to serve, loaded already; its tensors are shared, not copied."""
+
+    def __init__(self, config: ModelConfig, base: Any = None) -> None:
         transformers_logging.disable_progress_bar()
         self.device, dtype = device_and_dtype(config)
         self.dtype = DTYPES[dtype]
         self.folder = resolve_model(config.name)
         self._source = self.folder
-        self._model = _read(self.folder, self.dtype).to(self.device)
+        self._model = _read(self.folder, self.dtype) if base is None else _served(base)
+        self._model.to(self.device)
         replace_linears(self._model)
         pack(self._model)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
@@ -50,6 +54,13 @@ class EngineModel:
         positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
         self.max_context = min(config.max_context, positions)
         self.kv_shape = self._probe(text_config.num_hidden_layers)
+
+    def share(self) -> EngineModel:
+        """Another one over the same weights, with adapters of its own. Full weights loaded into one would
+        be the other's too."""
+        shared = copy.copy(self)
+        shared._model = share_weights(self._model)
+        return shared
 
     def eos_ids(self) -> set[int]:
         """Ids that end a reply, wherever the model's files name them."""
@@ -108,6 +119,13 @@ class EngineModel:
             raise EngineError("the local engine needs a model with the same full attention in every layer")
         ((kv_heads, head_dim),) = shapes
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
+
+
+def _served(base: Any) -> Any:
+    """A model loaded for something else, with this engine's attention."""
+    model = share_weights(base)
+    model.set_attn_implementation(attention.NAME)
+    return model.eval().requires_grad_(False)
 
 
 def _read(folder: Path, dtype: torch.dtype) -> Any:
