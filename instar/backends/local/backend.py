@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep
+from instar.backends.check import check_samples
 from instar.backends.local import losses, state
-from instar.backends.local.check import check_samples
 from instar.backends.local.memory import keep_freed_pages
 from instar.backends.local.model import TrainedModel, load_frozen, load_model
 from instar.backends.local.pack import Pack, pack, split
@@ -29,9 +31,21 @@ from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
 
+GLOBAL_RNG = threading.Lock()
+"""Torch's generator is one for the process: backends beside each other draw and restore in turn."""
+
 
 class LocalBackend(Backend):
-    def __init__(self, model: ModelConfig, config: LocalBackendConfig, *, seed: int = 0) -> None:
+    """``weights``, from `load_base`, are the base model's: backends with adapters may share them."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: LocalBackendConfig,
+        *,
+        seed: int = 0,
+        weights: PreTrainedModel | None = None,
+    ) -> None:
         keep_freed_pages()
         self._config = config
         self._base = model
@@ -39,17 +53,18 @@ class LocalBackend(Backend):
         self._closed = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instar-backend")
         try:
-            self._pool.submit(self._start, model, seed).result()
+            self._pool.submit(self._start, model, seed, weights).result()
         except BaseException:
             self._pool.shutdown(wait=False)
             raise
 
-    def _start(self, model: ModelConfig, seed: int) -> None:
+    def _start(self, model: ModelConfig, seed: int, weights: PreTrainedModel | None) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
-        # Torch starts from a random one, and what a checkpoint holds has to be the run's own.
-        torch.manual_seed(seed)
-        self._model = load_model(model, self._config, seed)
+        with GLOBAL_RNG:
+            # Torch starts from a random one, and what a checkpoint holds has to be the run's own.
+            torch.manual_seed(seed)
+            self._model = load_model(model, self._config, seed, weights)
         self._parameters = self._model.parameters
         # Every field is set again at each step; fused is the fastest on CPU and GPU alike.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
@@ -230,10 +245,12 @@ class LocalBackend(Backend):
         return Artifact("weights" if self._config.lora is None else "adapter", str(path.resolve()))
 
     def _save_state(self, path: Path) -> None:
-        state.save_training(path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps})
+        with GLOBAL_RNG:
+            state.save_training(path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps})
 
     def _load_state(self, path: Path, optimizer: bool) -> None:
-        counters = state.load_training(path, self._parameters, self._optimizer, with_optimizer=optimizer)
+        with GLOBAL_RNG:
+            counters = state.load_training(path, self._parameters, self._optimizer, with_optimizer=optimizer)
         self._optim_steps = counters["optim_steps"] if optimizer else 0
 
 

@@ -1,15 +1,10 @@
-"""Folders on disk: published adapters and weights, and saved training state. No pickle.
-
-A folder is filled under another name, flushed to disk and renamed, so it exists only when whole.
-"""
+"""Published adapters and weights, and saved training state, on disk. No pickle."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,34 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from instar.backends.folders import write_folder
 from instar.errors import BackendError
 
 FORMAT = 1
 TENSORS = "state.safetensors"
 META = "state.json"
-
-
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make ``path`` a folder filled by ``fill``; one that is there already is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        whole = Path(scratch) / "whole"
-        whole.mkdir()
-        fill(whole)
-        for entry in [*whole.rglob("*"), whole]:
-            _fsync(entry)
-        if path.exists():
-            path.rename(Path(scratch) / "replaced")
-        whole.rename(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -6,31 +6,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from instar.backends.local.losses import USES_OLD_LOGPROBS
 from instar.config import LossConfig
 from instar.errors import BackendError
 from instar.types import Sample
 
 
 def check_samples(
-    samples: Sequence[Sample], vocab_size: int, max_tokens: int | None, loss: LossConfig | None = None
+    samples: Sequence[Sample],
+    vocab_size: int | None,
+    max_tokens: int | None,
+    loss: LossConfig | None = None,
 ) -> None:
-    """With a loss, what is trained on is checked too."""
+    """With a loss, what is trained on is checked too. None: not known here."""
     for sample in samples:
         _check_tokens(sample, vocab_size, max_tokens)
         if loss is not None:
             _check_trained(sample, loss)
 
 
-def _check_tokens(sample: Sample, vocab_size: int, max_tokens: int | None) -> None:
+def _check_tokens(sample: Sample, vocab_size: int | None, max_tokens: int | None) -> None:
     ids = sample.token_ids
     if sample.media:
-        raise BackendError(f"sample {sample.sample_key}: the local backend does not train on media")
+        raise BackendError(f"sample {sample.sample_key}: this backend does not train on media")
     if max_tokens is not None and len(ids) > max_tokens:
         raise BackendError(
             f"sample {sample.sample_key} has {len(ids)} tokens; the model takes at most {max_tokens}"
         )
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    outside = np.flatnonzero((ids < 0) | (ids >= (np.inf if vocab_size is None else vocab_size)))
     if len(outside):
         index = int(outside[0])
         raise BackendError(
@@ -52,7 +54,7 @@ def _check_trained(sample: Sample, loss: LossConfig) -> None:
     if len(sample) and trained[0]:
         raise BackendError(f"sample {sample.sample_key}: index 0 is trained, but nothing stands before it")
     needed = {"advantage": sample.advantages}
-    if loss.name in USES_OLD_LOGPROBS:
+    if loss.name != "cross_entropy":
         needed["logprob"] = sample.logprobs
     for name, values in needed.items():
         missing = np.flatnonzero(trained & np.isnan(values))

@@ -1,0 +1,50 @@
+"""A call to a service that failed, told apart by what can be done about it. Every SDK has errors of its own;
+backends and engines know these alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from instar.errors import (
+    BackendError,
+    BackendLost,
+    BackendUnavailable,
+    ConfigError,
+    EngineError,
+    EngineUnavailable,
+    InstarError,
+)
+
+Kind = Literal["refused", "unavailable", "lost", "settings", "broken"]
+"""``refused``: the service did nothing and says why. ``unavailable``: no answer within the deadline, or none
+but errors that pass; what it did is not known. ``lost``: it no longer has the session. ``settings``: the key
+or address is wrong. ``broken``: an answer that cannot be read, or a request that it does not take; what it
+did is not known."""
+
+
+class CloudFailure(Exception):
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+
+    def for_backend(self) -> InstarError:
+        match self.kind:
+            case "unavailable":
+                return BackendUnavailable(str(self))
+            case "lost":
+                return BackendLost(str(self))
+            case "settings":
+                return ConfigError(str(self))
+            case "refused" | "broken":
+                return BackendError(str(self))
+
+    def for_engine(self) -> InstarError:
+        """A sampler that is lost can be opened again, so that is one to try again too."""
+        if self.kind in ("unavailable", "lost"):
+            return EngineUnavailable(str(self))
+        return EngineError(str(self))
+
+
+def scrubbed(text: str, secret: str) -> str:
+    """Without the key, should a service have written it into its answer."""
+    return text.replace(secret, "***") if secret else text

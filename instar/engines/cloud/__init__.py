@@ -1,0 +1,1 @@
+"""Engines that sample at the service that trains."""
