@@ -18,7 +18,11 @@ def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     chunks = zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk(head, rows, ids) for rows, ids in chunks])
-    parts = [checkpoint(_chunk, head, rows, ids, use_reentrant=False) for rows, ids in chunks]
+    # Nothing random happens in there, and torch's generator may be in use by another model.
+    parts = [
+        checkpoint(_chunk, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
+        for rows, ids in chunks
+    ]
     return torch.cat(cast(list[Tensor], parts))
 
 

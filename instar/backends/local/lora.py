@@ -6,6 +6,7 @@ update itself. Here the fp32 adapter is cast to the activations' type instead an
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,10 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
+            with warnings.catch_warnings():
+                # An adapter on an output layer tied to the input's is meant for the output alone.
+                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+                wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
             raise BackendError(f"backend.lora.targets: {config.targets!r} does not fit: {error}") from error
     for module in wrapped.modules():

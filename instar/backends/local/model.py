@@ -24,7 +24,7 @@ from instar.backends.local.pack import Pack, pack
 from instar.backends.local.state import write_tensors
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
-from instar.models import device_and_dtype, resolve_model
+from instar.models import device_and_dtype, resolve_model, share_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
@@ -123,19 +123,18 @@ def write_adapter(adapter: peft.PeftModel, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(text + "\n")
 
 
-def load_model(model: ModelConfig, config: LocalBackendConfig, seed: int) -> TrainedModel:
+def load_model(
+    model: ModelConfig, config: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
+) -> TrainedModel:
+    """``base``, from `load_base`, keeps the weights that are not trained: models over the same one share
+    them."""
     folder = resolve_model(model.name)
     device, dtype_name = device_and_dtype(model)
-    settings = cast(PreTrainedConfig, AutoConfig.from_pretrained(folder))
-    _refuse(settings)
     dtype = DTYPES[dtype_name]
-    held = dtype if config.lora is not None else torch.float32
-    with _no_progress_bar():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=held, attn_implementation=NAME)
-    causal = cast(PreTrainedModel, loaded)
-    for module in causal.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    if base is None:
+        causal = _read(folder, dtype if config.lora is not None else torch.float32)
+    else:
+        causal = cast(PreTrainedModel, share_weights(base))
     adapter = add_adapter(causal, config.lora, folder, seed) if config.lora is not None else None
     cast(nn.Module, causal).to(device)
     causal.eval()
@@ -145,6 +144,24 @@ def load_model(model: ModelConfig, config: LocalBackendConfig, seed: int) -> Tra
     trained = TrainedModel(causal, adapter, folder, device, dtype)
     trained.check_attention()
     return trained
+
+
+def load_base(model: ModelConfig) -> PreTrainedModel:
+    """What several models with adapters may share, on its device."""
+    device, dtype_name = device_and_dtype(model)
+    causal = _read(resolve_model(model.name), DTYPES[dtype_name])
+    return cast(PreTrainedModel, cast(nn.Module, causal).to(device).requires_grad_(False))
+
+
+def _read(folder: Path, held: torch.dtype) -> PreTrainedModel:
+    _refuse(cast(PreTrainedConfig, AutoConfig.from_pretrained(folder)))
+    with _no_progress_bar():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=held, attn_implementation=NAME)
+    causal = cast(PreTrainedModel, loaded)
+    for module in causal.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return causal
 
 
 def load_frozen(model: ModelConfig, config: LocalBackendConfig) -> TrainedModel:
