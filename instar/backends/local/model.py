@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from instar.backends.local.attention import NAME, TreePlan, make_plan
 from instar.backends.local.head import target_logprobs
 from instar.backends.local.lora import ADAPTER, add_adapter
 from instar.backends.local.pack import Pack, pack
-from instar.backends.local.state import write_tensors
+from instar.backends.local.state import write_adapter_files, write_weights
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
 from instar.models import device_and_dtype, resolve_model, share_weights
@@ -100,27 +98,12 @@ class TrainedModel:
         # Tied weights are one tensor under two names, and written under the first.
         distinct = {tensor.data_ptr(): name for name, tensor in reversed(self.causal.state_dict().items())}
         weights = {name: self.causal.state_dict()[name].to(self.dtype) for name in distinct.values()}
-        write_tensors(folder / "model.safetensors", weights)
-        for file in self.folder.iterdir():
-            kept = file.suffix in {".json", ".jinja", ".model", ".txt"}
-            if kept and file.is_file() and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
-        config = cast(dict[str, Any], json.loads((folder / "config.json").read_text()))
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(self.dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_weights(weights, self.folder, folder, self.dtype)
 
 
 def write_adapter(adapter: peft.PeftModel, folder: Path) -> None:
     weights = peft.get_peft_model_state_dict(adapter, save_embedding_layers=False)
-    write_tensors(folder / "adapter_model.safetensors", weights)
-    config = cast(dict[str, Any], adapter.peft_config[ADAPTER].to_dict())
-    config["inference_mode"] = True
-    # A set in an order of its own would make equal adapters differ on disk.
-    if isinstance(config["target_modules"], (set, list)):
-        config["target_modules"] = sorted(cast(list[str], config["target_modules"]))
-    text = json.dumps(config, indent=2, sort_keys=True, default=list)
-    (folder / "adapter_config.json").write_text(text + "\n")
+    write_adapter_files(weights, cast(dict[str, Any], adapter.peft_config[ADAPTER].to_dict()), folder)
 
 
 def load_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,30 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         path,
         metadata={"format": "pt"},
     )
+
+
+def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    """A PEFT adapter folder; ``config`` is PEFT's, as a dict."""
+    write_tensors(folder / "adapter_model.safetensors", weights)
+    written: dict[str, Any] = {**config, "inference_mode": True}
+    # A set in an order of its own would make equal adapters differ on disk.
+    if isinstance(written["target_modules"], (set, list)):
+        written["target_modules"] = sorted(cast(list[str], written["target_modules"]))
+    text = json.dumps(written, indent=2, sort_keys=True, default=list)
+    (folder / "adapter_config.json").write_text(text + "\n")
+
+
+def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """A model folder: the weights, and config and tokenizer of the model they came from."""
+    write_tensors(folder / "model.safetensors", weights)
+    for file in source.iterdir():
+        kept = file.suffix in {".json", ".jinja", ".model", ".txt"}
+        if kept and file.is_file() and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+    config = cast(dict[str, Any], json.loads((folder / "config.json").read_text()))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def adapter_hash(path: Path) -> str:
