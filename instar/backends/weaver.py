@@ -1,0 +1,357 @@
+"""Trains at Weaver, or at whatever serves its protocol.
+
+A session at the service has one model. Its calls are submitted one after the other, in the order they were
+made, and their results awaited side by side. When it is not known what the service did, the session is over:
+every later call fails, and the trainer goes back to the last saved state in a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from weaver import AsyncOperationHandle, AsyncSamplingClient, AsyncTrainingClient
+from weaver.types import AdamParams, LoraConfig
+
+from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep
+from instar.backends.check import check_samples
+from instar.backends.folders import write_folder
+from instar.backends.values import loss_and_metrics
+from instar.clouds.base import SERVICES, Access, access
+from instar.clouds.failures import CloudFailure
+from instar.clouds.weaver import (
+    Patience,
+    Weaver,
+    WeaverFailure,
+    logprobs_of,
+    metrics_of,
+    prompt_logprobs,
+    scored,
+    trained,
+)
+from instar.config import AdamConfig, LossConfig, ModelConfig, WeaverBackendConfig
+from instar.errors import BackendError, BackendLost, InstarError, NonFinite
+from instar.types import Artifact, Floats, Sample
+
+T = TypeVar("T")
+
+FORMAT = 1
+META = "state.json"
+REFERENCE_IN_FLIGHT = 16
+LET_GO = 5.0
+"""Seconds that a session which is given up may take to be told so."""
+
+
+class WeaverBackend(Backend):
+    def __init__(self, model: ModelConfig, section: WeaverBackendConfig, *, seed: int = 0) -> None:
+        self._section = section
+        self._max_tokens = model.max_context
+        self._seed = seed
+        self._access: Access = access(section, model)
+        self._patience = Patience(self._access)
+        self._model: _Model | None = None
+        self._reference: AsyncSamplingClient | None = None
+        self._closed = False
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        return SERVICES["weaver"].capabilities
+
+    async def start(self) -> None:
+        await self._begin()
+
+    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
+        model = self._training()
+        check_samples(samples, None, self._max_tokens)
+        results = _unknown(samples)
+        sent = [index for index, sample in enumerate(samples) if len(sample) > 1]
+        if sent:
+            data = [scored(samples[index]) for index in sent]
+            result = await model.call(
+                "forward", lambda: model.client.forward(data, "forward_logprob", wait=False)
+            )
+            for index, row in zip(sent, model.understood(lambda: logprobs_of(data, result)), strict=True):
+                results[index][1:] = row
+        return results
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+        model = self._training()
+        check_samples(samples, None, self._max_tokens, loss)
+        results = _unknown(samples)
+        sent = [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
+        if sent:
+            data = [trained(samples[index], loss) for index in sent]
+            result = await model.call(
+                "forward_backward", lambda: model.client.forward_backward(data, loss.name, wait=False)
+            )
+            for index, row in zip(sent, model.understood(lambda: logprobs_of(data, result)), strict=True):
+                taken = samples[index].mask > 0
+                results[index][taken] = row[taken[1:]]
+        value, metrics = loss_and_metrics(loss, samples, results)
+        if not math.isfinite(value):
+            model.end(BackendLost("the gradient at the service is not finite"))
+            raise NonFinite(f"the {loss.name} loss is {value}: {_culprits(loss, samples, results)}")
+        return ForwardBackward(value, results, metrics)
+
+    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+        model = self._training()
+        params = AdamParams(
+            learning_rate=adam.lr,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            grad_clip_norm=adam.grad_clip_norm,
+        )
+        result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
+        found = metrics_of(result)
+        norm = found.get("grad_norm", math.nan)
+        metrics = {"lr": adam.lr}
+        if not math.isnan(norm):
+            metrics["grad_clipped"] = float(0.0 < adam.grad_clip_norm < norm)
+        return OptimStep(norm, metrics)
+
+    async def publish(self, path: Path) -> Artifact:
+        model = self._training()
+        asked, name, ttl = time.time(), model.fresh_name(path.name), int(self._section.sampler_ttl)
+        result = await model.call(
+            "publish",
+            lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False),
+        )
+        found = cast(dict[str, Any], result) if isinstance(result, dict) else {}
+        if not (place := found.get("model_path") or found.get("path")):
+            raise BackendError("publish: Weaver does not say where the sampler is")
+        return Artifact("remote", str(place), expires_at=asked + ttl)
+
+    async def save_state(self, path: Path) -> None:
+        model = self._training()
+        name = model.fresh_name("state")
+        saved = await model.alone(
+            "save_state",
+            lambda: model.client.save_state(name=name, checkpoint_type="weight_and_optimizer"),
+        )
+        meta = {
+            "format": FORMAT,
+            "service": "weaver",
+            "path": saved.path,
+            "base_model": self._access.base_model,
+            "rank": self._section.rank,
+        }
+
+        def fill(folder: Path) -> None:
+            (folder / META).write_text(json.dumps(meta, indent=2) + "\n")
+
+        await asyncio.to_thread(write_folder, path, fill)
+
+    async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
+        place = self._saved_at(path)
+        model = await self._begin()
+        load = model.client.load_state_with_optimizer if optimizer else model.client.load_state
+        try:
+            await model.alone("load_state", lambda: load(place))
+        except BackendLost as error:
+            if await model.is_there():
+                raise BackendError(f"the state saved at {place} is not there any more: {error}") from None
+            raise
+
+    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        check_samples(samples, None, self._max_tokens)
+        service = self._training().service
+        if self._reference is None:
+            self._reference = await self._call(
+                "reference_logprobs",
+                lambda: service.create_sampling_client(base_model=self._access.base_model),
+            )
+        client, slots, results = self._reference, asyncio.Semaphore(REFERENCE_IN_FLIGHT), _unknown(samples)
+
+        async def score(sample: Sample, result: Floats) -> None:
+            if len(sample) > 1:
+                async with slots:
+                    result[:] = await self._call(
+                        "reference_logprobs", lambda: prompt_logprobs(client, sample.token_ids)
+                    )
+
+        async with asyncio.TaskGroup() as group:
+            for sample, result in zip(samples, results, strict=True):
+                group.create_task(score(sample, result))
+        return results
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._model is not None:
+            await self._model.service.aclose()
+            self._model = None
+
+    # --- the session ---------------------------------------------------------------------------
+
+    def _training(self) -> _Model:
+        if self._closed:
+            raise BackendError("the backend is closed")
+        if self._model is None:
+            raise BackendError("the backend was not started")
+        return self._model
+
+    async def _begin(self) -> _Model:
+        """A session with a fresh model, in place of the one under way."""
+        if self._closed:
+            raise BackendError("the backend is closed")
+        await self._give_up()
+        service, section = Weaver(self._access), self._section
+        lora = LoraConfig(
+            rank=section.rank,
+            seed=self._seed,
+            train_unembed=section.train_unembed,
+            train_mlp=section.train_mlp,
+            train_attn=section.train_attn,
+        )
+        try:
+            await self._call("start", service.connect)
+            # Always the first of its session: sent again, it is the same one.
+            client = await self._call(
+                "start",
+                lambda: service.create_model(
+                    base_model=self._access.base_model, model_seq_id=1, lora_config=lora
+                ),
+            )
+        except BackendLost as error:
+            await service.aclose()
+            raise BackendError(str(error)) from None
+        except BaseException:
+            await service.aclose()
+            raise
+        self._model = _Model(service, client, self._patience)
+        return self._model
+
+    async def _give_up(self) -> None:
+        old, self._model, self._reference = self._model, None, None
+        if old is None:
+            return
+        try:
+            async with asyncio.timeout(LET_GO):
+                await old.service.end_training(old.client.model_id)
+        except Exception:  # noqa: BLE001 - it may be gone, or out of reach: nothing is lost by that
+            pass
+        await old.service.aclose()
+
+    def _saved_at(self, path: Path) -> str:
+        try:
+            meta = json.loads((path / META).read_text())
+        except (OSError, ValueError) as error:
+            raise BackendError(f"{path} is not a saved state: {error}") from error
+        wanted = {"service": "weaver", "base_model": self._access.base_model, "rank": self._section.rank}
+        for name, value in {"format": FORMAT, **wanted}.items():
+            if meta.get(name) != value:
+                raise BackendError(f"{path} was saved with {name} {meta.get(name)!r}, not {value!r}")
+        return meta["path"]
+
+    async def _call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await self._patience.call(what, work)
+        except CloudFailure as failure:
+            raise failure.for_backend() from None
+
+
+class _Model:
+    """The model of one session, and the order of its calls."""
+
+    def __init__(self, service: Weaver, client: AsyncTrainingClient, patience: Patience) -> None:
+        self.service = service
+        self.client = client
+        self._patience = patience
+        self._turn = asyncio.Lock()
+        self._settled = asyncio.Event()
+        """Of the call submitted last: whether it and all before have their results."""
+        self._settled.set()
+        self._over: InstarError | None = None
+        self._names = 0
+
+    def fresh_name(self, word: str) -> str:
+        self._names += 1
+        return f"{word}-{self._names}"
+
+    async def call(self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
+        """Submit in turn; its result. The deadline of the result begins when the call before has its own."""
+        async with self._turn:
+            self._check()
+            handle = await self._submit(what, submit)
+            before, mine = self._settled, asyncio.Event()
+            self._settled = mine
+        try:
+            await before.wait()
+            return await self._patience.result(what, handle)
+        except WeaverFailure as failure:
+            raise self._failed(failure) from None
+        finally:
+            mine.set()
+
+    async def alone(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """For what has no sequence id: when all before is done, and before anything after."""
+        async with self._turn:
+            await self._settled.wait()
+            self._check()
+            try:
+                return await self._patience.call(what, work)
+            except WeaverFailure as failure:
+                raise self._failed(failure) from None
+
+    async def is_there(self) -> bool:
+        try:
+            await self._patience.call("list_checkpoints", self.client.list_checkpoints)
+        except WeaverFailure:
+            return False
+        return True
+
+    def understood(self, read: Callable[[], T]) -> T:
+        """What the answer says; a session whose answers make no sense is over."""
+        try:
+            return read()
+        except CloudFailure as failure:
+            raise self._failed(failure) from None
+
+    def end(self, error: InstarError) -> None:
+        """Later calls raise this."""
+        self._over = self._over or error
+
+    async def _submit(
+        self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
+    ) -> AsyncOperationHandle:
+        async def once() -> AsyncOperationHandle:
+            # The same call again is the same operation; one that was refused left no trace.
+            with self.service.submitting():
+                return await submit()
+
+        try:
+            return await self._patience.call(what, once)
+        except WeaverFailure as failure:
+            raise self._failed(failure) from None
+        except asyncio.CancelledError:
+            self.end(BackendLost(f"{what} was cancelled on its way: it is not known whether it was taken"))
+            raise
+
+    def _failed(self, failure: CloudFailure) -> InstarError:
+        if isinstance(failure, WeaverFailure) and failure.code == "non_finite":
+            return NonFinite(str(failure))
+        error = failure.for_backend()
+        if failure.kind != "refused":
+            self.end(error)
+        return error
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise type(self._over)(str(self._over))
+
+
+def _unknown(samples: Sequence[Sample]) -> list[Floats]:
+    return [np.full(len(sample), np.nan, np.float32) for sample in samples]
+
+
+def _culprits(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:
+    pairs = zip(samples, logprobs, strict=True)
+    keys = [s.sample_key for s, row in pairs if not math.isfinite(loss_and_metrics(loss, [s], [row])[0])]
+    return ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")

@@ -1,0 +1,87 @@
+"""Samples at Weaver."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, cast
+
+from weaver import AsyncSamplingClient
+from weaver.types import SamplingParams as WeaverSamplingParams
+
+from instar.clouds.base import access
+from instar.clouds.weaver import Patience, Weaver, broken, model_input, prompt_logprobs
+from instar.config import CloudEngineConfig, ModelConfig, WeaverBackendConfig
+from instar.engines.cloud.base import CloudEngine, Sampled
+from instar.types import FinishReason, Floats, Ids, SamplingParams
+
+MODEL_OF_PATH = re.compile(r"weaver://([^/]+)/")
+
+
+class WeaverSampler(CloudEngine):
+    def __init__(self, model: ModelConfig, section: WeaverBackendConfig, config: CloudEngineConfig) -> None:
+        super().__init__(model, section, config)
+        self._access = access(section, model)
+        self._patience = Patience(self._access)
+        self._service: Weaver | None = None
+
+    async def open_sampler(self, path: str | None) -> AsyncSamplingClient:
+        if self._service is None:
+            service = Weaver(self._access)
+            try:
+                await self._patience.call("connect", service.connect)
+            except BaseException:
+                await service.aclose()
+                raise
+            self._service = service
+        service, base = self._service, self._access.base_model
+        owner = None if path is None else MODEL_OF_PATH.match(path)
+        return await self._patience.call(
+            "create_sampling_client",
+            lambda: service.create_sampling_client(
+                base_model=base, model_path=path, model_id=owner[1] if owner else None
+            ),
+        )
+
+    async def sample(self, client: AsyncSamplingClient, prompt: Ids, params: SamplingParams) -> Sampled:
+        handle = await self._patience.call(
+            "sample",
+            lambda: client.sample(
+                prompt=model_input(prompt), sampling_params=self._params(prompt, params), wait=False
+            ),
+        )
+        return _sampled(await self._patience.result("sample", handle))
+
+    def _params(self, prompt: Ids, params: SamplingParams) -> WeaverSamplingParams:
+        return WeaverSamplingParams(
+            max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or -1,
+            stop=[*params.stop, *params.stop_token_ids],
+            seed=params.seed,
+        )
+
+    async def score(self, client: AsyncSamplingClient, token_ids: Ids) -> Floats:
+        return await self._patience.call("compute_logprobs", lambda: prompt_logprobs(client, token_ids))
+
+    async def hang_up(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            await service.aclose()
+
+
+def _sampled(result: Any) -> Sampled:
+    """A reply without logprobs can be served, and not trained on."""
+    inner = result.get("result", result) if isinstance(result, dict) else None
+    try:
+        sequence = cast(dict[str, Any], inner)["sequences"][0]
+        ids = [int(token) for token in sequence["tokens"]]
+        given = sequence.get("logprobs") or [None] * len(ids)
+        logprobs = [math.nan if value is None else float(value) for value in given]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise broken(f"sample: {type(error).__name__}: {error}") from None
+    if len(logprobs) != len(ids):
+        raise broken(f"sample: {len(logprobs)} logprobs for {len(ids)} tokens")
+    reason: FinishReason = "length" if sequence.get("stop_reason") == "length" else "stop"
+    return Sampled(ids, logprobs, reason)
