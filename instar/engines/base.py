@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from instar.types import ArtifactKind, Ids, Policy, SamplingParams, TokenChunk
+from instar.errors import EngineError
+from instar.types import ArtifactKind, Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Prompt = Sequence[int] | Ids
 """Token ids. An int32 array is passed on as it is."""
@@ -30,6 +31,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """False: a reply comes as one chunk."""
     versions_per_token: bool = True
     """False: a whole reply is stamped with one version."""
+    scores: bool = False
+    """Whether ``logprobs`` works."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -53,6 +56,11 @@ class Engine(ABC):
         """Stream a reply. The last chunk, and only that, has a ``finish_reason``. Closing the
         iterator (``aclose``) or cancelling its consumer cancels the request. Tokens that are there
         together may come as one chunk."""
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        """The logprob of every token given those before, under the policy that is served; NaN at index 0. As
+        many tokens as the context holds. Cancelling the caller gives it up."""
+        raise EngineError(f"the {self.info.kind} engine does not tell the logprobs of given tokens")
 
     def route(self, session: str) -> Engine:
         """What should sample for this session: one that has computed its earlier turns, if any has."""

@@ -28,10 +28,7 @@ def as_ids(prompt: Prompt) -> Ids:
 
 def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> None:
     """Raise EngineError, or PromptTooLong where the context has no room for a single new token."""
-    if len(prompt_ids) == 0:
-        raise EngineError("the prompt is empty")
-    if prompt_ids.min() < 0 or prompt_ids.max() >= info.vocab_size:
-        raise EngineError(f"token ids must be from 0 to {info.vocab_size - 1}")
+    _check_ids(info, prompt_ids)
     if params.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, not {params.max_tokens}")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
@@ -46,3 +43,17 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
         raise PromptTooLong(
             f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {info.max_context}"
         )
+
+
+def check_scored(info: EngineInfo, token_ids: Ids) -> None:
+    """Raise EngineError, or PromptTooLong, for tokens whose logprobs cannot be told."""
+    _check_ids(info, token_ids)
+    if len(token_ids) > info.max_context:
+        raise PromptTooLong(f"{len(token_ids)} tokens do not fit into a context of {info.max_context}")
+
+
+def _check_ids(info: EngineInfo, ids: Ids) -> None:
+    if len(ids) == 0:
+        raise EngineError("the prompt is empty")
+    if ids.min() < 0 or ids.max() >= info.vocab_size:
+        raise EngineError(f"token ids must be from 0 to {info.vocab_size - 1}")

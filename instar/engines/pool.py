@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Policy, SamplingParams, TokenChunk
 
 Newest = Callable[[], Awaitable[Policy | None]]
 
@@ -142,6 +142,19 @@ class EnginePool(Engine):
                 member.doubt(str(error))
                 if began:
                     raise
+            finally:
+                member.in_flight -= 1
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        tried: list[Member] = []
+        while True:
+            member = self._pick(tried)
+            tried.append(member)
+            member.in_flight += 1
+            try:
+                return await member.engine.logprobs(token_ids)
+            except EngineUnavailable as error:
+                member.doubt(str(error))
             finally:
                 member.in_flight -= 1
 
@@ -307,6 +320,9 @@ class _Routed(Engine):
 
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         return self._pool.generate_for(self._session, prompt_ids, params)
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        return await self._pool.logprobs(token_ids)
 
     async def load(self, policy: Policy) -> None:
         await self._pool.load(policy)

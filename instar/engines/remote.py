@@ -14,13 +14,14 @@ import msgspec
 from instar import errors
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import as_ids
-from instar.engines.wire import decode_line, joined, pack_request
+from instar.engines.wire import decode_line, joined, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.plain_http import PlainClient, PlainResponse
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Policy, SamplingParams, TokenChunk
 
 CONNECT_SECONDS = 10.0
 LOAD_SECONDS = 600.0
+SCORE_SECONDS = 600.0
 STATUS_SECONDS = 30.0
 IDLE_SECONDS = 30.0
 """How long a connection is kept for another request; the server keeps it longer."""
@@ -101,6 +102,11 @@ class RemoteEngine(Engine):
                 response.close()
         if not finished:
             raise EngineUnavailable(f"the engine at {self._url} broke off in the middle of a reply")
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        ids = as_ids(token_ids)
+        body = await self._call("POST", "/logprobs", SCORE_SECONDS, pack_ids(ids))
+        return unpack_floats(body, len(ids))
 
     async def load(self, policy: Policy) -> None:
         await self._call("POST", "/load", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))

@@ -16,12 +16,12 @@ import numpy as np
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import as_ids, check_request
+from instar.engines.checks import as_ids, check_request, check_scored
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
-from instar.types import Ids, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
 BURST = 64
@@ -49,6 +49,7 @@ class ScriptedEngine(Engine):
             vocab_size=len(self._tokenizer),
             max_context=model.max_context,
             artifacts=("adapter", "weights", "base", "remote"),
+            scores=True,
         )
         self._version = 0
         self._running = self._generated = self._prompted = 0
@@ -89,6 +90,17 @@ class ScriptedEngine(Engine):
                     return
         finally:
             self._running -= 1
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        ids = as_ids(token_ids)
+        check_scored(self._info, ids)
+        self._check_open()
+        state = _state(ids[:1].tobytes(), None)
+        values = np.full(len(ids), np.nan, np.float32)
+        for position, token in enumerate(ids[1:].tolist(), 1):
+            state = _next_state(state, token)
+            values[position] = _logprob(state)
+        return values
 
     async def load(self, policy: Policy) -> None:
         if policy.artifact.kind not in self._info.artifacts:

@@ -1,12 +1,14 @@
 """Any engine behind HTTP: tokens in, tokens out.
 
     POST /generate  params + prompt ids   → one JSON TokenChunk per line, as they are sampled
+    POST /logprobs  token ids             → their logprobs
     POST /load      {policy}              → {}
     GET  /info, /status, /healthz
 
 The body of /generate is, one after the other: 4 bytes, little-endian, the length of what follows; the
 SamplingParams as JSON; the ids of the prompt as 4-byte integers, little-endian, to the end of the body.
 A line holds all tokens that were ready when it was sent. A missing logprob is null.
+The body of /logprobs is such ids alone, the answer 4-byte floats, little-endian, the first one NaN.
 
 An error is ``{"error": {"type": <class in instar.errors>, "message"}}``, as the body of a failed
 response or, once a reply has begun, as its last line. Closing the connection cancels the request.
@@ -29,8 +31,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from instar.engines.base import Engine
-from instar.engines.checks import check_request
-from instar.engines.wire import encode_line, joined, unpack_request
+from instar.engines.checks import check_request, check_scored
+from instar.engines.wire import encode_line, joined, pack_floats, unpack_ids, unpack_request
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
 from instar.types import Policy, TokenChunk
 
@@ -58,6 +60,7 @@ def create_engine_app(engine: Engine, token: str | None = None) -> Starlette:
     return Starlette(
         routes=[
             Route("/generate", _Generate(engine), methods=["POST"]),
+            Route("/logprobs", _answer(routes.logprobs), methods=["POST"]),
             Route("/load", _answer(routes.load), methods=["POST"]),
             Route("/info", _answer(routes.info)),
             Route("/status", _answer(routes.status)),
@@ -167,6 +170,15 @@ class _Routes:
             return _error(400, EngineError(f"this engine loads {taken}, not {body.policy.artifact.kind}"))
         await self._engine.load(body.policy)
         return _json({})
+
+    async def logprobs(self, request: Request) -> Response:
+        try:
+            ids = unpack_ids(await _read_body(request.receive))
+            check_scored(self._engine.info, ids)
+        except EngineError as error:
+            return _error(400, error)
+        values = await self._engine.logprobs(ids)
+        return Response(pack_floats(values), media_type="application/octet-stream")
 
     async def info(self, request: Request) -> Response:
         return _json(self._engine.info)

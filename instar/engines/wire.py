@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 
 from instar.errors import EngineError
-from instar.types import FinishReason, Ids, SamplingParams, TokenChunk
+from instar.types import FinishReason, Floats, Ids, SamplingParams, TokenChunk
 
 LENGTH_BYTES = 4
 ID_TYPE = np.dtype("<i4")
+FLOAT_TYPE = np.dtype("<f4")
 
 
 class _Line(msgspec.Struct):
@@ -33,9 +34,7 @@ _decode_params = msgspec.json.Decoder(SamplingParams).decode
 
 def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
     head = _encode(params)
-    return b"".join(
-        (len(head).to_bytes(LENGTH_BYTES, "little"), head, prompt.astype(ID_TYPE, copy=False).tobytes())
-    )
+    return b"".join((len(head).to_bytes(LENGTH_BYTES, "little"), head, pack_ids(prompt)))
 
 
 def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
@@ -49,6 +48,26 @@ def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
         raise EngineError(f"params: {error}") from error
     # A copy, for the ids may stand anywhere in the body and a view of it could not be written to.
     return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
+
+
+def pack_ids(ids: Ids) -> bytes:
+    return ids.astype(ID_TYPE, copy=False).tobytes()
+
+
+def unpack_ids(body: bytes | bytearray) -> Ids:
+    if len(body) % ID_TYPE.itemsize:
+        raise EngineError("the body is not 4-byte token ids")
+    return np.frombuffer(body, ID_TYPE).astype(np.int32)
+
+
+def pack_floats(values: Floats) -> bytes:
+    return values.astype(FLOAT_TYPE, copy=False).tobytes()
+
+
+def unpack_floats(body: bytes, length: int) -> Floats:
+    if len(body) != length * FLOAT_TYPE.itemsize:
+        raise EngineError(f"the engine answered {len(body)} bytes for the logprobs of {length} tokens")
+    return np.frombuffer(body, FLOAT_TYPE).astype(np.float32)
 
 
 def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:

@@ -12,18 +12,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import as_ids, check_request
+from instar.engines.checks import as_ids, check_request, check_scored
 from instar.engines.local.model import EngineModel
 from instar.engines.local.rows import KVShape
 from instar.engines.local.scheduler import Emission, Request, Scheduler
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import load_tokenizer
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Policy, SamplingParams, TokenChunk
 
 Inbox = asyncio.Queue[TokenChunk | EngineError]
 
@@ -61,6 +62,7 @@ class LocalEngine(Engine):
             vocab_size=self._model.vocab_size,
             max_context=context,
             artifacts=("adapter", "weights", "base"),
+            scores=True,
         )
         self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -100,6 +102,31 @@ class LocalEngine(Engine):
         finally:
             if not finished:
                 self._commands.put(lambda: self._cancel(request))
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        ids = as_ids(token_ids)
+        check_scored(self._info, ids)
+        params = SamplingParams(max_tokens=1)
+        scores = np.full(len(ids), np.nan, np.float32)
+        request = Request(
+            prompt=ids,
+            params=params,
+            stop=StopRule(params, 1, (), self._tokenizer),
+            rng=Random(0),
+            length_limit=len(ids),
+            scores=scores,
+        )
+        inbox: Inbox = asyncio.Queue()
+        self._inboxes[request] = (asyncio.get_running_loop(), inbox)
+        self._post(lambda: self._scheduler.add(request))
+        try:
+            item = await inbox.get()
+        except BaseException:
+            self._commands.put(lambda: self._cancel(request))
+            raise
+        if isinstance(item, EngineError):
+            raise item
+        return scores
 
     async def load(self, policy: Policy) -> None:
         await asyncio.to_thread(self._load, policy)

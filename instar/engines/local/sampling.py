@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from instar.errors import EngineError
-from instar.types import SamplingParams
+from instar.types import Floats, Ids, SamplingParams
 
 BLOCK = 128
 
@@ -93,6 +94,19 @@ class Sampler:
             self._logits = torch.full(size, -torch.inf, device=self._device)
             self._weights = torch.empty(size, device=self._device)
         return self._logits[:rows], self._weights[:rows]
+
+
+def logprobs_of(logits_N_V: Tensor, ids: Ids) -> Floats:
+    """The logprob of ``ids[i]`` in row i."""
+    index = torch.from_numpy(ids.astype(np.int64))[:, None].to(logits_N_V.device)
+    parts: list[Tensor] = []
+    for logits, chosen in zip(logits_N_V.split(BLOCK), index.split(BLOCK), strict=True):
+        wide = logits.float()
+        parts.append(wide.gather(1, chosen)[:, 0] - wide.logsumexp(-1))
+    found = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
+    if np.isnan(found).any():
+        raise EngineError("the model's logits are not finite")
+    return found
 
 
 def _inverse_cdf(

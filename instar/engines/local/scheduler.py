@@ -1,7 +1,8 @@
 """Continuous batching: which tokens each step computes, and what becomes of them. Single-threaded.
 
 Rows ``0 .. decoding-1`` hold replies that sample one token a step; the rows after them hold
-requests whose prompt is still being computed, piece by piece.
+requests whose prompt is still being computed, piece by piece. Of some of those the logprobs of the prompt
+itself are wanted, and no reply: they leave when it is computed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from instar.engines.local.attention import DecodeBlock, PrefillPiece, SharedPart
 from instar.engines.local.model import Change, EngineModel
 from instar.engines.local.prefix import PrefixCache, common_length
 from instar.engines.local.rows import KVRows
-from instar.engines.local.sampling import Drawn, Sampler
+from instar.engines.local.sampling import Drawn, Sampler, logprobs_of
 from instar.engines.local.sharing import LEAST_ROWS, shared_beginnings
 from instar.engines.stopping import StopRule
-from instar.types import Ids, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
 WORTH_WAITING = 16
 """A request waits for another one's prefill if that saves it at least so many tokens."""
@@ -48,6 +49,8 @@ class Request:
     weights: int = 0
     """What its prompt was computed under: the number of changes before, or one of its own if mixed."""
     finished: bool = False
+    scores: Floats | None = None
+    """Takes the logprobs of the prompt's own tokens, where these are wanted in the place of a reply."""
 
     def known_ids(self) -> Ids:
         """The ids whose keys and values are in its row."""
@@ -110,6 +113,8 @@ class Scheduler:
             request.tainted = request.computed > 0
         for request in self._running[self._decoding :]:
             request.weights = -request.turn  # the rest of its prompt is computed under others
+            if request.scores is not None:
+                request.computed = 0
         self._changes += 1
 
     def step(self) -> list[Emission]:
@@ -119,16 +124,20 @@ class Scheduler:
             return []
         plan, ids, sampled_at, sampling = self._plan()
         logits = self._model.forward(ids, plan.positions, sampled_at, plan)
+        scored = self._score(plan, logits[len(sampling) :])
         for request in self._running[: self._decoding]:
             request.computed += 1
         for piece in plan.pieces:
             self._running[piece.row].computed = piece.length
         if not sampling:
-            return []
-        drawn = self._sampler.draw(logits, [r.params for r in sampling], [r.rng for r in sampling])
+            return [self._end_scoring(request) for request in scored]
+        drawn = self._sampler.draw(
+            logits[: len(sampling)], [r.params for r in sampling], [r.rng for r in sampling]
+        )
         for request in sampling[self._decoding :]:
             self._finish_prefill(request)
-        return [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
+        made = [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
+        return made + [self._end_scoring(request) for request in scored]
 
     # --- admission ---
 
@@ -141,7 +150,7 @@ class Scheduler:
                 self._waiting.appendleft(request)
                 break
             # The last prompt token is always computed: its logits are what the reply begins from.
-            reusable = request.prompt[:-1]
+            reusable = request.prompt[:-1] if request.scores is None else request.prompt[:0]
             if self._would_share(reusable):
                 deferred.append(request)
                 continue
@@ -176,13 +185,15 @@ class Scheduler:
     # --- one step ---
 
     def _plan(self) -> tuple[StepPlan, torch.Tensor, torch.Tensor, list[Request]]:
-        """The plan, the token ids, where in them tokens are sampled, and for whom."""
+        """The plan, the token ids, which of them need logits, and for whom a token is sampled. The logits of
+        prompts that are scored come last."""
         decoding = self._running[: self._decoding]
         ids = [r.sampled[-1] for r in decoding]
         rows = list(range(self._decoding))
         positions = [r.computed for r in decoding]
         sampled_at, sampling = list(range(self._decoding)), list(decoding)
         spans: list[tuple[int, int, int, int]] = []
+        scored_at: list[int] = []
         budget = self._prefill_tokens
         # In the order they came, which moving rows about does not keep.
         for request in sorted(self._running[self._decoding :], key=lambda r: r.turn):
@@ -195,9 +206,13 @@ class Scheduler:
             ids.extend(request.prompt[request.computed : end].tolist())
             rows.extend([request.row] * count)
             positions.extend(range(request.computed, end))
-            if end == len(request.prompt):
+            if request.scores is not None:
+                last = len(ids) - (end == len(request.prompt))  # what would follow the prompt is not asked
+                scored_at.extend(range(len(ids) - count, last))
+            elif end == len(request.prompt):
                 sampled_at.append(len(ids) - 1)
                 sampling.append(request)
+        sampled_at += scored_at
         # One transfer to the device for all four.
         packed = torch.tensor(ids + rows + positions + sampled_at).to(self._model.device, non_blocking=True)
         ids_T, rows_T, positions_T, sampled_N = packed.split([len(ids)] * 3 + [len(sampled_at)])
@@ -244,6 +259,28 @@ class Scheduler:
             self._running[first.row], self._running[request.row] = request, first
             first.row, request.row = request.row, first.row
         self._decoding += 1
+
+    def _score(self, plan: StepPlan, logits: torch.Tensor) -> list[Request]:
+        """Put down what the step tells of the prompts that are scored; returns those that are done."""
+        done: list[Request] = []
+        start = 0
+        for piece in plan.pieces:
+            request = self._running[piece.row]
+            if request.scores is None:
+                continue
+            first = piece.length - (piece.stop - piece.start) + 1
+            targets = request.prompt[first : piece.length + 1]
+            found = logprobs_of(logits[start : start + len(targets)], targets)
+            request.scores[first : first + len(targets)] = found
+            start += len(targets)
+            if piece.length == len(request.prompt):
+                done.append(request)
+        return done
+
+    def _end_scoring(self, request: Request) -> Emission:
+        self._release(request)
+        request.finished = True
+        return request, TokenChunk(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
 
     def _accept(self, request: Request, index: int, drawn: Drawn) -> Emission:
         token, behavior = drawn.ids[index], drawn.behavior[index]

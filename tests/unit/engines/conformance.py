@@ -162,6 +162,31 @@ class EngineConformance:
         assert chunks[-1].finish_reason == "length"
         assert len(ids_of(chunks)) == 3
 
+    async def test_scores_given_tokens(self, engine: Engine, prompt: list[int]) -> None:
+        if not engine.info.scores:
+            with pytest.raises(EngineError, match="logprobs of given tokens"):
+                await engine.logprobs(prompt)
+            return
+        long = (prompt * 256)[: engine.info.max_context]
+        whole, part, one, again = await asyncio.gather(
+            engine.logprobs(long), engine.logprobs(long[:40]), engine.logprobs([7]), engine.logprobs(long)
+        )
+        assert whole.shape == (engine.info.max_context,)
+        assert np.isnan(whole[0])
+        assert np.isnan(one).tolist() == [True]
+        assert (whole[1:] < 0).all()
+        np.testing.assert_allclose(part, whole[:40], atol=1e-5, err_msg="of the tokens before alone")
+        np.testing.assert_allclose(again, whole, atol=1e-5)
+        await settled(engine)
+
+    async def test_refuses_to_score_what_it_cannot(self, engine: Engine, prompt: list[int]) -> None:
+        if engine.info.scores:
+            with pytest.raises(PromptTooLong):
+                await engine.logprobs((prompt * 256)[: engine.info.max_context + 1])
+            for bad in ([], [-1], [engine.info.vocab_size]):
+                with pytest.raises(EngineError):
+                    await engine.logprobs(bad)
+
     async def test_refuses_a_prompt_without_room(self, engine: Engine, prompt: list[int]) -> None:
         with pytest.raises(PromptTooLong):
             await collect(engine, (prompt * 256)[: engine.info.max_context], max_tokens=1)

@@ -1,0 +1,79 @@
+"""The logprobs of given tokens by the local engine, against plain transformers, whatever runs beside."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from instar.engines.local.engine import LocalEngine
+from instar.errors import EngineUnavailable
+from instar.types import Artifact, Policy
+from tests.unit.engines.conformance import collect, ids_of, logprobs_of, settled
+from tests.unit.engines.test_local import PROMPT, adapter_policy, engine, expected_logprobs, reference
+
+__all__ = ["engine"]
+
+TEXTS = [[int(i) for i in np.random.default_rng(n).integers(3, 300, n)] for n in (2, 15, 16, 17, 60, 130)]
+
+
+def plain(model: Any, ids: list[int]) -> Any:
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [np.nan] + [float(logprobs[i, token]) for i, token in enumerate(ids[1:])]
+
+
+async def test_scores_equal_a_plain_forward_beside_replies(engine: LocalEngine, tiny: Path) -> None:
+    """In pieces of 16 tokens, shorter and longer than a text, with replies that begin and end meanwhile."""
+    model = reference(tiny)
+    replies = [asyncio.create_task(collect(engine, PROMPT, max_tokens=5 + n, seed=n)) for n in range(4)]
+    scores = await asyncio.gather(*map(engine.logprobs, TEXTS), *map(engine.logprobs, reversed(TEXTS)))
+    for ids, found in zip(TEXTS + TEXTS[::-1], scores, strict=True):
+        np.testing.assert_allclose(found, plain(model, ids), atol=1e-4)
+    for chunks in await asyncio.gather(*replies):
+        expected = expected_logprobs(model, PROMPT, ids_of(chunks))
+        assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
+    await settled(engine)
+
+
+async def test_scores_are_of_the_policy_that_is_served(
+    engine: LocalEngine, tiny: Path, adapter: Path
+) -> None:
+    """A policy that comes in the middle makes them all its own."""
+    ids = TEXTS[-1] * 3
+    scoring = asyncio.create_task(engine.logprobs(ids))
+    async with asyncio.timeout(10):
+        while not (await engine.status()).running:  # noqa: ASYNC110 - the engine's thread tells nobody
+            await asyncio.sleep(0)
+    await engine.load(adapter_policy(adapter))
+    adapted = plain(reference(tiny, adapter), ids)
+    np.testing.assert_allclose(await scoring, adapted, atol=1e-4)
+    np.testing.assert_allclose(await engine.logprobs(ids), adapted, atol=1e-4)
+    await engine.load(Policy("p", 2, Artifact("base")))
+    np.testing.assert_allclose(await engine.logprobs(ids), plain(reference(tiny), ids), atol=1e-4)
+
+
+async def test_scoring_reuses_no_keys_that_would_leave_gaps(engine: LocalEngine, tiny: Path) -> None:
+    reply = ids_of(await collect(engine, PROMPT, max_tokens=8, seed=1))
+    ids = PROMPT + reply
+    np.testing.assert_allclose(await engine.logprobs(ids), plain(reference(tiny), ids), atol=1e-4)
+
+
+async def test_giving_up_frees_the_engine(engine: LocalEngine) -> None:
+    scorings = [asyncio.create_task(engine.logprobs(TEXTS[-1] * 3)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    for scoring in scorings:
+        scoring.cancel()
+    await asyncio.gather(*scorings, return_exceptions=True)
+    await settled(engine)
+    assert len(await engine.logprobs(TEXTS[0])) == 2
+
+
+async def test_a_closed_engine_says_so(engine: LocalEngine) -> None:
+    await engine.close()
+    with pytest.raises(EngineUnavailable):
+        await engine.logprobs(PROMPT)
