@@ -1,0 +1,99 @@
+"""The protobuf messages of Tinker's protocol that we read or write.
+
+Declared here rather than imported from the `tinker` package, so that a server needs no SDK, and those who
+call it may have any. What a message holds that we do not take is left as bytes, to be refused by name.
+A map is a repeated message with a key and a value: on the wire they are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+FLOAT32, INT64, INT32 = 1, 2, 3
+"""Numbers of the tensors' element types."""
+STOP, LENGTH = 0, 1
+"""Numbers of the reasons why a reply ended."""
+
+_PACKAGE = "instar.tinker"
+_SCALARS = {
+    "double": FieldDescriptorProto.TYPE_DOUBLE,
+    "int64": FieldDescriptorProto.TYPE_INT64,
+    "int32": FieldDescriptorProto.TYPE_INT32,
+    "bool": FieldDescriptorProto.TYPE_BOOL,
+    "string": FieldDescriptorProto.TYPE_STRING,
+    "bytes": FieldDescriptorProto.TYPE_BYTES,
+}
+
+# name → field → (number, type); a `*` behind the type repeats it.
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "Text": {"tokens": (1, "bytes")},
+    "Chunk": {"encoded_text": (1, "Text"), "image": (2, "bytes"), "dmel": (3, "bytes")},
+    "Tensor": {
+        "dense": (1, "bytes"),
+        "sparse_csr": (2, "bytes"),
+        "dtype": (3, "int32"),
+        "shape": (4, "int64*"),
+    },
+    "NamedTensor": {"key": (1, "string"), "value": (2, "Tensor")},
+    "Datum": {"model_input": (1, "Chunk*"), "loss_fn_inputs": (2, "NamedTensor*")},
+    "NamedNumber": {"key": (1, "string"), "value": (2, "double")},
+    "Setting": {"number": (1, "double"), "text": (2, "string")},
+    "NamedSetting": {"key": (1, "string"), "value": (2, "Setting")},
+    "ForwardBackwardRequest": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "Datum*"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "NamedNumber*"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "NamedSetting*"),
+    },
+    "BatchedTensor": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
+    "NamedBatch": {"key": (1, "string"), "value": (2, "BatchedTensor")},
+    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "NamedBatch*"), "num_datums": (3, "int64")},
+    "ForwardBackwardOutput": {
+        "loss_fn_output_type": (1, "string"),
+        "loss_fn_outputs": (2, "ArrayRecord*"),
+        "metrics": (3, "NamedNumber*"),
+    },
+    "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
+    "SampleResponse": {"sequences": (1, "SampledSequence*"), "prompt_logprobs": (2, "bytes")},
+}
+
+
+def _declared() -> FileDescriptorProto:
+    file = FileDescriptorProto(name="instar/tinker.proto", package=_PACKAGE, syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, (number, word) in fields.items():
+            kind = word.removesuffix("*")
+            declared = message.field.add(name=field, number=number)
+            declared.label = (
+                FieldDescriptorProto.LABEL_REPEATED
+                if word.endswith("*")
+                else FieldDescriptorProto.LABEL_OPTIONAL
+            )
+            if kind in _SCALARS:
+                declared.type = _SCALARS[kind]
+            else:
+                declared.type = FieldDescriptorProto.TYPE_MESSAGE
+                declared.type_name = f".{_PACKAGE}.{kind}"
+    return file
+
+
+# A pool of its own: the SDK's messages, in the same process, have the default one.
+_pool = DescriptorPool()
+_pool.AddSerializedFile(_declared().SerializeToString())
+
+
+def _class(name: str) -> Any:
+    return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+
+
+ForwardBackwardRequest: Any = _class("ForwardBackwardRequest")
+ForwardBackwardOutput: Any = _class("ForwardBackwardOutput")
+SampleResponse: Any = _class("SampleResponse")

@@ -1,0 +1,160 @@
+"""What Tinker's clients send: the fields that we read. Others are ignored, as the service does."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from instar.protocol.base import ProtocolError
+from instar.types import Json
+
+
+class Lora(Struct):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Struct):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: Lora | None = None
+    optimizer_config: Json | None = None
+
+
+class OfSession(Struct):
+    session_id: str
+
+
+class OfModel(Struct):
+    model_id: str
+
+
+class Step(Struct):
+    """A training call without data; ``seq_id`` orders it."""
+
+    model_id: str
+    seq_id: int | None = None
+
+
+class Adam(Struct):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Step):
+    adam_params: Adam | None = None
+
+
+class SaveWeights(Step):
+    path: str | None = None
+    ttl_seconds: float | None = None
+    overwrite: bool | UnsetType = UNSET
+    """Older clients do not know it, and replace."""
+
+
+class SaveForSampler(Step):
+    path: str | None = None
+    ttl_seconds: float | None = None
+    sampling_session_seq_id: int | None = None
+
+
+class LoadWeights(Step):
+    path: str = ""
+    optimizer: bool = False
+
+
+class WeightsInfo(Struct):
+    tinker_path: str
+
+
+class CreateSamplingSession(Struct):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class RetrieveFuture(Struct):
+    request_id: str
+
+
+class Chunk(Struct):
+    tokens: list[int] | None = None
+    type: str = "encoded_text"
+
+
+class ModelInput(Struct):
+    chunks: list[Chunk]
+
+
+class Tensor(Struct):
+    data: list[float | None]
+    dtype: str
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+
+
+class JsonDatum(Struct):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, Tensor]
+
+
+class PassInput(Struct):
+    data: list[JsonDatum]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class JsonForward(Step, kw_only=True):
+    forward_input: PassInput
+
+
+class JsonForwardBackward(Step, kw_only=True):
+    forward_backward_input: PassInput
+
+
+class Sampling(Struct):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(Struct):
+    prompt: ModelInput
+    sampling_params: Sampling
+    num_samples: int = 1
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: Any = None
+    record_stability_info: bool | None = None
+
+
+T = TypeVar("T")
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Raises ProtocolError that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the request is not understood: {error}") from error

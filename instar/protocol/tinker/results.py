@@ -1,0 +1,108 @@
+"""What operations end with, as Tinker's clients read it: protobuf where they accept it, JSON elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from instar.protocol.base import Sampled
+from instar.protocol.tinker import messages
+from instar.types import Floats, Json
+
+PROTOBUF = "application/x-protobuf"
+
+_REDUCTIONS = {
+    "loss": "sum",
+    "tokens": "sum",
+    "distinct_tokens": "sum",
+    "micro_batches": "sum",
+    "ratio_max": "max",
+}
+"""How what was measured on the parts of a batch is taken together; by default as a mean."""
+_OUTPUT_TYPE = "ArrayRecord"
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Of a forward pass, with or without a backward one."""
+
+    logprobs: Sequence[Floats]
+    """Per datum and place; NaN where none was computed."""
+    metrics: Mapping[str, float]
+    """Each named with how the chunks of a batch are taken together: ``loss:sum``."""
+
+    @classmethod
+    def of(cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]) -> PassResult:
+        """``logprobs`` as samples have them, with a token that nothing comes before."""
+        named = {"loss": loss, **metrics}
+        reduced = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in named.items()}
+        return cls([values[1:] for values in logprobs], reduced)
+
+    def protobuf(self) -> bytes:
+        message = messages.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE)
+        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(self.logprobs))
+        batch = record.fields.add(key="logprobs").value
+        batch.dtype = messages.FLOAT32
+        batch.data = b"".join(values.astype(np.float32, copy=False).tobytes() for values in self.logprobs)
+        batch.offsets = np.cumsum(
+            [0, *(4 * len(values) for values in self.logprobs)], dtype=np.int64
+        ).tobytes()
+        for name, value in self.metrics.items():
+            message.metrics.add(key=name, value=value)
+        return message.SerializeToString()
+
+    def json(self) -> Json:
+        """For orjson with its numpy option: NaN becomes null."""
+        return {
+            "loss_fn_output_type": _OUTPUT_TYPE,
+            "loss_fn_outputs": [{"logprobs": _tensor(values)} for values in self.logprobs],
+            "metrics": finite(self.metrics),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    sequences: Sequence[Sampled]
+    prompt_logprobs: Floats | None = None
+    """NaN where none was computed or asked for."""
+
+    def protobuf(self) -> bytes:
+        message = messages.SampleResponse()
+        for sequence in self.sequences:
+            message.sequences.add(
+                stop_reason=messages.STOP if sequence.stop_reason == "stop" else messages.LENGTH,
+                tokens=np.asarray(sequence.token_ids, np.int32).tobytes(),
+                logprobs=np.asarray(sequence.logprobs, np.float32).tobytes(),
+            )
+        if self.prompt_logprobs is not None:
+            message.prompt_logprobs = self.prompt_logprobs.astype(np.float32, copy=False).tobytes()
+        return message.SerializeToString()
+
+    def json(self) -> Json:
+        answer: dict[str, Any] = {
+            "type": "sample",
+            "sequences": [
+                {
+                    "stop_reason": sequence.stop_reason,
+                    "tokens": sequence.token_ids,
+                    "logprobs": sequence.logprobs,
+                }
+                for sequence in self.sequences
+            ],
+        }
+        if self.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self.prompt_logprobs
+        return answer
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no other numbers."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _tensor(values: Floats) -> Json:
+    return {"data": np.ascontiguousarray(values), "dtype": "float32", "shape": [len(values)]}
