@@ -1,0 +1,258 @@
+"""Data of a training pass: what a request holds becomes samples, and logprobs become an answer.
+
+A datum is a model input x and, for each of its tokens, a target: the token that comes next. Entry i of every
+tensor speaks of target i, which is token i + 1 of our sample::
+
+    model_input    1    2    7    8            token_ids   1    2    7    8    9
+    target_tokens  2    7    8    9            mask        0    0    1    1    1
+    loss_mask      0    1    1    1            advantages  nan  0   .5   .5   .5
+    advantages     0   .5   .5   .5
+
+A target of -100 stands for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from instar.config import LossConfig
+from instar.protocol.base import ProtocolError
+from instar.protocol.weaver.http import parse
+from instar.types import NOT_SAMPLED, Floats, Sample
+
+NO_TARGET = -100
+RATIO_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+LOSSES = ("cross_entropy", *RATIO_LOSSES, "surrogate")
+"""`surrogate` is the second half of the SDK's `forward_backward_custom`."""
+LOGPROBS_ONLY = "forward_logprob"
+OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
+"""Names in `loss_fn_config`, and ours."""
+Ints = NDArray[np.int64]
+
+
+class Chunk(msgspec.Struct):
+    tokens: list[int]
+    type: str = "encoded_text"
+
+
+class ModelInput(msgspec.Struct):
+    chunks: list[Chunk]
+
+    def tokens(self) -> Ints:
+        for chunk in self.chunks:
+            if chunk.type != "encoded_text":
+                raise ProtocolError(f"chunks of type {chunk.type!r} are not taken, only 'encoded_text'")
+        tokens = [token for chunk in self.chunks for token in chunk.tokens]
+        try:
+            return np.array(tokens, np.int64)
+        except OverflowError:
+            raise ProtocolError("a token is too large for 64 bits") from None
+
+
+class Datum(msgspec.Struct):
+    loss_fn_inputs: dict[str, msgspec.Raw]
+    model_input: ModelInput | None = None
+    metadata: dict[str, Any] = {}
+    datum_id: str | None = None
+
+
+class PassInput(msgspec.Struct):
+    loss_fn: str
+    data: list[Datum]
+    loss_fn_config: dict[str, Any] = {}
+
+
+class Tensor(msgspec.Struct):
+    data: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a pass computes. ``loss`` is None where only logprobs are asked for."""
+
+    loss: LossConfig | None
+    samples: list[Sample]
+    scored: list[NDArray[np.bool_]]
+    """Per datum, which targets are tokens of its sample."""
+    datum_ids: list[str | None]
+
+
+def read_batch(given: PassInput, *, vocab_size: int, backward: bool) -> Batch:
+    """Raises ProtocolError for what cannot be honoured, by name."""
+    if backward and given.loss_fn == LOGPROBS_ONLY:
+        raise ProtocolError(f"loss_fn {LOGPROBS_ONLY!r} has no backward pass")
+    if given.loss_fn not in (*LOSSES, LOGPROBS_ONLY):
+        raise ProtocolError(
+            f"loss_fn {given.loss_fn!r} is not known here; the losses are {', '.join(LOSSES)}, and "
+            f"{LOGPROBS_ONLY} for a forward pass"
+        )
+    if not given.data:
+        raise ProtocolError("data is empty")
+    read = [_read_datum(datum, given.loss_fn, i, vocab_size) for i, datum in enumerate(given.data)]
+    return Batch(
+        read_loss(given.loss_fn, given.loss_fn_config),
+        [sample for sample, _ in read],
+        [scored for _, scored in read],
+        [datum.datum_id for datum in given.data],
+    )
+
+
+def read_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
+    """What is not known in ``config`` is refused, unless it asks for nothing: the loss is a sum."""
+    ours: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in OPTIONS:
+            ours[OPTIONS[key]] = value
+        elif value not in (None, False, 0, "sum"):
+            raise ProtocolError(
+                f"loss_fn_config.{key} = {value!r} cannot be honoured; known are {', '.join(OPTIONS)}"
+            )
+    if name == LOGPROBS_ONLY:
+        return None
+    try:
+        return LossConfig(name="cross_entropy" if name == "surrogate" else name, **ours)  # pyright: ignore[reportArgumentType] - checked by the caller
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ProtocolError(f"loss_fn_config: {first['loc'][0]}: {first['msg']}") from None
+
+
+def _read_datum(datum: Datum, loss_fn: str, index: int, vocab_size: int) -> tuple[Sample, NDArray[np.bool_]]:
+    if datum.model_input is None:
+        raise ProtocolError(f"datum {index} has no model_input; managed datasets are not offered here")
+    if "router_replay" in datum.metadata:
+        raise ProtocolError(f"datum {index}: router replay is not offered here")
+    tokens = datum.model_input.tokens()
+    inputs = _Inputs(datum.loss_fn_inputs, index, len(tokens))
+    targets = inputs.ints("target_tokens")
+    there = targets != NO_TARGET
+    ids = np.append(tokens, targets[-1:][there[-1:]])
+    _check_ids(ids, index, vocab_size)
+    scored = there & (np.append(tokens[1:], targets[-1:]) == targets)
+    mask, advantages, logprobs = _loss_inputs(inputs, loss_fn, scored)
+    wrong = np.flatnonzero((mask != 0) & there & ~scored)
+    if len(wrong):
+        at = int(wrong[0])
+        raise ProtocolError(
+            f"datum {index}: target {at} is {int(targets[at])}, but the model input goes on with "
+            f"{int(tokens[at + 1])}; only the next token can be a target"
+        )
+    size = len(ids)
+    sample = Sample(
+        sample_key=f"datum {index}",
+        session_id="",
+        token_ids=ids.astype(np.int32),
+        mask=np.nan_to_num(_shifted(np.where(scored, mask, 0), size)),
+        logprobs=_shifted(logprobs, size),
+        advantages=_shifted(advantages, size),
+        versions=np.full(size, NOT_SAMPLED, np.int32),
+    )
+    return sample, scored
+
+
+def _loss_inputs(inputs: _Inputs, loss_fn: str, scored: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
+    """Mask, advantages and old logprobs, per target."""
+    none = np.full(len(scored), np.nan, np.float32)
+    every = np.ones(len(scored), np.float32)
+    if loss_fn == LOGPROBS_ONLY:
+        return np.where(scored, every, 0), none, none
+    if loss_fn == "surrogate":
+        return every, -inputs.floats("surrogate_weights"), none
+    if loss_fn == "cross_entropy":
+        inputs.allow("target_tokens", "weights", "loss_mask")
+        weights = inputs.floats("weights") if "weights" in inputs else every
+        # Without a mask every target is scored, also those of weight 0: clients add up their own figures.
+        mask = (
+            inputs.floats("loss_mask")
+            if "loss_mask" in inputs
+            else np.where(scored | (weights != 0), every, 0)
+        )
+        return mask, weights, none
+    inputs.allow("target_tokens", "logprobs", "advantages", "loss_mask")
+    return inputs.floats("loss_mask"), inputs.floats("advantages"), inputs.floats("logprobs")
+
+
+class _Inputs:
+    """A datum's ``loss_fn_inputs``: tensors with one entry per token of its model input."""
+
+    def __init__(self, given: dict[str, msgspec.Raw], index: int, length: int) -> None:
+        self._given = given
+        self._index = index
+        self._length = length
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._given
+
+    def allow(self, *names: str) -> None:
+        for name in self._given:
+            if name not in names:
+                raise ProtocolError(
+                    f"datum {self._index}: loss_fn_inputs.{name} is not known to this loss, which takes "
+                    f"{', '.join(names)}"
+                )
+
+    def floats(self, name: str) -> Floats:
+        return np.array(self._values(name), np.float32)
+
+    def ints(self, name: str) -> Ints:
+        values = np.array(self._values(name), np.float64)
+        whole = values.astype(np.int64)
+        if (whole != values).any():
+            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} has a number that is not whole")
+        return whole
+
+    def _values(self, name: str) -> list[float]:
+        if name not in self._given:
+            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} is missing")
+        values = parse(self._given[name], Tensor).data
+        if len(values) != self._length:
+            raise ProtocolError(
+                f"datum {self._index}: loss_fn_inputs.{name} has {len(values)} entries for "
+                f"{self._length} tokens of the model input"
+            )
+        return values
+
+
+def _check_ids(ids: Ints, index: int, vocab_size: int) -> None:
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        at = int(outside[0])
+        raise ProtocolError(
+            f"datum {index}: token {int(ids[at])} at {at} is outside the vocabulary of {vocab_size}"
+        )
+
+
+def _shifted(values: Floats, size: int) -> Floats:
+    """Per token of the sample what ``values`` has per target; NaN for the first token."""
+    shifted = np.full(size, np.nan, np.float32)
+    shifted[1:] = values[: max(size - 1, 0)]
+    return shifted
+
+
+def outputs(batch: Batch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
+    """`loss_fn_outputs`: per datum the logprob of each target; NaN where it was not computed."""
+    return [
+        {
+            "logprobs": {"data": _numbers(_per_target(values, scored)), "dtype": "float32"},
+            **({} if datum_id is None else {"datum_id": datum_id}),
+        }
+        for values, scored, datum_id in zip(logprobs, batch.scored, batch.datum_ids, strict=True)
+    ]
+
+
+def _per_target(logprobs: Floats, scored: NDArray[np.bool_]) -> Floats:
+    found = np.full(len(scored), np.nan, np.float32)
+    found[: max(len(logprobs) - 1, 0)] = logprobs[1:]
+    return np.where(scored, found, np.float32(np.nan))
+
+
+def _numbers(values: Floats) -> orjson.Fragment:
+    """A NaN as the SDK's JSON reader takes it: with a null, it could not make a tensor of them."""
+    return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).replace(b"null", b"NaN"))

@@ -1,0 +1,142 @@
+"""Requests and answers: whose key it is, how large a body may be, how an error reads.
+
+An error is ``{"error": <code>, "message", "retryable"}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from instar.protocol.base import ProtocolError
+from instar.protocol.failures import as_protocol_error
+
+KEY_HEADER = "x-weaver-api-key"
+CODES = {
+    400: "invalid_request",
+    401: "unauthorized",
+    404: "not_found",
+    405: "method_not_allowed",
+    409: "conflict",
+    413: "payload_too_large",
+    415: "unsupported_media_type",
+    429: "rate_limited",
+    501: "not_offered",
+    503: "unavailable",
+}
+RETRYABLE = frozenset({429, 503})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, its key checked. ``path`` holds what the route's pattern matched."""
+
+    owner: str
+    path: dict[str, str]
+    body: bytes
+    identity: str | None
+    """Of the call: the SDK sends one again with the same trace context, and another with another."""
+
+    def parse(self, shape: type[T]) -> T:
+        return parse(self.body or b"{}", shape)
+
+
+Answer = Callable[[Call], Awaitable[Response]]
+
+
+class Keys:
+    """The keys that are let in. Only hashes are kept; the hash of a key is the owner of what it makes."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._owners = [_hash(key) for key in keys]
+
+    def owner(self, key: str | None) -> str:
+        if not key:
+            raise ProtocolError("no API key: send it as X-WEAVER-API-KEY", 401)
+        given = _hash(key)
+        # Every key is compared, so that the time taken tells nothing.
+        if not max([hmac.compare_digest(given, owner) for owner in self._owners], default=False):
+            raise ProtocolError("the API key is not one of this server's", 401)
+        return given
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def endpoint(answer: Answer, keys: Keys, max_body: int) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        try:
+            owner = keys.owner(request.headers.get(KEY_HEADER))
+            body = await _read(request, max_body)
+            call = Call(owner, request.path_params, body, request.headers.get("traceparent"))
+            return await answer(call)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client must be told
+            return error_response(as_protocol_error(error))
+
+    return handle
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0]
+    if kind != "application/json":
+        raise ProtocolError(
+            f"this server takes JSON alone, not {kind}: of the tensor transports it has 'default', not "
+            "'http-binary'",
+            415,
+        )
+    too_large = ProtocolError(f"the request is larger than the {limit} bytes that this server takes", 413)
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise too_large
+    return b"".join(parts)
+
+
+def parse(text: bytes | memoryview | msgspec.Raw, shape: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the request cannot be read: {error}") from None
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Numpy arrays become lists; a NaN becomes null."""
+    return Response(
+        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
+    )
+
+
+def error_fields(error: ProtocolError) -> tuple[str, str, bool]:
+    """Its code, its text, and whether trying again may help."""
+    code = CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
+    return code, str(error), error.status in RETRYABLE
+
+
+def error_response(error: ProtocolError) -> Response:
+    code, message, retryable = error_fields(error)
+    return json_response({"error": code, "message": message, "retryable": retryable}, error.status)
+
+
+async def no_such_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return error_response(
+        ProtocolError(f"this server does not offer {request.method} {request.url.path}", status)
+    )

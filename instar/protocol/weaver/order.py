@@ -1,0 +1,49 @@
+"""Where a call stands among the calls of its model.
+
+Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number belongs
+after all that its model was asked before, and before all that it is asked later; here it gets a number of its
+own, and the numbers that follow move up by one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from instar.protocol.base import ProtocolError
+
+
+class Order:
+    """Of one model. ``call`` tells two calls apart and is the same when one is sent again; None: unknown.
+    ``submit`` is given the place and returns the operation; when it raises, the place is still free."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, str | None] = {}
+        self._highest = 0
+        self._inserted: list[int] = []
+        """For each call without a number, the highest number there was before it."""
+        self._places: dict[str, int] = {}
+
+    def numbered(self, seq: int, call: str | None, submit: Callable[[int], str]) -> str:
+        """Raises ProtocolError 409 when another call has the client's sequence id."""
+        known = self._calls.get(seq)
+        if known is not None and call is not None and known != call:
+            raise ProtocolError(
+                f"sequence id {seq} was used by another call: one client at a time may train a model. Create "
+                "a model and load a saved state to go on elsewhere",
+                409,
+            )
+        operation = submit(seq + bisect_left(self._inserted, seq))
+        self._calls[seq] = call
+        self._highest = max(self._highest, seq)
+        return operation
+
+    def unnumbered(self, call: str | None, submit: Callable[[int], str]) -> str:
+        if call is not None and call in self._places:
+            return submit(self._places[call])
+        place = self._highest + len(self._inserted) + 1
+        operation = submit(place)
+        self._inserted.append(self._highest)
+        if call is not None:
+            self._places[call] = place
+        return operation

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from instar.protocol.base import ProtocolError
+from instar.protocol.weaver.data import Batch, PassInput, outputs, read_batch
+from instar.protocol.weaver.http import json_response, parse
+
+
+def datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict[str, Any]:
+    named = {"target_tokens": targets, **tensors}
+    return {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+        "loss_fn_inputs": {name: {"data": data, "dtype": "?"} for name, data in named.items()},
+    }
+
+
+def read(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> Batch:
+    body = msgspec.json.encode({"loss_fn": loss, "data": data, "loss_fn_config": config})
+    return read_batch(parse(body, PassInput), vocab_size=100, backward=backward)
+
+
+def ratio_tensors(count: int) -> dict[str, list[float]]:
+    return {"logprobs": [-1.0] * count, "advantages": [0.5] * count, "loss_mask": [1.0] * count}
+
+
+def test_tensors_speak_of_the_next_token() -> None:
+    batch = read(
+        "importance_sampling",
+        datum([1, 2, 7], [2, 7, 8], logprobs=[0, -2, -3], advantages=[0, 0.0, 0.5], loss_mask=[0, 1, 1]),
+    )
+    (sample,) = batch.samples
+    assert sample.token_ids.tolist() == [1, 2, 7, 8]
+    assert sample.token_ids.dtype == np.int32
+    assert sample.mask.tolist() == [0, 0, 1, 1]
+    assert sample.logprobs[2:].tolist() == [-2, -3]
+    assert sample.advantages[2:].tolist() == [0, 0.5]
+    assert sample.mask.dtype == sample.logprobs.dtype == sample.advantages.dtype == np.float32
+
+
+def test_cross_entropy_scores_every_target() -> None:
+    batch = read("cross_entropy", datum([1, 2], [2, 3], weights=[0, 0.5]), datum([4], [5]))
+    assert batch.samples[0].mask.tolist() == [0, 1, 1]
+    assert batch.samples[0].advantages[1:].tolist() == [0, 0.5]
+    assert batch.samples[1].advantages[1:].tolist() == [1]
+
+
+def test_cross_entropy_takes_a_mask() -> None:
+    batch = read("cross_entropy", datum([1, 2], [2, 3], weights=[0, 0.5], loss_mask=[0, 1]))
+    assert batch.samples[0].mask.tolist() == [0, 0, 1]
+
+
+def test_no_target_is_not_trained_on() -> None:
+    batch = read("cross_entropy", datum([1, 2, 3], [-100, 3, -100]), datum([4], [-100]))
+    first, second = batch.samples
+    assert first.token_ids.tolist() == [1, 2, 3]
+    assert first.mask.tolist() == [0, 0, 1]
+    assert second.token_ids.tolist() == [4]
+    assert not second.mask.any()
+    found = outputs(batch, [np.array([np.nan, np.nan, -2], np.float32), np.array([np.nan], np.float32)])
+    body = bytes(json_response([output["logprobs"]["data"] for output in found]).body)
+    assert body == b"[[NaN,-2.0,NaN],[NaN]]"
+
+
+def test_a_surrogate_has_the_gradient_it_names() -> None:
+    batch = read(
+        "surrogate", datum([1, 2], [2, 3], surrogate_weights=[0.25, -1], weights=[1, 1], mine=[1, 1])
+    )
+    assert batch.loss is not None
+    assert batch.loss.name == "cross_entropy"
+    assert batch.samples[0].advantages[1:].tolist() == [-0.25, 1]
+    assert batch.samples[0].mask.tolist() == [0, 1, 1]
+
+
+def test_several_chunks_are_one_input() -> None:
+    given = datum([1, 2], [2, 3])
+    given["model_input"]["chunks"] = [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2]}]
+    assert read("cross_entropy", given).samples[0].token_ids.tolist() == [1, 2, 3]
+
+
+def test_answers_name_their_datum() -> None:
+    batch = read("forward_logprob", {**datum([1, 2], [2, 3]), "datum_id": "null"}, backward=False)
+    assert batch.loss is None
+    (output,) = outputs(batch, [np.array([np.nan, -1, -2], np.float32)])
+    body = json_response(output).body
+    assert body == b'{"logprobs":{"data":[-1.0,-2.0],"dtype":"float32"},"datum_id":"null"}'
+
+
+def test_the_loss_is_configured_by_tinkers_names() -> None:
+    batch = read("ppo", datum([1], [2], **ratio_tensors(1)), clip_low_threshold=0.7, clip_high_threshold=1.5)
+    assert batch.loss is not None
+    assert (batch.loss.clip_low, batch.loss.clip_high) == (0.7, 1.5)
+    quiet = read("dro", datum([1], [2], **ratio_tensors(1)), beta=0.1, entropy_coeff=0.0, aggregation="sum")
+    assert quiet.loss is not None
+    assert quiet.loss.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "config", "message"),
+    [
+        ("truncated_importance_sampling", datum([1], [2]), {}, "not known here.*cross_entropy.*dro"),
+        ("forward_logprob", datum([1], [2]), {}, "no backward pass"),
+        ("importance_sampling", datum([1], [2], logprobs=[-1], advantages=[1]), {}, "loss_mask is missing"),
+        ("importance_sampling", datum([1], [2], loss_mask=[1], advantages=[1]), {}, "logprobs is missing"),
+        ("ppo", datum([1], [2], mask=[1], **ratio_tensors(1)), {}, "mask is not known to this loss"),
+        (
+            "ppo",
+            datum([1], [2], **ratio_tensors(1)),
+            {"entropy_coeff": 1e-4},
+            "entropy_coeff = 0.0001 cannot",
+        ),
+        ("dro", datum([1], [2], **ratio_tensors(1)), {"beta": -1}, "beta: .*greater than or equal to 0"),
+        ("cross_entropy", {"loss_fn_inputs": {}}, {}, "managed datasets are not offered"),
+        ("cross_entropy", datum([1, 2], [2]), {}, "target_tokens has 1 entries for 2 tokens"),
+        ("cross_entropy", datum([1, 2], [3, 3]), {}, "target 0 is 3, but the model input goes on with 2"),
+        ("cross_entropy", datum([1, 2], [2, 100]), {}, "token 100 at 2 is outside the vocabulary of 100"),
+        ("cross_entropy", datum([-1, 2], [2, 3]), {}, "token -1 at 0 is outside"),
+        ("cross_entropy", datum([1], [2.5]), {}, "not whole"),  # pyright: ignore[reportArgumentType]
+        ("cross_entropy", datum([2**70], [2]), {}, "cannot be read|too large"),
+        ("cross_entropy", {**datum([1], [2]), "metadata": {"router_replay": {}}}, {}, "router replay"),
+        (
+            "cross_entropy",
+            {**datum([1], [2]), "loss_fn_inputs": {"target_tokens": [[1]]}},
+            {},
+            "cannot be read",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    loss: str, given: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        read(loss, given, **config)
+
+
+def test_an_image_is_refused() -> None:
+    given = datum([1], [2])
+    given["model_input"]["chunks"][0]["type"] = "image"
+    with pytest.raises(ProtocolError, match="'image' are not taken"):
+        read("cross_entropy", given)
+
+
+def test_a_target_that_is_not_trained_on_may_be_any() -> None:
+    masked = datum([1, 2], [9, 3], logprobs=[0, -1], advantages=[0, 1], loss_mask=[0, 1])
+    batch = read("importance_sampling", masked)
+    assert batch.samples[0].mask.tolist() == [0, 0, 1]
+    light = read("cross_entropy", datum([1, 2], [9, 3], weights=[0, 1]))
+    assert light.samples[0].mask.tolist() == [0, 0, 1]
