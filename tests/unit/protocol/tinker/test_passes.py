@@ -1,0 +1,188 @@
+"""Requests as the SDK encodes them, and JSON, become samples; results become what the SDK decodes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+from instar.protocol.base import ProtocolError, Sampled
+from instar.protocol.tinker.passes import Batch, from_json, from_protobuf
+from instar.protocol.tinker.results import PassResult, SampleResult
+
+RATIO = {
+    "target_tokens": [2, 3, 4],
+    "logprobs": [-0.5, -0.25, -2.0],
+    "advantages": [0.0, 1.0, -1.5],
+}
+
+
+def datum(tokens: list[int], **tensors: list[Any]) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={
+            name: types.TensorData(data=values, dtype="int64" if name == "target_tokens" else "float32")
+            for name, values in tensors.items()
+        },
+    )
+
+
+def protobuf(data: list[types.Datum], loss: Any, config: dict[str, Any] | None = None, seq: int = 7) -> bytes:
+    given = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
+    request = ForwardBackwardRequest(forward_backward_input=given, model_id="m", seq_id=seq)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> bytes:
+    """As tinker 0.22 sends it."""
+    given = {
+        "data": [
+            {
+                "model_input": {"chunks": [{"tokens": list(d.model_input.to_ints()), "type": "encoded_text"}]},
+                "loss_fn_inputs": {
+                    name: {"data": list(t.data), "dtype": t.dtype, "shape": [len(t.data)]}
+                    for name, t in d.loss_fn_inputs.items()
+                },
+            }
+            for d in data
+        ],
+        "loss_fn": loss,
+        "loss_fn_config": config,
+    }
+    return json.dumps({"forward_backward_input": given, "model_id": "m", "seq_id": 7}).encode()
+
+
+def read(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> Batch:
+    """Both ways, which have to agree."""
+    passes = [from_protobuf(protobuf(data, loss, config))]
+    passes.append(from_json(as_json(data, loss, config), forward_only=False))
+    batches = [p.checked() for p in passes]
+    for p in passes:
+        assert (p.model_id, p.seq, p.forward_only) == ("m", 7, False)
+    for one, other in zip(batches[0].samples, batches[1].samples, strict=True):
+        for name in ("token_ids", "mask", "logprobs", "advantages"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert batches[0].loss == batches[1].loss
+    return batches[0]
+
+
+def test_what_is_said_of_a_target_is_said_of_the_token_after_it() -> None:
+    [sample] = read([datum([1, 2, 3], **RATIO)], "importance_sampling").samples
+    assert sample.token_ids.tolist() == [1, 2, 3, 4]
+    assert sample.token_ids.dtype == np.int32
+    assert sample.mask.tolist() == [0, 1, 1, 1]
+    np.testing.assert_array_equal(sample.logprobs, np.array([np.nan, -0.5, -0.25, -2.0], np.float32))
+    assert sample.advantages.tolist() == [0.0, 0.0, 1.0, -1.5]
+
+
+def test_cross_entropy_without_weights_counts_every_token() -> None:
+    [sample] = read([datum([1, 2], target_tokens=[2, 9])], "cross_entropy").samples
+    assert sample.advantages.tolist() == [0.0, 1.0, 1.0]
+
+
+def test_several_chunks_are_one_input() -> None:
+    chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
+    joined = types.Datum(
+        model_input=types.ModelInput(chunks=chunks),
+        loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3, 4], dtype="int64")},
+    )
+    [sample] = from_protobuf(protobuf([joined], "cross_entropy")).checked().samples
+    assert sample.token_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_loss_settings() -> None:
+    clip = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5}
+    loss = read([datum([1, 2, 3], **RATIO)], "ppo", clip).loss
+    assert (loss.name, loss.clip_low, loss.clip_high) == ("ppo", 0.7, 1.5)
+    assert read([datum([1, 2, 3], **RATIO)], "dro", {"beta": 0.1}).loss.beta == 0.1
+
+
+def test_fillers_of_no_weight_take_no_part() -> None:
+    filled = datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
+    [sample] = read([filled], "cross_entropy").samples
+    assert sample.mask.tolist() == [0, 0, 1, 1]
+    assert sample.token_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_a_place_without_old_logprob_and_advantage_takes_no_part() -> None:
+    tensors = RATIO | {"logprobs": [float("nan"), -0.25, -2.0]}
+    for loss in ("importance_sampling", "dro"):
+        [sample] = from_protobuf(protobuf([datum([1, 2, 3], **tensors)], loss)).checked().samples
+        assert sample.mask.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "config", "says"),
+    [
+        ("ppo", {"mask": [1.0, 1.0, 1.0]}, None, "datum 1: ppo takes .* but not mask"),
+        ("ppo", {"target_tokens": [2, 9, 4]}, None, r"datum 1: target_tokens\[1\] is 9, .* goes on with 3"),
+        ("dro", {"target_tokens": [9, 3, 4]}, None, r"datum 1: target_tokens\[0\] is 9"),
+        ("cispo", {"advantages": [0.0]}, None, "datum 1: advantages has 1 entries for 3 tokens"),
+        ("cispo", {"target_tokens": [2, 3, -1]}, None, r"datum 1: target_tokens\[2\] is -1"),
+        ("gspo", {}, None, "unknown loss 'gspo'; there are cross_entropy,"),
+        ("importance_sampling", {}, {"clip_low_threshold": 0.5}, "does not take clip_low_threshold"),
+        ("ppo", {}, {"beta": 0.5}, "does not take beta; it takes clip_low_threshold"),
+    ],
+)
+def test_refusals_name_the_datum_and_wait_for_their_turn(
+    loss: str, change: dict[str, Any], config: dict[str, Any] | None, says: str
+) -> None:
+    data = [datum([1, 2, 3], **RATIO), datum([1, 2, 3], **RATIO | change)]
+    for asked in (
+        from_protobuf(protobuf(data, loss, config)),
+        from_json(as_json(data, loss, config), forward_only=False),
+    ):
+        assert asked.seq == 7
+        with pytest.raises(ProtocolError, match=says) as raised:
+            asked.checked()
+        assert raised.value.category == "user"
+
+
+def test_images_and_matrices_are_refused() -> None:
+    picture = types.Datum(
+        model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)]),
+        loss_fn_inputs={"target_tokens": types.TensorData(data=[1], dtype="int64")},
+    )
+    with pytest.raises(ProtocolError, match="datum 0: only text"):
+        from_protobuf(protobuf([picture], "cross_entropy")).checked()
+    matrix = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2]),
+        loss_fn_inputs={"target_tokens": types.TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])},
+    )
+    with pytest.raises(ProtocolError, match="target_tokens has to be a dense tensor of one dimension"):
+        from_protobuf(protobuf([matrix], "cross_entropy")).checked()
+
+
+def test_nonsense_is_refused_at_once() -> None:
+    with pytest.raises(ProtocolError, match="not understood"):
+        from_protobuf(b"\xff\xff\xff")
+    with pytest.raises(ProtocolError, match="not understood"):
+        from_json(b"{", forward_only=True)
+
+
+def test_the_sdk_reads_what_passes_end_with() -> None:
+    logprobs = [np.array([np.nan, -1.0, -2.0], np.float32), np.array([np.nan, -3.0], np.float32)]
+    result = PassResult.of(4.5, {"tokens": 3.0, "ratio_max": 2.0, "kl": 0.0}, logprobs)
+    read = deserialize_forward_backward_output(result.protobuf())
+    assert [list(out["logprobs"].data) for out in read.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
+    assert [out["logprobs"].shape for out in read.loss_fn_outputs] == [[2], [1]]
+    assert read.metrics == {"loss:sum": 4.5, "tokens:sum": 3.0, "ratio_max:max": 2.0, "kl:mean": 0.0}
+    assert result.json()["metrics"] == read.metrics
+
+
+def test_the_sdk_reads_what_sampling_ends_with() -> None:
+    sequences = [Sampled([5, 6], [-0.5, -1.0], "stop", "ab"), Sampled([7], [-2.0], "length", "c")]
+    read = deserialize_sample_response(
+        SampleResult(sequences, np.array([np.nan, -1.5], np.float32)).protobuf()
+    )
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [
+        ([5, 6], [-0.5, -1.0], "stop"),
+        ([7], [-2.0], "length"),
+    ]
+    assert read.prompt_logprobs == [None, -1.5]
