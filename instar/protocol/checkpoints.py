@@ -1,0 +1,155 @@
+"""Checkpoints: folders on the server's disk, there whole or not at all, and still there after a restart.
+
+    <folder>/<model>/weights/<name>/           a state
+    <folder>/<model>/sampler_weights/<name>/   a sampler
+        checkpoint.json                        whose it is, and what
+        adapter/                               what is sampled from
+        state/                                 what is trained on; not in a sampler
+
+A client names one `tinker://<model>/weights/<name>`; the scheme is not looked at, for each protocol has its
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from instar.backends.folders import write_folder
+from instar.protocol.base import CheckpointInfo, ProtocolError
+
+META = "checkpoint.json"
+ADAPTER = "adapter"
+STATE = "state"
+PLACES: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampler": "sampler_weights"}
+SCRATCH = ".scratch"
+
+_PATH = re.compile(r"[a-z]+://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    """What checkpoint.json holds."""
+
+    owner: str
+    info: CheckpointInfo
+
+
+class Checkpoints:
+    """Those of other owners, and those that have expired, are not found. One at a time uses the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        # What a killed server was writing.
+        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        self._moving = threading.Lock()
+        self._kept: dict[str, _Meta] = {}
+        for file in folder.glob(f"*/*/*/{META}"):
+            meta = msgspec.json.decode(file.read_bytes(), type=_Meta)
+            self._kept[meta.info.path] = meta
+
+    async def write(
+        self,
+        owner: str,
+        name: str,
+        info: CheckpointInfo,
+        fill: Callable[[Path], Awaitable[object]],
+        *,
+        ttl: float | None,
+    ) -> CheckpointInfo:
+        """Keep what ``fill`` writes to the folder it is given. ``info``'s path, size and times are set here.
+        ``fill`` is called before anything is awaited."""
+        check_name(name)
+        if ttl is not None and not ttl > 0:
+            raise ProtocolError(f"a checkpoint must be kept for more than 0 seconds, not {ttl:g}")
+        (self._folder / SCRATCH).mkdir(exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH))
+        try:
+            await fill(scratch)
+            meta = await asyncio.to_thread(self._keep, scratch, owner, name, info, ttl)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self._kept[meta.info.path] = meta
+        return meta.info
+
+    def _keep(self, scratch: Path, owner: str, name: str, info: CheckpointInfo, ttl: float | None) -> _Meta:
+        now = time.time()
+        info = replace(
+            info,
+            path=f"tinker://{info.model_id}/{PLACES[info.kind]}/{name}",
+            created_at=now,
+            expires_at=None if ttl is None else now + ttl,
+            size_bytes=sum(file.stat().st_size for file in scratch.rglob("*") if file.is_file()),
+        )
+        meta = _Meta(owner, info)
+
+        def fill(folder: Path) -> None:
+            for part in scratch.iterdir():
+                part.rename(folder / part.name)
+            (folder / META).write_bytes(msgspec.json.encode(meta))
+
+        with self._moving:
+            write_folder(self.folder(info), fill)
+        return meta
+
+    def find(self, path: str, owner: str) -> CheckpointInfo:
+        meta = self._kept.get(_canonical(path))
+        if meta is None or meta.owner != owner or _expired(meta):
+            raise ProtocolError(f"there is no checkpoint {path}", 404)
+        return meta.info
+
+    def folder(self, info: CheckpointInfo) -> Path:
+        return self._folder / info.path.removeprefix("tinker://")
+
+    def all_of(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
+        """The oldest first."""
+        found = [
+            meta.info
+            for meta in self._kept.values()
+            if meta.owner == owner and model_id in (None, meta.info.model_id) and not _expired(meta)
+        ]
+        return sorted(found, key=lambda info: info.created_at)
+
+    def delete(self, path: str, owner: str) -> None:
+        self._remove(self.find(path, owner))
+
+    def remove_expired(self) -> None:
+        for meta in [meta for meta in self._kept.values() if _expired(meta)]:
+            self._remove(meta.info)
+
+    def _remove(self, info: CheckpointInfo) -> None:
+        """At once under its name, so that half of one is never found."""
+        (self._folder / SCRATCH).mkdir(exist_ok=True)
+        with self._moving, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH) as scratch:
+            self.folder(info).rename(Path(scratch) / "removed")
+        del self._kept[info.path]
+
+
+def check_name(name: str) -> None:
+    if _NAME.fullmatch(name) is None:
+        raise ProtocolError(
+            f"{name!r} cannot name a checkpoint: at most 128 letters, digits, '.', '_' and '-' can, "
+            "the first being no '.'"
+        )
+
+
+def _canonical(path: str) -> str:
+    match = _PATH.fullmatch(path)
+    if match is None:
+        raise ProtocolError(f"{path!r} names no checkpoint: tinker://<model>/weights/<name> does")
+    return "tinker://{}/{}/{}".format(*match.groups())
+
+
+def _expired(meta: _Meta) -> bool:
+    return meta.info.expires_at is not None and meta.info.expires_at <= time.time()

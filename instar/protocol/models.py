@@ -1,0 +1,193 @@
+"""Models in training, each a local backend with an adapter of its own over one copy of the base weights."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from instar.backends.base import ForwardBackward, OptimStep
+from instar.backends.local import state
+from instar.backends.local.backend import GLOBAL_RNG, LocalBackend
+from instar.backends.local.model import load_base
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from instar.errors import BackendError
+from instar.protocol.base import Adapter, CheckpointInfo, ProtocolError, TrainingModel
+from instar.protocol.checkpoints import ADAPTER, STATE, Checkpoints
+from instar.protocol.failures import told_to_clients
+from instar.types import Floats, Sample, new_id
+
+ALPHA = 32.0
+"""Of every adapter, whatever its rank: what the services use."""
+
+
+class ServedBackend(LocalBackend):
+    """A local backend as the services are: a step without a gradient is a step with a gradient of zero. The
+    moments decay and what they hold is applied, as after a batch whose advantages are all zero; a client is
+    not failed for a batch that had nothing to teach."""
+
+    def _optim_step(self, adam: AdamConfig) -> OptimStep:
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super()._optim_step(adam)
+
+    async def save_weights(self, path: Path) -> None:
+        """As `save_state`, without the moments."""
+        await self._run(lambda: self._save_weights(path))
+
+    def _save_weights(self, path: Path) -> None:
+        without = torch.optim.AdamW(list(self._parameters.values()))
+        with GLOBAL_RNG:
+            state.save_training(path, self._parameters, without, {"optim_steps": 0})
+
+
+class LocalModel(TrainingModel):
+    def __init__(
+        self,
+        backend: ServedBackend,
+        checkpoints: Checkpoints,
+        *,
+        owner: str,
+        session_id: str,
+        base_model: str,
+        adapter: Adapter,
+        max_context: int,
+    ) -> None:
+        self.model_id = new_id("model")
+        self.session_id = session_id
+        self.owner = owner
+        self.adapter = adapter
+        self._backend = backend
+        self._checkpoints = checkpoints
+        self._base_model = base_model
+        self._max_context = max_context
+        self._ended = False
+
+    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
+        self._check(samples)
+        with told_to_clients():
+            return await self._backend.forward(samples)
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+        self._check(samples)
+        with told_to_clients():
+            return await self._backend.forward_backward(samples, loss)
+
+    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+        self._check()
+        with told_to_clients():
+            return await self._backend.optim_step(adam)
+
+    async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
+        async def fill(folder: Path) -> None:
+            save = self._backend.save_state if optimizer else self._backend.save_weights
+            # Both are asked for at once, so that nothing is trained in between.
+            await asyncio.gather(save(folder / STATE), self._backend.publish(folder / ADAPTER))
+
+        self._check()
+        info = replace(self._info("state"), has_optimizer=optimizer)
+        with told_to_clients():
+            return await self._checkpoints.write(self.owner, name, info, fill, ttl=ttl)
+
+    async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
+        async def fill(folder: Path) -> None:
+            await self._backend.publish(folder / ADAPTER)
+
+        self._check()
+        with told_to_clients():
+            return await self._checkpoints.write(self.owner, name, self._info("sampler"), fill, ttl=ttl)
+
+    async def load(self, path: str, *, optimizer: bool) -> None:
+        self._check()
+        info = self._checkpoints.find(path, self.owner)
+        if info.kind != "state":
+            raise ProtocolError(f"{path} can be sampled from, not trained on: it was not saved as a state")
+        if optimizer and not info.has_optimizer:
+            raise ProtocolError(f"{path} was saved without its optimizer; load the weights alone")
+        folder = self._checkpoints.folder(info) / STATE
+        try:
+            with told_to_clients():
+                await self._backend.load_state(folder, optimizer=optimizer)
+        except ProtocolError as error:
+            # Where it lies on the server's disk is not the client's to know.
+            text = str(error).replace(str(folder), info.path)
+            raise ProtocolError(text, error.status, error.category) from error
+
+    async def end(self) -> None:
+        """What was asked for before is still done."""
+        self._ended = True
+        await self._backend.close()
+
+    def _check(self, samples: Sequence[Sample] = ()) -> None:
+        if self._ended:
+            raise ProtocolError(f"the model {self.model_id} was ended", 404)
+        for sample in samples:
+            if len(sample) > self._max_context:
+                raise ProtocolError(
+                    f"{sample.sample_key} has {len(sample)} tokens; at most {self._max_context} are taken"
+                )
+
+    def _info(self, kind: Literal["state", "sampler"]) -> CheckpointInfo:
+        return CheckpointInfo(
+            path="",
+            kind=kind,
+            model_id=self.model_id,
+            base_model=self._base_model,
+            rank=self.adapter.rank,
+            created_at=0.0,
+            size_bytes=0,
+            extra={
+                "train_attn": self.adapter.train_attn,
+                "train_mlp": self.adapter.train_mlp,
+                "train_unembed": self.adapter.train_unembed,
+            },
+        )
+
+
+class ModelMaker:
+    """Makes models over one base model, which it loads. Slow: not for the event loop's thread."""
+
+    def __init__(self, model: ModelConfig, threads: int | None) -> None:
+        self._model = model
+        self._threads = threads
+        self.base: PreTrainedModel = load_base(model)
+
+    def make(self, adapter: Adapter) -> tuple[ServedBackend, Adapter]:
+        """The backend, and the adapter with the seed it was drawn from."""
+        seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
+        lora = LoraConfig(rank=adapter.rank, alpha=ALPHA, targets=lora_targets(self.base, adapter))
+        config = LocalBackendConfig(lora=lora, threads=self._threads)
+        try:
+            backend = ServedBackend(self._model, config, seed=seed, weights=self.base)
+        except BackendError as error:
+            raise ProtocolError(str(error)) from error
+        return backend, replace(adapter, seed=seed)
+
+
+def lora_targets(base: PreTrainedModel, adapter: Adapter) -> list[str] | Literal["all-linear"]:
+    """The linear layers to adapt, by the ends of their names. All of them but the output layer are what PEFT
+    calls all-linear."""
+    if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
+        return "all-linear"
+    head = base.get_output_embeddings()
+    chosen: set[str] = set()
+    for name, module in base.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if module is head:
+            wanted = adapter.train_unembed
+        else:
+            wanted = adapter.train_attn if "attn" in name or "attention" in name else adapter.train_mlp
+        if wanted:
+            chosen.add(".".join(name.split(".")[-2:]))
+    if not chosen:
+        raise ProtocolError("nothing is to be trained: train_attn, train_mlp and train_unembed are all false")
+    return sorted(chosen)
