@@ -10,6 +10,7 @@ import json
 import math
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +20,7 @@ import numpy as np
 from instar.clouds.failures import CloudFailure
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import as_ids, check_request
+from instar.engines.checks import as_ids, check_request, check_scored
 from instar.engines.stopping import StopRule
 from instar.errors import EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_tokenizer
@@ -65,6 +66,7 @@ class CloudEngine(Engine):
             artifacts=("base", "remote"),
             streams=False,
             versions_per_token=False,
+            scores=True,
         )
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._changing = asyncio.Lock()
@@ -110,6 +112,23 @@ class CloudEngine(Engine):
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = as_ids(prompt_ids)
         check_request(self._info, prompt, params)
+        async with self._slot():
+            chunk = await self._reply(prompt, params)
+            self._prompted += len(prompt)
+            self._generated += len(chunk.token_ids)
+            yield chunk
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        ids = as_ids(token_ids)
+        check_scored(self._info, ids)
+        if len(ids) < 2:
+            return np.full(len(ids), np.nan, np.float32)
+        async with self._slot():
+            return await self._try(lambda served: self.score(served.client, ids))
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncGenerator[None]:
+        """One of the requests that may be at the service at once."""
         self._waiting += 1
         try:
             await self._slots.acquire()
@@ -117,10 +136,7 @@ class CloudEngine(Engine):
             self._waiting -= 1
         self._running += 1
         try:
-            chunk = await self._reply(prompt, params)
-            self._prompted += len(prompt)
-            self._generated += len(chunk.token_ids)
-            yield chunk
+            yield
         except CloudFailure as failure:
             raise failure.for_engine() from None
         finally:

@@ -1,0 +1,346 @@
+"""Trains at Tinker or MinT, through their SDKs.
+
+Calls are sent in the order they are made and answered in their own time. Where it is not known what a call
+did at the service (no answer, no session), the session is given up: every later call raises BackendLost, and
+`load_state` or `start` begins another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from instar.backends.base import (
+    DEFAULT_BETA,
+    DEFAULT_CLIP,
+    Backend,
+    BackendCapabilities,
+    ForwardBackward,
+    OptimStep,
+)
+from instar.backends.check import check_samples
+from instar.backends.folders import write_folder
+from instar.backends.values import clip_bounds, loss_and_metrics
+from instar.clouds.base import SERVICES
+from instar.clouds.failures import CloudFailure
+from instar.clouds.tinker import TinkerCloud
+from instar.clouds.tinker_training import Inputs, TrainingSession
+from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
+from instar.errors import BackendError, BackendLost, NonFinite
+from instar.models import resolve_tokenizer
+from instar.types import Artifact, Floats, Sample
+
+T = TypeVar("T")
+
+STATE = "state.json"
+_NOT_FINITE = re.compile(r"\bis (nan|[-+]?inf)\b|\b(not|non)[- ]?finite\b", re.I)
+
+
+class TinkerBackend(Backend):
+    def __init__(
+        self, model: ModelConfig, config: TinkerBackendConfig | MintBackendConfig, *, seed: int = 0
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._seed = seed
+        self._vocab_size: int | None = None
+        self._order = asyncio.Lock()
+        """Its waiters are served in turn, so calls are sent in the order they were made."""
+        self._session: TrainingSession | None = None
+        self._gradient = _Gradient()
+        self._closed = False
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        return SERVICES[self._config.type].capabilities
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        config = self._config
+
+        def create(cloud: TinkerCloud) -> Any:
+            return cloud.client.create_lora_training_client(
+                base_model=cloud.access.base_model,
+                rank=config.rank,
+                seed=self._seed,
+                train_mlp=config.train_mlp,
+                train_attn=config.train_attn,
+                train_unembed=config.train_unembed,
+            )
+
+        await self._begin("creating the model", create)
+
+    async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
+        saved = self._read_state(path)
+
+        def create(cloud: TinkerCloud) -> Any:
+            if optimizer:
+                return cloud.client.create_training_client_from_state_with_optimizer(saved)
+            return cloud.client.create_training_client_from_state(saved)
+
+        await self._begin(f"loading {saved}", create)
+
+    async def _begin(self, what: str, create: Callable[[TinkerCloud], Any]) -> None:
+        """Clients are made in a thread: the SDK blocks while it makes them."""
+        async with self._order:
+            self._check_open()
+            if self._session is not None:
+                before, self._session = self._session, None
+                await before.give_up()
+            if self._vocab_size is None:
+                self._vocab_size = await asyncio.to_thread(_vocab_size, self._model.name)
+            self._session = TrainingSession(*await self._connect(what, create))
+            self._gradient = _Gradient()
+
+    async def _connect(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
+        cloud: TinkerCloud | None = None
+        try:
+            cloud = await TinkerCloud.connect(self._config, self._model)
+            made = cloud
+            return cloud, await cloud.in_thread(what, lambda: create(made))
+        except BaseException as error:
+            if cloud is not None:
+                await cloud.close(finish=False)
+            if not isinstance(error, CloudFailure):
+                raise
+            if error.kind == "lost":  # nothing was begun that could be lost: what was asked for is not there
+                raise BackendError(str(error)) from None
+            raise error.for_backend() from None
+
+    async def close(self) -> None:
+        """The session ends at the service when it hears no more of it."""
+        if self._closed:
+            return
+        self._closed = True
+        async with self._order:
+            if self._session is not None:
+                self._session.lost = "the backend was closed"
+                await self._session.cloud.close(finish=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the backend is closed")
+
+    def _live(self) -> TrainingSession:
+        self._check_open()
+        if self._session is None:
+            raise BackendLost("there is no training session: start one, or load a state")
+        if self._session.lost is not None:
+            raise BackendLost(self._session.lost)
+        return self._session
+
+    # --- training --------------------------------------------------------------------------------
+
+    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
+        return await self._all_logprobs(samples, in_order=True)
+
+    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return await self._all_logprobs(samples, in_order=False)
+
+    async def _all_logprobs(self, samples: Sequence[Sample], *, in_order: bool) -> list[Floats]:
+        """Under the model in training, in the order of calls, or under the base model."""
+        self._check_open()
+        check_samples(samples, self._vocab_size, self._model.max_context)
+        results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
+        # A token alone has nothing before it that would make it likely.
+        asked = [i for i, sample in enumerate(samples) if len(sample) > 1]
+        sequences = [samples[i].token_ids for i in asked]
+        if not asked:
+            return results
+        if in_order:
+            async with self._order:
+                answer = await self._live().send_forward(sequences)
+        else:
+            answer = self._live().score(sequences)
+        for i, found in zip(asked, await _answered(answer), strict=True):
+            results[i] = found
+        return results
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+        self._check_open()
+        check_samples(samples, self._vocab_size, self._model.max_context, loss)
+        results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
+        # Those without a trained token have no part in the loss.
+        trained = [i for i, sample in enumerate(samples) if (sample.mask > 0).any()]
+        if trained:
+            chosen = [samples[i] for i in trained]
+            for i, found in zip(trained, await self._train(chosen, loss), strict=True):
+                results[i] = np.where(samples[i].mask > 0, found, np.nan).astype(np.float32)
+        value, metrics = loss_and_metrics(loss, samples, results)
+        return ForwardBackward(value, results, metrics)
+
+    async def _train(self, samples: Sequence[Sample], loss: LossConfig) -> list[Floats]:
+        async with self._order:
+            session, gradient = self._live(), self._gradient
+            held = await self._held(session, samples, loss)
+            data = [
+                (sample.token_ids, _inputs(sample, loss, old))
+                for sample, old in zip(samples, held, strict=True)
+            ]
+            answer = await session.send_forward_backward(data, loss.name, _loss_config(loss))
+            gradient.calls += 1
+        try:
+            logprobs = await answer
+        except CloudFailure as failure:
+            if failure.kind == "refused":
+                gradient.calls -= 1
+            raise _translated(failure) from None
+        _check_finite(session, loss, samples, logprobs)
+        return logprobs
+
+    async def _held(
+        self, session: TrainingSession, samples: Sequence[Sample], loss: LossConfig
+    ) -> list[Floats]:
+        """Old logprobs for the tokens that are not trained on: a service knows no mask. Where they do not
+        count, zeros; dro would draw such tokens towards them, so they are what the model gives them now."""
+        if loss.name != "dro":
+            return [np.zeros(len(sample), np.float32) for sample in samples]
+        for sample in samples:
+            if not np.isin(sample.mask, (0, 1)).all():
+                raise BackendError(f"sample {sample.sample_key}: dro takes no mask other than 0 and 1 here")
+        return await _answered(await session.send_forward([sample.token_ids for sample in samples]))
+
+    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+        async with self._order:
+            session = self._live()
+            if not self._gradient.calls:
+                raise BackendError(
+                    "optim_step without a gradient: nothing was trained on since the last step"
+                )
+            self._gradient = _Gradient()
+            answer = await session.send_optim_step(adam)
+        metrics = await _answered(answer)
+        grad_norm = metrics.pop("grad_norm", None)
+        if grad_norm is None:
+            return OptimStep(math.nan, {"lr": adam.lr, **metrics})
+        if not math.isfinite(grad_norm):
+            session.lost = "a gradient that is not finite may have been applied at the service"
+            raise NonFinite(f"the gradient norm is {grad_norm}")
+        clipped = 0.0 < adam.grad_clip_norm < grad_norm
+        return OptimStep(grad_norm, {**metrics, "lr": adam.lr, "grad_clipped": float(clipped)})
+
+    # --- what stays ------------------------------------------------------------------------------
+
+    async def publish(self, path: Path) -> Artifact:
+        seconds = self._config.sampler_ttl
+        expires_at = time.time() + seconds
+        saved = await self._saved(
+            "publishing",
+            lambda client: client.save_weights_for_sampler(_unique(path), ttl_seconds=math.ceil(seconds)),
+        )
+        return Artifact("remote", saved, expires_at)
+
+    async def save_state(self, path: Path) -> None:
+        saved = await self._saved("saving the state", lambda client: client.save_state(_unique(path)))
+        config = self._config
+        told = {
+            "service": config.type,
+            "state": saved,
+            "base_model": config.base_model or self._model.name,
+            "rank": config.rank,
+            "train_attn": config.train_attn,
+            "train_mlp": config.train_mlp,
+            "train_unembed": config.train_unembed,
+            "saved_at": time.time(),
+        }
+        text = json.dumps(told, indent=1) + "\n"
+
+        def fill(folder: Path) -> None:
+            (folder / STATE).write_text(text)
+
+        await asyncio.to_thread(write_folder, path, fill)
+
+    async def _saved(self, what: str, submit: Callable[[Any], Any]) -> str:
+        """Where the service keeps it."""
+        async with self._order:
+            answer = self._live().send(what, submit)
+        return str((await _answered(answer)).path)
+
+    def _read_state(self, path: Path) -> str:
+        """Where the service keeps it. Refused where this run would not make such a model."""
+        try:
+            told: dict[str, Any] = json.loads((path / STATE).read_text())
+            saved, service = str(told["state"]), told["service"]
+        except (OSError, ValueError, KeyError) as error:
+            raise BackendError(f"{path} holds no state that a service keeps: {error}") from error
+        wanted = {"service": self._config.type, "base_model": self._config.base_model or self._model.name}
+        wanted |= {name: getattr(self._config, name) for name in ("rank", "train_attn", "train_mlp")}
+        for name, value in wanted.items():
+            if told.get(name) != value:
+                raise BackendError(f"{path} was saved at {service} with {name} {told.get(name)}, not {value}")
+        return saved
+
+
+class MintBackend(TinkerBackend):
+    """The same, through MinT's SDK."""
+
+
+class _Gradient:
+    """What was sent since the last step."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+async def _answered(answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except CloudFailure as failure:
+        raise _translated(failure) from None
+
+
+def _translated(failure: CloudFailure) -> Exception:
+    if failure.kind == "refused" and _NOT_FINITE.search(str(failure)):
+        return NonFinite(str(failure))
+    return failure.for_backend()
+
+
+def _inputs(sample: Sample, loss: LossConfig, held: Floats) -> Inputs:
+    """What the loss takes, without a NaN: no weight under mask 0."""
+    trained = sample.mask > 0
+    weights = np.where(trained, sample.mask * sample.advantages, 0)
+    if loss.name == "cross_entropy":
+        return {"weights": weights}
+    return {"logprobs": np.where(trained, sample.logprobs, held), "advantages": weights}
+
+
+def _loss_config(loss: LossConfig) -> dict[str, float] | None:
+    if loss.name in DEFAULT_CLIP:
+        low, high = clip_bounds(loss)
+        return {"clip_low_threshold": low, "clip_high_threshold": high}
+    if loss.name == "dro":
+        return {"beta": DEFAULT_BETA if loss.beta is None else loss.beta}
+    return None
+
+
+def _check_finite(
+    session: TrainingSession, loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
+) -> None:
+    """A service adds such a gradient all the same, and cannot take it back: the session is spoilt."""
+    for sample, found in zip(samples, logprobs, strict=True):
+        with np.errstate(over="ignore", invalid="ignore"):
+            value, _ = loss_and_metrics(loss, [sample], [found])
+        if not math.isfinite(value):
+            session.lost = "a loss that is not finite is in the gradient at the service"
+            raise NonFinite(f"the {loss.name} loss of sample {sample.sample_key} is {value}")
+
+
+def _unique(path: Path) -> str:
+    """A name at the service: the same one may be saved again, by another session too."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '-', path.name)}-{uuid.uuid4().hex[:8]}"
+
+
+def _vocab_size(name: str) -> int | None:
+    config: dict[str, Any] = json.loads((resolve_tokenizer(name) / "config.json").read_text())
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -1,0 +1,70 @@
+"""Samples at Tinker or MinT."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from instar.clouds.failures import CloudFailure
+from instar.clouds.tinker import TinkerCloud, prompt_logprobs, prompt_of
+from instar.engines.cloud.base import CloudEngine, Sampled
+from instar.types import FinishReason, Floats, Ids, SamplingParams
+
+
+class TinkerSampler(CloudEngine):
+    _cloud: TinkerCloud | None = None
+
+    async def open_sampler(self, path: str | None) -> Any:
+        cloud = self._cloud = self._cloud or await TinkerCloud.connect(self.section, self.model)
+        named = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
+        return await cloud.result("opening a sampler", cloud.client.create_sampling_client_async(**named))
+
+    async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> Sampled:
+        cloud = self._connected()
+        asked = cloud.sdk.types.SamplingParams(
+            max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
+            seed=params.seed,
+            stop=self._stops(params),
+            temperature=params.temperature,
+            top_k=params.top_k or -1,
+            top_p=params.top_p,
+        )
+        answer = await cloud.result("sampling", client.sample_async(prompt_of(cloud.sdk, prompt), 1, asked))
+        if len(answer.sequences) != 1:
+            raise CloudFailure("broken", f"sampling: {len(answer.sequences)} replies came back for one")
+        sequence = answer.sequences[0]
+        ids = [int(token) for token in sequence.tokens]
+        logprobs = [float(value) for value in sequence.logprobs or [math.nan] * len(ids)]
+        if len(logprobs) != len(ids):
+            raise CloudFailure(
+                "broken", f"sampling: {len(logprobs)} logprobs came back for {len(ids)} tokens"
+            )
+        reason: FinishReason = "length" if sequence.stop_reason == "length" else "stop"
+        return Sampled(ids, logprobs, reason)
+
+    def _stops(self, params: SamplingParams) -> list[str] | list[int] | None:
+        """The SDK takes strings or ids, not both, and either replaces the end of sequence: that is among
+        them. None stops at that alone."""
+        ids = sorted({*self.eos_ids, *params.stop_token_ids})
+        if params.stop:
+            return [*params.stop, *filter(None, map(self.text_of, ids))]
+        return ids if params.stop_token_ids else None
+
+    async def score(self, client: Any, token_ids: Ids) -> Floats:
+        cloud = self._connected()
+        asked = client.compute_logprobs_async(prompt_of(cloud.sdk, token_ids))
+        return prompt_logprobs(await cloud.result("scoring", asked), len(token_ids))
+
+    def _connected(self) -> TinkerCloud:
+        if self._cloud is None:
+            raise CloudFailure("lost", "the connection was given up")
+        return self._cloud
+
+    async def hang_up(self) -> None:
+        cloud, self._cloud = self._cloud, None
+        if cloud is not None:
+            await cloud.close(finish=True)
+
+
+class MintSampler(TinkerSampler):
+    """The same, through MinT's SDK."""
