@@ -44,7 +44,7 @@ def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = 
     given = {
         "data": [
             {
-                "model_input": {"chunks": [{"tokens": list(d.model_input.to_ints()), "type": "encoded_text"}]},
+                "model_input": {"chunks": [{"tokens": d.model_input.to_ints(), "type": "encoded_text"}]},
                 "loss_fn_inputs": {
                     name: {"data": list(t.data), "dtype": t.dtype, "shape": [len(t.data)]}
                     for name, t in d.loss_fn_inputs.items()

@@ -1,0 +1,92 @@
+"""A model behind one of the wire protocols, on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from instar.config import ModelConfig
+from instar.errors import ConfigError
+from instar.gateway.serve import bind, serve
+from instar.protocol.base import Limits
+from instar.protocol.operations import LocalOperations
+from instar.registry import load_object
+
+ProtocolName = Literal["tinker", "weaver"]
+APPS: dict[ProtocolName, str] = {
+    "tinker": "instar.protocol.tinker.app:create_app",
+    "weaver": "instar.protocol.weaver.app:create_app",
+}
+GRACE_SECONDS = 2.0
+"""For requests in flight, once no operation runs any more."""
+
+
+async def serve_protocol(
+    protocol: str,
+    model: ModelConfig,
+    *,
+    folder: Path,
+    keys: Iterable[str],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    base_model: str | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Until ``stop`` is set, or this is cancelled. ``ready`` is told the address. ``folder`` keeps the
+    checkpoints, and what is there already is found again. ``base_model`` is the name that clients ask for.
+    Raises ConfigError when the address or the protocol is not to be had."""
+    create_app = _app_of(protocol)
+    try:
+        listener = bind(host, port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    try:
+        workshop = await _opened(model, folder, base_model, limits, threads)
+    except BaseException:
+        listener.close()
+        raise
+    operations = LocalOperations(workshop.limits)
+    closed = asyncio.Event()
+    app = create_app(workshop, operations, keys)
+    server = asyncio.create_task(serve(app, listener, stop=closed, grace=GRACE_SECONDS))
+    try:
+        if ready is not None:
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"http://{shown}:{listener.getsockname()[1]}")
+        await _first(server, stop or asyncio.Event())
+    finally:
+        # Those who wait for a result are told, and let the server go.
+        await operations.close()
+        closed.set()
+        await server
+        await workshop.close()
+
+
+def _app_of(protocol: str) -> Any:
+    if protocol not in APPS:
+        raise ConfigError(f"unknown protocol {protocol!r}; there are {', '.join(APPS)}")
+    return load_object(APPS[protocol])
+
+
+async def _opened(
+    model: ModelConfig, folder: Path, base_model: str | None, limits: Limits | None, threads: int | None
+) -> Any:
+    # Here, for it imports torch.
+    from instar.protocol.workshop import LocalWorkshop
+
+    workshop = LocalWorkshop(model, folder, base_model=base_model, limits=limits, threads=threads)
+    await workshop.start()
+    return workshop
+
+
+async def _first(server: asyncio.Task[None], stop: asyncio.Event) -> None:
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
