@@ -98,6 +98,10 @@ class VerlBackendConfig(Section):
     """The adapter; `null` trains all weights."""
     ranks: Positive = 2
     """Processes that the model is sharded over: one per GPU, or so many on the CPU."""
+    micro_batch_tokens: Positive = 8192
+    """Most tokens in one forward and backward pass of a rank; a longer sample has one to itself."""
+    deadline: Seconds = 3600.0
+    """Of one call to the workers; then they are given up, and the last saved state is loaded into new ones."""
     python: str | None = None
     """Interpreter to run the trainer with. Default: the running one."""
 

@@ -1,0 +1,1 @@
+"""Training sharded (FSDP) through verl's own workers on Ray."""

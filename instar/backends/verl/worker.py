@@ -1,0 +1,221 @@
+"""One rank: verl's training worker, with Instar's losses, samples and files. Runs in a Ray actor.
+
+Model, sharding, forward, backward, clipping, optimizer and checkpoints are verl's. What is Instar's: losses
+are sums over the tokens of all ranks (verl would average over ranks), a call whose loss is not finite leaves
+no gradient behind, and policies are written as engines read them.
+"""
+
+# verl lives in an environment of its own.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+if os.environ.get("INSTAR_VERL_DEVICE") == "cpu":
+    from instar.backends.verl.cpu import use_cpu
+
+    use_cpu()
+
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers_tinker import TinkerTrainingWorker
+
+from instar.backends.local.losses import Tokens, token_loss
+from instar.backends.local.state import write_adapter_files, write_weights
+from instar.backends.verl.settings import WorkerSettings, training_config
+from instar.backends.verl.share import Row
+from instar.config import AdamConfig, LossConfig
+from instar.types import Floats
+
+
+class InstarWorker(TinkerTrainingWorker):
+    def __init__(self, settings: WorkerSettings) -> None:
+        # verl would wait 10 minutes and more in a collective whose peer is gone, and on a CPU it asks for
+        # the backend "cpu:gloo,cpu:gloo", which torch refuses. It takes a group that is there.
+        backend = "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=settings.deadline))
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        _allow_checkpoints()
+        super().__init__(training_config(settings))
+        self._settings = settings
+
+    def begin(self, seed: int) -> None:
+        """The base model with a fresh adapter, drawn from the seed on rank 0."""
+        torch.manual_seed(seed)
+        self.reset()
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                # The sum over ranks. Gloo knows no average, and no loss here is one.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                setattr(module, "attention_dropout", 0.0)  # noqa: B010 - torch types it as a Module
+
+    @property
+    def _module(self) -> nn.Module:
+        return cast(nn.Module, self.engine.module)
+
+    # --- what the backend asks for -------------------------------------------------------------
+
+    def logprobs(self, rows: Sequence[Row], most_tokens: int, base: bool) -> list[Floats]:
+        """Per row, the logprob of every token given those before; NaN at index 0. ``base``: under the
+        base model, the adapter off."""
+        data = _batch(rows, most_tokens)
+        tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=base)
+        return _aligned(self.infer_batch(data)["log_probs"])
+
+    def train(self, rows: Sequence[Row], most_tokens: int, loss: LossConfig) -> tuple[bool, list[Floats]]:
+        """Add the gradient; whether it was added, and the rows' new logprobs. Nothing is added when the loss
+        of any rank is not finite."""
+        self.set_loss_fn(partial(_sum_loss, config=loss))
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        output = self.forward_backward(_batch(rows, most_tokens))
+        finite = _everywhere(tu.get(output, "finite"))
+        for parameter, old in zip(parameters, before, strict=True):
+            if not finite:
+                parameter.grad = old
+            elif old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        return finite, _aligned(output["log_probs"])
+
+    def step(self, adam: AdamConfig) -> float:
+        """The gradient's norm before clipping. verl skips the update when it is not finite, and clears the
+        gradient in any case."""
+        self.engine.optimizer_config.clip_grad = adam.grad_clip_norm or math.inf
+        settings = {
+            "lr": adam.lr,
+            "betas": (adam.beta1, adam.beta2),
+            "eps": adam.eps,
+            "weight_decay": adam.weight_decay,
+        }
+        return float(self.optimizer_step(settings)["grad_norm"])
+
+    def save(self, folder: str) -> None:
+        self.save_checkpoint(folder)
+
+    def load(self, folder: str, with_optimizer: bool) -> None:
+        manager = self.engine.checkpoint_manager
+        manager.checkpoint_load_contents = ["model", "optimizer", "extra"] if with_optimizer else ["model"]
+        self.engine.optimizer.zero_grad()
+        self.engine.optimizer.state.clear()
+        self.load_checkpoint(folder)
+
+    def publish(self, folder: str) -> None:
+        """Rank 0 writes; every rank takes part, for the shards are gathered."""
+        tensors, adapter = self.engine.get_per_tensor_param(base_sync_done=True)
+        if adapter is None:
+            self._publish_weights(tensors, Path(folder))
+        elif self.rank == 0:
+            weights = {name: tensor.float() for name, tensor in tensors}
+            adapter["base_model_name_or_path"] = self._settings.folder
+            write_adapter_files(weights, adapter, Path(folder))
+        dist.barrier()
+
+    def _publish_weights(self, tensors: Any, folder: Path) -> None:
+        # Tied weights are one tensor under two names, and written under the first.
+        distinct = dict(self._module.named_parameters())
+        names = dict(self._module.named_parameters(remove_duplicate=False))
+        dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
+        weights: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if self.rank == 0 and (name in distinct or name not in names):
+                weights[name] = tensor.detach().to("cpu", dtype)
+        if self.rank == 0:
+            write_weights(weights, Path(self._settings.folder), folder, dtype)
+
+    # --- verl's hook ---------------------------------------------------------------------------
+
+    def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
+        """verl's own averages the loss over ranks and gathers figures about memory and speed."""
+        finite = all(output["metrics"].get("finite", [True]))
+        return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
+
+
+def ray_group(settings: WorkerSettings, environment: dict[str, str]) -> Any:
+    """The ranks as verl's RayWorkerGroup, made by the process that drives them."""
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    cuda = settings.device == "cuda"
+    pool = RayResourcePool([settings.ranks], use_gpu=cuda, max_colocate_count=1)
+    made = RayClassWithInitArgs(cls=ray.remote(InstarWorker), settings=settings)
+    return RayWorkerGroup(
+        resource_pool=pool, ray_cls_with_init=made, device_name=settings.device, worker_env=environment
+    )
+
+
+def _sum_loss(
+    *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
+) -> tuple[Tensor, dict[str, bool]]:
+    """verl calls it once for each micro-batch. Position i speaks of token i + 1, here and in the batch."""
+    new = model_output["log_probs"].values().float()
+    mask = data["loss_mask"].values()
+    trained = mask > 0
+    tokens = Tokens(
+        mask=mask[trained],
+        advantages=data["advantages"].values()[trained],
+        logprobs=data["old_log_probs"].values()[trained],
+    )
+    loss, _ = token_loss(config, new[trained], tokens)
+    return loss, {"finite": math.isfinite(float(loss.detach()))}
+
+
+def _batch(rows: Sequence[Row], most_tokens: int) -> Any:
+    """The TensorDict that verl's engine takes: jagged, shifted so that position i speaks of token i + 1."""
+
+    def jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.from_numpy(array).to(dtype) for array in arrays], layout=torch.jagged
+        )
+
+    def ahead(array: Floats) -> Floats:
+        return np.append(array[1:], np.float32(0))
+
+    tensors = {
+        "input_ids": jagged([row.token_ids for row in rows], torch.int64),
+        "position_ids": jagged([np.arange(len(row.token_ids)) for row in rows], torch.int64),
+        "loss_mask": jagged([ahead(row.mask) for row in rows], torch.float32),
+        "advantages": jagged([ahead(row.advantages) for row in rows], torch.float32),
+        "old_log_probs": jagged([ahead(row.logprobs) for row in rows], torch.float32),
+    }
+    settings = {"temperature": 1.0, "max_token_len_per_gpu": most_tokens, "use_dynamic_bsz": True}
+    return tu.get_tensordict(tensors, settings)
+
+
+def _aligned(log_probs: Tensor) -> list[Floats]:
+    """Back to where index i speaks of token i."""
+    rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
+    return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
+
+
+def _everywhere(flag: bool) -> bool:
+    held = torch.tensor([int(flag)])
+    dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    return bool(held.item())
+
+
+def _allow_checkpoints() -> None:
+    """verl loads its checkpoints with pickle. TORCH_FORCE_WEIGHTS_ONLY_LOAD, which the backend sets for its
+    workers, makes torch load tensors and plain values alone; verl's also hold NumPy's random state."""
+    from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportPrivateUsage]
+
+    torch.serialization.add_safe_globals(
+        [_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), type(np.dtype(np.int64))]
+    )
