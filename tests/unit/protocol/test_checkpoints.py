@@ -1,0 +1,143 @@
+"""Checkpoints are there whole or not at all, only for their owner, until they expire."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from instar.protocol.base import CheckpointInfo, ProtocolError
+from instar.protocol.checkpoints import Checkpoints
+
+STATE = CheckpointInfo(
+    "", "state", "model-1", "tiny", 8, 0.0, 0, has_optimizer=True, extra={"train_mlp": True}
+)
+SAMPLER = CheckpointInfo("", "sampler", "model-1", "tiny", 8, 0.0, 0)
+
+
+async def write(
+    checkpoints: Checkpoints,
+    name: str,
+    content: str = "weights",
+    *,
+    owner: str = "me",
+    ttl: float | None = None,
+) -> CheckpointInfo:
+    async def fill(folder: Path) -> None:
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "file").write_text(content)
+
+    return await checkpoints.write(owner, name, STATE, fill, ttl=ttl)
+
+
+async def test_what_is_written_is_found_after_a_restart(tmp_path: Path) -> None:
+    info = await write(Checkpoints(tmp_path), "step-1")
+    assert info.path == "tinker://model-1/weights/step-1"
+    assert info.size_bytes == len("weights")
+    assert abs(info.created_at - time.time()) < 5
+
+    again = Checkpoints(tmp_path)
+    assert again.find(info.path, "me") == info
+    assert again.find("weaver://model-1/weights/step-1", "me") == info
+    assert (again.folder(info) / "adapter" / "file").read_text() == "weights"
+    assert again.all_of("me") == [info]
+    assert again.all_of("me", "model-2") == []
+
+
+async def test_a_state_and_a_sampler_may_have_one_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+
+    async def fill(folder: Path) -> None:
+        (folder / "file").write_text("sampler")
+
+    sampler = await checkpoints.write("me", "one", SAMPLER, fill, ttl=None)
+    state = await write(checkpoints, "one")
+    assert sampler.path == "tinker://model-1/sampler_weights/one"
+    assert [info.kind for info in checkpoints.all_of("me")] == ["sampler", "state"]
+    assert checkpoints.folder(sampler) != checkpoints.folder(state)
+
+
+async def test_the_same_name_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    first = await write(checkpoints, "latest", "old")
+    second = await write(checkpoints, "latest", "new")
+    assert second.created_at > first.created_at
+    assert (checkpoints.folder(second) / "adapter" / "file").read_text() == "new"
+    assert checkpoints.all_of("me") == [second]
+
+
+async def test_others_do_not_find_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    info = await write(checkpoints, "mine")
+    for use in (checkpoints.find, checkpoints.delete):
+        with pytest.raises(ProtocolError) as refused:
+            use(info.path, "you")
+        assert refused.value.status == 404
+    assert checkpoints.all_of("you") == []
+    assert checkpoints.find(info.path, "me")
+
+
+async def test_expired_ones_are_gone(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    info = await write(checkpoints, "short", ttl=0.5)
+    assert checkpoints.find(info.path, "me").expires_at == pytest.approx(info.created_at + 0.5)
+    kept = await write(checkpoints, "long", ttl=60)
+    await asyncio.sleep(max(0.0, info.created_at + 0.5 - time.time()))
+    with pytest.raises(ProtocolError, match="there is no checkpoint"):
+        checkpoints.find(info.path, "me")
+    assert checkpoints.all_of("me") == [kept]
+    checkpoints.remove_expired()
+    assert not checkpoints.folder(info).exists()
+    assert checkpoints.folder(kept).exists()
+
+
+async def test_deleted_ones_leave_the_disk(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    info = await write(checkpoints, "gone")
+    checkpoints.delete(info.path, "me")
+    assert not checkpoints.folder(info).exists()
+    assert Checkpoints(tmp_path).all_of("me") == []
+
+
+async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    info = await write(checkpoints, "latest", "old")
+
+    async def fails(folder: Path) -> None:
+        (folder / "file").write_text("half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        await checkpoints.write("me", "latest", STATE, fails, ttl=None)
+    killed = tmp_path / ".scratch" / "half-written"
+    killed.mkdir(parents=True)
+
+    again = Checkpoints(tmp_path)
+    assert again.all_of("me") == [info]
+    assert (again.folder(info) / "adapter" / "file").read_text() == "old"
+    assert not killed.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "a/b", "../up", "a\\b", "a\0", "a\n", "é", "x" * 129]
+)
+async def test_names_that_would_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProtocolError, match="cannot name a checkpoint"):
+        await write(Checkpoints(tmp_path / "data"), name)
+    assert not any("file" in files for _, _, files in os.walk(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "tinker://m/weights/../x", "tinker://../weights/x", "tinker://m/other/x", "x", ""]
+)
+async def test_paths_that_are_none_are_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ProtocolError):
+        Checkpoints(tmp_path).find(path, "me")
+
+
+async def test_a_time_to_live_must_be_positive(tmp_path: Path) -> None:
+    with pytest.raises(ProtocolError, match="more than 0 seconds"):
+        await write(Checkpoints(tmp_path), "x", ttl=0)
