@@ -23,7 +23,7 @@ from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig
 from instar.conformance.batches import make_sample, tree_samples
 from instar.errors import BackendError, NonFinite
-from instar.types import Sample
+from instar.types import Artifact, Sample
 
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 
@@ -77,7 +77,16 @@ class Reference:
         )
 
 
+async def begun(make_backend: Callable[[], Backend]) -> Backend:
+    backend = make_backend()
+    await backend.start()
+    return backend
+
+
 class BackendConformance:
+    names_samples = True
+    """Whether a loss that is not finite is told with the sample."""
+
     @pytest.fixture
     def make_backend(self) -> Callable[[], Backend]:
         raise NotImplementedError
@@ -87,7 +96,7 @@ class BackendConformance:
         """A backend whose adapter is not zero."""
 
         async def make() -> Backend:
-            backend = make_backend()
+            backend = await begun(make_backend)
             await backend.forward_backward(tree_samples(5), LossConfig())
             await backend.optim_step(AdamConfig(lr=0.02))
             return backend
@@ -95,9 +104,12 @@ class BackendConformance:
         return make
 
     async def reference(self, backend: Backend, model_folder: Path, tmp_path: Path) -> Reference:
-        artifact = await backend.publish(tmp_path / "published")
+        return Reference(model_folder, self.published(await backend.publish(tmp_path / "published")))
+
+    def published(self, artifact: Artifact) -> Path:
+        """The adapter's folder."""
         assert artifact.kind == "adapter"
-        return Reference(model_folder, Path(artifact.path))
+        return Path(artifact.path)
 
     async def test_published_adapter_gives_the_same_logprobs(
         self, stepped: Callable[[], Any], model_folder: Path, tmp_path: Path
@@ -153,7 +165,7 @@ class BackendConformance:
     async def test_steps_follow_adamw(
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
-        backend = make_backend()
+        backend = await begun(make_backend)
         reference = await self.reference(backend, model_folder, tmp_path)
         optimizer = torch.optim.AdamW(
             reference.parameters.values(), betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=0.1
@@ -176,7 +188,7 @@ class BackendConformance:
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
         samples = tree_samples()
-        once, twice = make_backend(), make_backend()
+        once, twice = await begun(make_backend), await begun(make_backend)
         await once.forward_backward(samples, LossConfig())
         await twice.forward_backward(samples[:5], LossConfig())
         await twice.forward_backward(samples[5:], LossConfig())
@@ -196,7 +208,11 @@ class BackendConformance:
                 await backend.forward_backward(tree_samples(step), LossConfig())
                 await backend.optim_step(ADAM)
 
-        straight, first, second = make_backend(), make_backend(), make_backend()
+        straight, first, second = (
+            await begun(make_backend),
+            await begun(make_backend),
+            await begun(make_backend),
+        )
         await train(straight, range(5))
         await train(first, range(2))
         await first.save_state(tmp_path / "state")
@@ -204,14 +220,14 @@ class BackendConformance:
         await train(second, range(2, 5))
         expected = await straight.publish(tmp_path / "a")
         found = await second.publish(tmp_path / "b")
-        assert read_all(Path(expected.path)) == read_all(Path(found.path))
+        assert read_all(self.published(expected)) == read_all(self.published(found))
         for backend in (straight, first, second):
             await backend.close()
 
     async def test_weights_alone_can_be_loaded(
         self, stepped: Callable[[], Any], make_backend: Callable[[], Backend], tmp_path: Path
     ) -> None:
-        old, fresh = await stepped(), make_backend()
+        old, fresh = await stepped(), await begun(make_backend)
         await old.save_state(tmp_path / "state")
         await fresh.load_state(tmp_path / "state", optimizer=False)
         for x, y in zip(await old.forward(tree_samples()), await fresh.forward(tree_samples()), strict=True):
@@ -223,15 +239,15 @@ class BackendConformance:
         self, make_backend: Callable[[], Backend], tmp_path: Path
     ) -> None:
         bad = make_sample("bad", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
-        clean, hit = make_backend(), make_backend()
+        clean, hit = await begun(make_backend), await begun(make_backend)
         for backend in (clean, hit):
             await backend.forward_backward(tree_samples(), LossConfig())
-        with pytest.raises(NonFinite, match="bad"):
+        with pytest.raises(NonFinite, match="bad" if self.names_samples else "loss"):
             await hit.forward_backward([*tree_samples(1), bad], LossConfig())
         for backend in (clean, hit):
             await backend.optim_step(ADAM)
         a, b = await clean.publish(tmp_path / "a"), await hit.publish(tmp_path / "b")
-        assert read_all(Path(a.path)) == read_all(Path(b.path))
+        assert read_all(self.published(a)) == read_all(self.published(b))
         await clean.close()
         await hit.close()
 
@@ -246,7 +262,7 @@ class BackendConformance:
         with pytest.raises(NonFinite):
             await backend.optim_step(ADAM)
         after = await backend.publish(tmp_path / "after")
-        assert read_all(Path(before.path)) == read_all(Path(after.path))
+        assert read_all(self.published(before)) == read_all(self.published(after))
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
         await backend.forward_backward(tree_samples(), LossConfig())
@@ -255,7 +271,7 @@ class BackendConformance:
 
     @pytest.mark.parametrize("field", ["logprobs", "advantages"])
     async def test_missing_numbers_are_refused(self, make_backend: Callable[[], Backend], field: str) -> None:
-        backend = make_backend()
+        backend = await begun(make_backend)
         values = np.array([0, 0, -1, np.nan], np.float32)
         with pytest.raises(BackendError, match=r"holey.*3"):
             await backend.forward_backward(
@@ -268,7 +284,7 @@ class BackendConformance:
     async def test_first_token_and_unknown_tokens_are_refused(
         self, make_backend: Callable[[], Backend]
     ) -> None:
-        backend = make_backend()
+        backend = await begun(make_backend)
         first = make_sample("first", [4, 5], 0)
         with pytest.raises(BackendError, match="first"):
             await backend.forward_backward([first], LossConfig())
@@ -277,14 +293,14 @@ class BackendConformance:
         await backend.close()
 
     async def test_a_closed_backend_says_so(self, make_backend: Callable[[], Backend]) -> None:
-        backend = make_backend()
+        backend = await begun(make_backend)
         await backend.close()
         await backend.close()
         with pytest.raises(BackendError, match="closed"):
             await backend.forward(tree_samples())
 
     async def test_calls_may_be_pipelined(self, make_backend: Callable[[], Backend]) -> None:
-        backend = make_backend()
+        backend = await begun(make_backend)
         samples = tree_samples()
         before, _, _, after = await asyncio.gather(
             backend.forward(samples),
