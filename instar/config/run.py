@@ -71,10 +71,20 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
         estimator = self.trainer.advantage.estimator
-        if self.rollout is not None and self.rollout.group_size == 1 and estimator != "running":
+        counts = self.trainer.advantage.weight > 0
+        if counts and self.rollout is not None and self.rollout.group_size == 1 and estimator != "running":
             raise ValueError(
                 f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
                 "sessions of a group, so it learns nothing from one. Use 2 or more, or 'running'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_teaches(self) -> Self:
+        if self.trainer.advantage.weight == 0 and self.trainer.reference.weight == 0:
+            raise ValueError(
+                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too, so there is nothing "
+                "to learn from; one of them must be above 0"
             )
         return self
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from instar.config import AdvantageConfig
-from instar.types import Json, Reward, RewardSource, Sample
+from instar.types import Floats, Json, Reward, RewardSource, Sample
 
 Rewards = Sequence[float | None]
 Advantages = list[float | None]
@@ -110,6 +110,11 @@ class Estimator:
         self.running = RunningBaseline(config.decay)
 
     def __call__(self, rewards: Rewards) -> Advantages:
+        """Weighted by what rewards count for."""
+        weight = self.config.weight
+        return [None if value is None else weight * value for value in self._estimate(rewards)]
+
+    def _estimate(self, rewards: Rewards) -> Advantages:
         match self.config.estimator:
             case "grpo":
                 return grpo(rewards)
@@ -164,6 +169,13 @@ def normalize(samples: Sequence[Sample], how: Normalize) -> list[Sample]:
         replace(sample, advantages=(sample.advantages / divisor(sample)).astype(np.float32))
         for sample in samples
     ]
+
+
+def token_scales(samples: Sequence[Sample], how: Normalize) -> list[Floats]:
+    """Per sample, what an advantage of 1 on each trained token comes to in this step: what is added to the
+    advantages later is scaled alike."""
+    ones = [correct_sampling(replace(sample, advantages=sample.mask)) for sample in samples]
+    return [sample.advantages for sample in normalize(ones, how)]
 
 
 def correct_sampling(sample: Sample) -> Sample:

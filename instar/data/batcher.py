@@ -1,11 +1,12 @@
 """From finished groups to the batch of a training step.
 
 A step consumes ``groups_per_step`` finished groups, lowest index first. Their samples are trained, or
-dropped with the step for a reason: all rewards of the group are equal (``zero_signal``), the session
-has no reward (``no_reward``, ``failed``) or no trainable token (``no_tokens``), the sample is too old
-(``stale``), the session was run again (``superseded``). A session that ends after its group was consumed
-is dropped with the step that did (``late``). Outside of steps are dropped: groups too old as a whole
-(``stale``), and groups the rollout gave up. The same rows in the store make the same batch.
+dropped with the step for a reason: all rewards of the group are equal and there is no reference to learn
+from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
+(``no_tokens``), the sample is too old (``stale``), the session was run again (``superseded``). A session
+that ends after its group was consumed is dropped with the step that did (``late``). Outside of steps are
+dropped: groups too old as a whole (``stale``), and groups the rollout gave up. The same rows in the store
+make the same batch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from instar.data.advantages import (
     has_signal,
     normalize,
     pick_reward,
+    token_scales,
 )
 from instar.data.linearize import linearize, with_advantage
 from instar.store.base import Store
@@ -34,6 +36,7 @@ from instar.types import (
     Channel,
     Claim,
     ClaimOutcome,
+    Floats,
     Group,
     GroupStatus,
     Json,
@@ -51,6 +54,8 @@ ENDED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 class Batch:
     samples: list[Sample]
     """With their normalised advantages."""
+    scales: list[Floats]
+    """Per sample, what an advantage of 1 on each token comes to in this step."""
     claims: list[Claim]
     """Of every group that the step consumes: samples trained, and those dropped with it."""
     drops: list[Claim]
@@ -66,6 +71,11 @@ class _Entry:
     samples: list[Sample]
     reward: float | None
     per_call: dict[str, float]
+    """What single calls were rewarded with, weighted."""
+
+    @property
+    def failed(self) -> bool:
+        return self.session.status is SessionStatus.FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,7 @@ class Batcher:
         self.run_id = run_id
         self.config = config
         self.estimator = Estimator(config.trainer.advantage)
+        self._distils = config.trainer.reference.weight > 0
         self._loaded: dict[str, _Loaded] = {}
         self._settled: OrderedDict[str, _Settled] | None = None
         """The groups consumed last: other sessions in them are late."""
@@ -191,7 +202,9 @@ class Batcher:
         if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
             reward = self.config.rollout.failed_reward
         samples = linearize(session, await self.store.calls(session.session_id))
-        return _Entry(session, samples, reward, call_rewards(rewards))
+        weight = self.config.trainer.advantage.weight
+        per_call = {call_id: weight * value for call_id, value in call_rewards(rewards).items()}
+        return _Entry(session, samples, reward, per_call)
 
     async def _given_up(self, epoch: int) -> list[Claim]:
         """Drops of groups that the rollout closed as dropped."""
@@ -244,8 +257,8 @@ class Batcher:
         claims: list[Claim] = []
         zero_signal = 0
         for found in groups:
-            advantages = _with_call_rewards(found.entries, self.estimator([e.reward for e in found.entries]))
-            if _teaches(found.entries, advantages):
+            advantages = self._advantages(found.entries)
+            if self._distils or _teaches(found.entries, advantages):
                 trained, taken = self._take(found, advantages, epoch, version)
                 samples += trained
                 claims += taken
@@ -255,12 +268,24 @@ class Batcher:
             self._settle(found, step)
         claims = [replace(claim, step=step) for claim in claims]
         corrected = [correct_sampling(sample) for sample in samples]
+        how = self.config.trainer.advantage.normalize
         return Batch(
-            samples=normalize(corrected, self.config.trainer.advantage.normalize),
+            samples=normalize(corrected, how),
+            scales=token_scales(samples, how),
             claims=claims,
             drops=drops,
             report=_report(groups, samples, claims, drops, version) | {"zero_signal": zero_signal},
         )
+
+    def _advantages(self, entries: Sequence[_Entry]) -> Advantages:
+        """A session that only had single calls rewarded stands at 0 itself; and so does one that nobody
+        scored, where rewards do not count."""
+        unscored = self._distils and self.config.trainer.advantage.weight == 0
+        estimated = self.estimator([entry.reward for entry in entries])
+        return [
+            0.0 if advantage is None and (entry.per_call or (unscored and not entry.failed)) else advantage
+            for entry, advantage in zip(entries, estimated, strict=True)
+        ]
 
     def _take(
         self, found: _Loaded, advantages: Advantages, epoch: int, version: int
@@ -304,7 +329,7 @@ class Batcher:
     ) -> list[Claim]:
         """One claim per sample, or one for the session when it has none."""
         if reason in ("zero_signal", "no_reward") and entry.reward is None:
-            reason = "failed" if entry.session.status is SessionStatus.FAILED else "no_reward"
+            reason = "failed" if entry.failed else "no_reward"
         if not entry.samples:
             key = f"{entry.session.group_id}/{entry.session.slot}/0"
             claim = self._drop_session(entry.session, epoch, "no_tokens" if reason == "no_reward" else reason)
@@ -363,14 +388,6 @@ def _lowest(sample: Sample) -> int:
     return lowest
 
 
-def _with_call_rewards(entries: Sequence[_Entry], advantages: Advantages) -> Advantages:
-    """A session that only had single calls rewarded stands at 0 itself."""
-    return [
-        0.0 if advantage is None and entry.per_call else advantage
-        for entry, advantage in zip(entries, advantages, strict=True)
-    ]
-
-
 def _teaches(entries: Sequence[_Entry], advantages: Advantages) -> bool:
     return has_signal(advantages) or any(value != 0 for entry in entries for value in entry.per_call.values())
 
@@ -390,7 +407,7 @@ def _report(
         "reward_mean": float(np.mean(rewards)) if rewards else None,
         "groups": len(groups),
         "sessions": len(entries),
-        "failed": sum(entry.session.status is SessionStatus.FAILED for entry in entries),
+        "failed": sum(entry.failed for entry in entries),
         "samples": len(samples),
         "tokens": sum(sample.trained_tokens for sample in samples),
         "sequence_tokens": sum(len(sample) for sample in samples),

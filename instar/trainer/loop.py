@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from instar.backends.base import Backend, ForwardBackward, OptimStep
@@ -19,6 +19,7 @@ from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
 from instar.engines.base import Engine
 from instar.errors import BackendLost, EngineError, EngineUnavailable
+from instar.reference.penalty import Penalty
 from instar.store.base import Store
 from instar.sync.base import Sync
 from instar.trainer.checkpoint import (
@@ -64,6 +65,7 @@ class Trainer:
         sync: Sync,
         engines: Engines,
         monitor: Monitor,
+        penalty: Penalty | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.config = config
@@ -75,6 +77,7 @@ class Trainer:
         self.sync = sync
         self.engines = engines
         self.monitor = monitor
+        self.penalty = penalty
         self.log = log
         self.doing = "starting"
         self.step = 0
@@ -172,6 +175,10 @@ class Trainer:
         metrics: Json = {**batch.report, "wait_seconds": waited}
         if batch.samples:
             self.doing = f"step {step}: {len(batch.samples)} samples"
+            if self.penalty is not None:
+                samples, told = await self.penalty.apply(batch.samples, batch.scales)
+                batch = replace(batch, samples=samples)
+                metrics |= told
             done, moved = await self._update(batch, step)
             metrics |= {**done.metrics, **moved.metrics, "loss": done.loss, "grad_norm": moved.grad_norm}
         else:

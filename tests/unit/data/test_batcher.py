@@ -261,3 +261,40 @@ async def test_a_group_without_sessions_is_dropped_once(store: Store) -> None:
     batch = await take(store, batcher)
     assert [claim.reason for claim in batch.claims] == ["no_sessions"]
     assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
+
+
+@pytest.mark.parametrize("normalize", ["batch_tokens", "batch_sessions", "session_tokens", "none"])
+async def test_scales_say_what_an_advantage_of_one_comes_to(store: Store, normalize: str) -> None:
+    """A session's part weighs the same, whether it came from its reward or is added later."""
+    group = await add_group(store, 0, [1.0, -1.0], status=GroupStatus.OPEN)
+    await add_session(store, group, 2, 0.0, calls=3)
+    await store.close_group(group, GroupStatus.READY)
+    advantage = {"estimator": "grpo_no_std", "normalize": normalize, "weight": 0.5}
+    batch = await take(store, Batcher(store, RUN, make_config(groups_per_step=1, advantage=advantage)))
+    for sample, scale, value in zip(batch.samples, batch.scales, (0.5, -0.5, 0.0), strict=True):
+        np.testing.assert_allclose(sample.advantages, value * scale, rtol=1e-6)
+        assert (scale[sample.mask > 0] > 0).all()
+        assert (scale[sample.mask == 0] == 0).all()
+
+
+async def test_equal_rewards_teach_where_there_is_a_reference(store: Store) -> None:
+    await add_group(store, 0, [1.0, 1.0])
+    await add_group(store, 1, [1.0, None])
+    config = make_config(groups_per_step=2, reference={"type": "base", "weight": 0.1})
+    batch = await take(store, Batcher(store, RUN, config))
+    assert batch.report["zero_signal"] == 0
+    assert [sample.advantages.any() for sample in batch.samples] == [False] * 3
+    assert [claim.reason for claim in batch.claims] == [None, None, None, "no_reward"]
+
+
+async def test_distillation_alone_asks_for_no_reward(store: Store) -> None:
+    """A session that failed is no example of what the policy does, and stays out."""
+    group = await add_group(store, 0, [1.0, None], status=GroupStatus.OPEN)
+    await add_session(store, group, 2, None, status=SessionStatus.FAILED)
+    await store.close_group(group, GroupStatus.READY)
+    config = make_config(
+        groups_per_step=1, advantage={"weight": 0}, reference={"type": "base", "weight": 1.0}, group_size=1
+    )
+    batch = await take(store, Batcher(store, RUN, config))
+    assert [sample.advantages.any() for sample in batch.samples] == [False] * 2
+    assert [claim.reason for claim in batch.claims] == [None, None, "failed"]

@@ -1,0 +1,132 @@
+"""The two ways in which a server of ``/v1/completions`` tells the logprobs of a prompt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from instar.errors import EngineError
+from instar.types import Floats, Ids, Json
+
+IMPOSSIBLE = -9999.0
+"""What vLLM writes for a probability of 0."""
+
+
+class Unanswered(EngineError):
+    """The server does not answer this form of the question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    logprobs: Floats
+    texts: Sequence[str | None]
+    """What each token reads as, where the server says."""
+
+
+class Form(ABC):
+    def __init__(self, name: str, asks: Json) -> None:
+        self.name = name
+        self.asks = asks
+        """What the request says beside its prompt."""
+
+    @abstractmethod
+    def read(self, answer: Any, ids: Ids) -> Answer:
+        """Raises Unanswered where the logprobs are not there, EngineError where they are of other tokens."""
+
+
+class PromptLogprobs(Form):
+    """As vLLM does it: keyed by token id."""
+
+    def __init__(self) -> None:
+        super().__init__("prompt_logprobs", {"prompt_logprobs": 0})
+
+    def read(self, answer: Any, ids: Ids) -> Answer:
+        entries = _choice(answer, ids).get("prompt_logprobs")
+        if not isinstance(entries, list) or not entries:
+            raise Unanswered("the answer has no prompt_logprobs")
+        given = cast(list[Mapping[str, Json] | None], entries)
+        _check_length(len(given), ids)
+        values = np.full(len(ids), np.nan, np.float32)
+        texts: list[str | None] = [None] * len(ids)
+        for position, (token, entry) in enumerate(zip(ids.tolist(), given, strict=True)):
+            if position == 0:
+                continue
+            if entry is None or (told := entry.get(str(token))) is None:
+                there = "nothing" if entry is None else ", ".join(entry)
+                raise EngineError(
+                    f"the teacher was given token {token} at {position} and tells the logprob of {there}"
+                )
+            values[position] = _number(told.get("logprob"))
+            texts[position] = told.get("decoded_token")
+        return Answer(values, texts)
+
+
+class Echo(Form):
+    """As OpenAI did it: in front of the logprobs of what was sampled. Some servers take ``logprobs: 0`` for
+    none at all, others know only those of the chosen tokens."""
+
+    def __init__(self, logprobs: int) -> None:
+        super().__init__(f"echo, logprobs {logprobs}", {"echo": True, "logprobs": logprobs})
+
+    def read(self, answer: Any, ids: Ids) -> Answer:
+        choice = _choice(answer, ids)
+        told = choice.get("logprobs")
+        values = told.get("token_logprobs") if isinstance(told, dict) else None
+        if not isinstance(values, list) or not values:
+            raise Unanswered("the answer has no token_logprobs")
+        numbers = cast(list[float | None], values)
+        if len(numbers) < len(ids):
+            raise Unanswered(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
+        # One token is sampled behind them, unless the server leaves it out.
+        _check_length(max(len(ids), len(numbers) - 1), ids)
+        prompt = [_number(value) for value in numbers[: len(ids)]]
+        texts = _texts(cast(Json, told).get("tokens"), ids)
+        return Answer(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
+
+
+FORMS: tuple[Form, ...] = (PromptLogprobs(), Echo(0), Echo(1))
+
+
+def _choice(answer: Any, ids: Ids) -> Json:
+    try:
+        choice: Json = answer["choices"][0]
+        usage: Json = answer.get("usage") or {}
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError("the teacher's answer has no choices") from error
+    read = usage.get("prompt_tokens")
+    if isinstance(read, int) and read != len(ids):
+        raise EngineError(
+            f"the teacher was given {len(ids)} tokens and read {read}: it must take token ids as they are"
+        )
+    return choice
+
+
+def _check_length(length: int, ids: Ids) -> None:
+    if length != len(ids):
+        raise EngineError(f"the teacher told the logprobs of {length} tokens; {len(ids)} were given")
+
+
+def _texts(tokens: Any, ids: Ids) -> list[str | None]:
+    """Servers may name tokens by their ids instead; then those are compared at once."""
+    if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
+        return [None] * len(ids)
+    texts: list[str | None] = []
+    for position, (token, text) in enumerate(
+        zip(ids.tolist(), cast(list[Any], tokens)[: len(ids)], strict=True)
+    ):
+        named = str(text).removeprefix("token_id:")
+        if named != str(text) and named != str(token):
+            raise EngineError(
+                f"the teacher was given token {token} at {position} and tells the logprob of {named}"
+            )
+        texts.append(None if position == 0 or named != str(text) else str(text))
+    return texts
+
+
+def _number(value: Any) -> float:
+    """NaN where it is missing, or no probability at all."""
+    return float(value) if isinstance(value, int | float) and value > IMPOSSIBLE else np.nan

@@ -1,0 +1,168 @@
+"""The penalty's numbers, and what is refused about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from instar.backends.base import BackendCapabilities
+from instar.config import RunConfig
+from instar.data.advantages import token_scales
+from instar.errors import ConfigError, InstarError
+from instar.reference.base import Reference
+from instar.reference.factory import create_penalty
+from instar.reference.penalty import Penalty
+from instar.trainer.monitor import read_steps
+from instar.types import Floats, Sample
+from tests.tiny import make_tiny_model
+from tests.unit.data.build import RUN
+from tests.unit.trainer.house import Died, Fate, MortalBackend, fill, make_config, open_house
+
+
+class Told(Reference):
+    """Tells what it was given."""
+
+    def __init__(self, values: Sequence[Floats]) -> None:
+        self.values = list(values)
+
+    async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return self.values
+
+    async def close(self) -> None:
+        pass
+
+
+def sample(key: str = "a", **changes: object) -> Sample:
+    nan = np.nan
+    fields: dict[str, object] = {
+        "token_ids": np.array([1, 2, 7, 8, 3, 9], np.int32),
+        "mask": np.array([0, 0, 1, 1, 0, 1], np.float32),
+        "logprobs": np.array([nan, nan, -0.2, -0.9, nan, -0.1], np.float32),
+        "advantages": np.array([0, 0, 0.5, 0.5, 0, 0.5], np.float32),
+        "versions": np.zeros(6, np.int32),
+    }
+    return Sample(key, f"session-{key}", **(fields | changes))  # type: ignore[arg-type]
+
+
+TEACHER = np.array([np.nan, np.nan, -1.2, -0.4, np.nan, -0.1], np.float32)
+
+
+async def test_the_log_ratio_is_taken_off_trained_tokens() -> None:
+    one = sample()
+    penalty = Penalty(Told([TEACHER]), 0.5)
+    scale = np.array([0, 0, 2, 2, 0, 4], np.float32)
+    (found,), told = await penalty.apply([one], [scale])
+    # (-0.2 + 1.2) = 1 and (-0.9 + 0.4) = -0.5, times -weight × scale.
+    np.testing.assert_allclose(found.advantages, [0, 0, 0.5 - 1.0, 0.5 + 0.5, 0, 0.5], atol=1e-6)
+    assert found.aux["reference"] is TEACHER
+    assert told["reference_kl"] == pytest.approx((1 - 0.5 + 0) / 3, abs=1e-6)
+    assert told["reference_seconds"] >= 0
+    assert one.advantages[2] == 0.5, "what was claimed stays as it is"
+
+
+async def test_tokens_drawn_from_a_truncated_softmax_weigh_alike() -> None:
+    """The penalty carries the weight that the reward's part has."""
+    behavior = np.array([np.nan, np.nan, -0.2, -0.4, np.nan, -0.1], np.float32)
+    samples = [sample(behavior_logprobs=behavior), sample("b")]
+    scales = token_scales(samples, "batch_sessions")
+    (found, _), _ = await Penalty(Told([TEACHER, TEACHER]), 1.0).apply(samples, scales)
+    added = found.advantages - samples[0].advantages
+    np.testing.assert_allclose(added[[2, 3, 5]], [-0.5, 0.25 * np.exp(-0.5), 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        (None, np.where(np.arange(6) == 3, np.nan, TEACHER), "a: no reference's logprob .* at 3"),
+        (None, np.where(np.arange(6) == 3, -np.inf, TEACHER), "a: no reference's logprob .* at 3"),
+        (None, TEACHER[:5], "5 logprobs for 6"),
+        (np.full(6, np.nan, np.float32), TEACHER, "a: no logprob .* at 2"),
+    ],
+)
+async def test_missing_logprobs_are_errors(ours: Floats | None, theirs: Floats, message: str) -> None:
+    one = sample() if ours is None else sample(logprobs=ours)
+    with pytest.raises(InstarError, match=message):
+        await Penalty(Told([theirs]), 1.0).apply([one], [one.mask])
+
+
+# --- through the trainer --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+def held(folder: Path, model: Path) -> RunConfig:
+    return make_config(folder, model, reference={"type": "base", "weight": 0.3})
+
+
+async def learned(config: RunConfig, fate: Fate | None = None) -> str:
+    async with open_house(config, fate) as house:
+        house.trainer.penalty = create_penalty(config, house.backend, None)
+        await house.trainer.run()
+        return await house.head_hash()
+
+
+async def test_a_crash_leaves_the_same_advantages(model: Path, tmp_path: Path) -> None:
+    plain, whole, broken = (tmp_path / name for name in ("plain", "whole", "broken"))
+    hashes = []
+    for folder in (plain, whole):
+        config = held(folder, model) if folder is whole else make_config(folder, model)
+        await fill(config)
+        hashes.append(await learned(config))
+    assert hashes[0] != hashes[1], "the penalty is in the weights"
+    config = held(broken, model)
+    await fill(config)
+    with pytest.raises(Died):
+        await learned(config, Fate("optim_step", 2))
+    assert await learned(config) == hashes[1]
+
+
+async def test_the_trainer_reports_the_divergence(model: Path, tmp_path: Path) -> None:
+    """Against plain transformers: what the recorded logprobs are above the base model's."""
+    config = held(tmp_path / "run", model)
+    await fill(config)
+    async with open_house(config) as house:
+        house.trainer.penalty = create_penalty(config, house.backend, None)
+        batch = await house.trainer.batcher.next_batch(1, 0, 0)
+        assert batch is not None
+        await house.trainer.run()
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    gaps: list[float] = []
+    for one in batch.samples:
+        ids = torch.from_numpy(one.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs = base(ids[None]).logits[0].log_softmax(-1)
+        for place in np.flatnonzero(one.mask > 0):
+            gaps.append(float(one.logprobs[place] - logprobs[place - 1, ids[place]]))
+    step = read_steps(config.run_dir)[0]
+    assert step["reference_kl"] == pytest.approx(np.mean(gaps), abs=1e-4)
+    assert step["reference_seconds"] > 0
+    async with open_house(config) as house:
+        assert (await house.store.steps(RUN))[0].metrics["reference_kl"] == step["reference_kl"]
+
+
+async def test_no_weight_asks_nothing(model: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", model)
+    async with open_house(config) as house:
+        assert create_penalty(config, house.backend, None) is None
+
+
+class Deaf(MortalBackend):
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        return BackendCapabilities(losses=frozenset({"ppo"}), artifacts=frozenset({"adapter"}))
+
+
+async def test_a_backend_that_cannot_tell_is_refused(model: Path, tmp_path: Path) -> None:
+    config = held(tmp_path / "run", model)
+    backend = Deaf(config, Fate())
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.type: given 'base'"):
+        create_penalty(config, backend, None)
+    await backend.close()
