@@ -1,0 +1,157 @@
+"""`instar backends check NAME`: play the scenes here and there, compare, and say what differs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from instar.clouds.base import SERVICES
+from instar.config import DType, ModelConfig, RunConfig
+from instar.conformance.compare import Check, Play, compare
+from instar.conformance.play import Shown, job, play
+from instar.conformance.served import PROTOCOLS, Served, served
+from instar.errors import BackendError, ConfigError
+from instar.types import Json
+
+CONTEXT = 256
+SEED = 3
+RANK = 8
+TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
+PLAY_DEADLINE = 900.0
+Say = Callable[[str], None]
+
+
+def run_check(
+    name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
+) -> None:
+    """Exits with 1 when something differs. ``url``: a server to check against, its key in the environment."""
+    if dtype not in TOLERANCE:
+        raise ConfigError(f"--dtype: given {dtype!r}; supported: {', '.join(TOLERANCE)}")
+    console = Console(stderr=as_json)
+    with console.status(f"{name}: preparing") as status:
+        checks = check_backend(
+            name, url=url, python=python, dtype=dtype, say=lambda text: status.update(f"{name}: {text}")
+        )
+    failed = sum(not check.passed for check in checks)
+    if as_json:
+        for check in checks:
+            typer.echo(json.dumps(asdict(check)))
+        typer.echo(json.dumps({"backend": name, "passed": len(checks) - failed, "failed": failed}))
+    else:
+        console.print(_table(checks))
+        console.print(f"{name}: {len(checks) - failed} passed, {failed} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
+def check_backend(
+    name: str,
+    *,
+    url: str | None = None,
+    python: str | None = None,
+    dtype: DType = "fp32",
+    say: Say = lambda _: None,
+) -> list[Check]:
+    from instar.conformance.tiny import make_tiny_model
+
+    with tempfile.TemporaryDirectory(prefix="instar-check-") as scratch:
+        folder = Path(scratch)
+        make_tiny_model(folder / "model", context=CONTEXT)
+        model = ModelConfig(name=str(folder / "model"), dtype=dtype, device="cpu", max_context=CONTEXT)
+        say("the local backend in this process")
+        expected = _expected(model, folder / "expected")
+        with _under_test(name, model, folder, url, python) as (section, server):
+            found = _found(model, section, folder / "found", python, server, say)
+        return compare(expected, found, CONTEXT, TOLERANCE[dtype])
+
+
+def _expected(model: ModelConfig, folder: Path) -> Play:
+    section: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
+    config = RunConfig.model_validate(job(model, section, SEED))
+    folder.mkdir()
+    shown, arrays = asyncio.run(play(config, folder))
+    return Play(shown, arrays, _weights(Path(shown.artifacts["five"].path)))
+
+
+@contextmanager
+def _under_test(
+    name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
+) -> Generator[tuple[Json, Served | None]]:
+    """The backend's section, and its server where that is ours."""
+    if name in ("local", "verl"):
+        yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
+        return
+    if name not in SERVICES:
+        raise ConfigError(f"unknown backend {name!r}; there are local, verl, {', '.join(SERVICES)}")
+    section: Json = {"type": name, "rank": RANK, "python": python, "deadline": 120.0}
+    if url is not None:
+        yield section | {"base_url": url}, None
+        return
+    with served(PROTOCOLS[name], model, folder / "server", threads=1) as server:
+        yield section | {"base_url": server.url}, server
+
+
+def _found(
+    model: ModelConfig, section: Json, folder: Path, python: str | None, server: Served | None, say: Say
+) -> Play:
+    """Played in another process, with the backend's own interpreter; its key comes by the environment."""
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps(job(model, section, SEED)))
+    env = dict(os.environ)
+    if server is not None:
+        env[SERVICES[section["type"]].key_env] = server.key
+    command = [python or sys.executable, "-m", "instar.conformance.play"]
+    with (folder / "play.log").open("wb") as log:
+        child = subprocess.Popen(
+            [*command, str(folder / "job.json"), str(folder)], env=env, stdout=subprocess.PIPE, stderr=log
+        )
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            say(line.decode().strip())
+        code = child.wait(PLAY_DEADLINE)
+    finally:
+        child.kill()
+        child.wait()
+    if code != 0:
+        raise BackendError(f"the check broke off:\n{(folder / 'play.log').read_text()[-2000:]}")
+    shown = msgspec.json.decode((folder / "shown.json").read_bytes(), type=Shown)
+    with np.load(folder / "arrays.npz") as arrays:
+        return Play(shown, dict(arrays), _weights_of(shown, server))
+
+
+def _weights_of(shown: Shown, server: Served | None) -> dict[str, Any] | None:
+    artifact = shown.artifacts.get("five")
+    if artifact is None:
+        return None
+    if artifact.kind == "remote":
+        return None if server is None else _weights(server.checkpoint(artifact.path) / "adapter")
+    return _weights(Path(artifact.path))
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def _table(checks: list[Check]) -> Table:
+    table = Table("check", "", "difference")
+    for check in checks:
+        table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)
+    return table

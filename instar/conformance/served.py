@@ -1,0 +1,71 @@
+"""A protocol server of our own, in a process of its own, for as long as something is checked against it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from instar.config import ModelConfig
+from instar.errors import InstarError
+
+START_DEADLINE = 120.0
+STOP_DEADLINE = 20.0
+PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
+"""What each service's SDK speaks."""
+
+
+@dataclass
+class Served:
+    url: str
+    key: str = field(repr=False)
+    folder: Path
+    """Where its checkpoints are."""
+    process: subprocess.Popen[str] = field(repr=False)
+
+    def checkpoint(self, path: str) -> Path:
+        """The folder behind a path that a client was given."""
+        return self.folder / path.partition("://")[2]
+
+
+@contextmanager
+def served(
+    protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
+) -> Generator[Served]:
+    """Up when this is entered; stopped on leaving. Its output goes to ``folder``/server.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
+    command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
+    command += ["--device", model.device, "--context", str(model.max_context)]
+    command += ["--dir", str(folder / "checkpoints"), "--port", str(port)]
+    command += [] if threads is None else ["--threads", str(threads)]
+    log = folder / "server.log"
+    with log.open("ab") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        said = json.loads(_first_line(process, log))
+        yield Served(said["url"], said["api_key"], folder / "checkpoints", process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_DEADLINE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _first_line(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    watchdog = threading.Timer(START_DEADLINE, process.kill)
+    watchdog.start()
+    try:
+        if line := process.stdout.readline():
+            return line
+    finally:
+        watchdog.cancel()
+    raise InstarError(f"the protocol server did not start; the end of {log}:\n{log.read_text()[-2000:]}")
