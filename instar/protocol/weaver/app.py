@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -43,7 +44,7 @@ class Metrics(msgspec.Struct):
 
 
 def create_app(workshop: Workshop, operations: Operations, keys: Iterable[str]) -> Starlette:
-    """Every route asks for one of the keys; what one key made, another does not find."""
+    """Every route but `/healthz` asks for one of the keys; what one key made, another does not find."""
     running = Running(operations)
     service = _Service(workshop)
     training = Training(workshop, operations, running)
@@ -56,6 +57,7 @@ def create_app(workshop: Workshop, operations: Operations, keys: Iterable[str]) 
 
     return Starlette(
         routes=[
+            Route("/healthz", _healthz),
             route("GET", "/supported-models", service.models),
             route("GET", "/model-catalog", service.models),
             route("POST", "/sessions", service.create_session),
@@ -81,6 +83,10 @@ def create_app(workshop: Workshop, operations: Operations, keys: Iterable[str]) 
         ],
         exception_handlers={HTTPException: no_such_route},
     )
+
+
+async def _healthz(request: Request) -> Response:
+    return json_response({})
 
 
 class _Service:

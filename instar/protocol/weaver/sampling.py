@@ -21,7 +21,6 @@ from instar.protocol.weaver.running import Running
 from instar.types import SamplingParams
 
 PREFIX = "sampling-"
-MAX_SAMPLES = 1024
 
 
 class CreateSampling(msgspec.Struct):
@@ -146,8 +145,6 @@ class Sampling:
 
 
 def _refuse_extras(given: Sample) -> None:
-    if not 1 <= given.num_samples <= MAX_SAMPLES:
-        raise ProtocolError(f"num_samples is {given.num_samples}; from 1 to {MAX_SAMPLES} are drawn at once")
     for name in (
         "topk_prompt_logprobs",
         "return_sampling_mask",

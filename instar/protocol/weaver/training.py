@@ -81,7 +81,7 @@ class LoadState(msgspec.Struct):
 
 
 class Terminate(msgspec.Struct):
-    instance_types: list[str] = ["trainer"]
+    instance_types: tuple[str, ...] = ("trainer",)
 
 
 class Training:

@@ -1,0 +1,94 @@
+"""A server on a real socket, in a thread of its own, so that the SDK's blocking client can be driven too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from weaver import ServiceClient
+
+from instar.config import ModelConfig
+from instar.gateway.serve import bind, serve
+from instar.protocol.base import Limits
+from instar.protocol.operations import LocalOperations
+from instar.protocol.weaver.app import create_app
+from instar.protocol.workshop import LocalWorkshop
+from tests.tiny import make_tiny_model
+
+KEY, OTHER_KEY = "sk-test-one", "sk-test-two"
+BASE = "tiny"
+
+Connect = Callable[..., ServiceClient]
+
+
+@pytest.fixture(scope="package")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def running_server(
+    model: Path, folder: Path, *, port: int = 0, limits: Limits | None = None
+) -> Generator[str]:
+    """Its address, while it is up."""
+    limits = limits or Limits()
+    address: Future[str] = Future()
+    stop: Future[Callable[[], object]] = Future()
+
+    async def run() -> None:
+        workshop = LocalWorkshop(
+            ModelConfig(name=str(model), dtype="fp32"), folder, base_model=BASE, limits=limits, threads=1
+        )
+        await workshop.start()
+        operations = LocalOperations(limits)
+        listener = bind("127.0.0.1", port)
+        stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop.set_result(lambda: loop.call_soon_threadsafe(stopping.set))
+        address.set_result(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        app = create_app(workshop, operations, [KEY, OTHER_KEY])
+        await serve(app, listener, stop=stopping, grace=1)
+        await operations.close()
+        await workshop.close()
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            if not address.done():
+                address.set_exception(error)
+            raise
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    try:
+        yield address.result(60)
+    finally:
+        if stop.done():
+            stop.result()()
+        thread.join(30)
+
+
+@pytest.fixture(scope="package")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    with running_server(model_folder, tmp_path_factory.mktemp("checkpoints")) as address:
+        yield address
+
+
+@pytest.fixture
+def connect(server: str) -> Generator[Connect]:
+    """Connected clients of the server, closed at the end."""
+    with ExitStack() as clients:
+
+        def make(address: str = server, api_key: str = KEY, **options: object) -> ServiceClient:
+            # The SDK sleeps out its heartbeat's interval when it is closed, up to five seconds.
+            client = ServiceClient(base_url=address, api_key=api_key, heartbeat_interval=0.05, **options)  # pyright: ignore[reportArgumentType]
+            client.connect()
+            clients.callback(client.close)
+            return client
+
+        yield make

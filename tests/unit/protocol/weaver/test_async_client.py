@@ -1,0 +1,167 @@
+"""The SDK's asyncio client: many calls at once, in whatever order they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from weaver import AsyncServiceClient, AsyncTrainingClient
+from weaver.operations import WeaverOperationError
+from weaver.training_pipeline import SubmitAheadQueue
+from weaver.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
+
+from tests.unit.protocol.weaver.conftest import BASE, KEY
+
+ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
+
+
+@pytest.fixture
+async def service(server: str) -> AsyncGenerator[AsyncServiceClient]:
+    async with AsyncServiceClient(base_url=server, api_key=KEY) as client:
+        yield client
+
+
+async def create(service: AsyncServiceClient) -> AsyncTrainingClient:
+    return await service.create_model(
+        base_model=BASE, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False)
+    )
+
+
+def spoken(first: int) -> Datum:
+    ids = list(range(first, first + 12))
+    return Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": [1.0] * 11})
+
+
+def loss(result: Any) -> float:
+    return result["result"]["metrics"]["loss"]
+
+
+async def one_by_one(trainer: AsyncTrainingClient, steps: int) -> list[float]:
+    losses: list[float] = []
+    for step in range(steps):
+        losses.append(loss(await trainer.forward_backward([spoken(20 + step)], "cross_entropy")))
+        await trainer.optim_step(ADAM)
+    return losses
+
+
+async def test_calls_made_at_once_take_effect_in_order(service: AsyncServiceClient) -> None:
+    calm, hasty = await create(service), await create(service)
+    expected = await one_by_one(calm, 4)
+
+    async def call(seq: int) -> Any:
+        step, kind = divmod(seq, 2)
+        if kind:
+            return await hasty.optim_step(ADAM)
+        return await hasty.forward_backward([spoken(20 + step)], "cross_entropy")
+
+    results = await asyncio.gather(*(call(seq) for seq in range(8)))
+    assert [loss(result) for result in results[::2]] == expected
+
+
+async def test_sequence_ids_may_arrive_in_any_order(service: AsyncServiceClient) -> None:
+    calm, hasty = await create(service), await create(service)
+    expected = await one_by_one(calm, 3)
+    path = f"/api/v1/models/{hasty.model_id}"
+
+    async def send(seq: int) -> Any:
+        await asyncio.sleep((7 - seq) * 0.02)
+        payload: dict[str, Any] = {"seq_id": seq, "adam_params": ADAM.to_payload()}
+        if seq % 2 == 0:
+            return await service.enqueue_operation(f"{path}/optimizer-steps", {"payload": payload})
+        data = [spoken(20 + seq // 2).to_payload()]
+        payload = {"seq_id": seq, "forward_backward_input": {"loss_fn": "cross_entropy", "data": data}}
+        return await service.enqueue_operation(f"{path}/forward-backward-passes", {"payload": payload})
+
+    handles = await asyncio.gather(*(send(seq) for seq in range(1, 7)))
+    assert [loss(await handle) for handle in handles[::2]] == expected
+
+
+async def test_a_save_stands_between_the_steps_around_it(service: AsyncServiceClient) -> None:
+    trainer = await create(service)
+    tasks: list[asyncio.Task[Any]] = []
+    for step in range(3):
+        tasks.append(asyncio.create_task(trainer.forward_backward([spoken(20 + step)], "cross_entropy")))
+        tasks.append(asyncio.create_task(trainer.optim_step(ADAM)))
+        await asyncio.sleep(0.05)
+        if step == 1:
+            # No wait: the save is asked for while the steps before may still be under way.
+            kind = "weight_and_optimizer"
+            tasks.append(asyncio.create_task(trainer.save_state(name="middle", checkpoint_type=kind)))
+            await asyncio.sleep(0.05)
+    results = await asyncio.gather(*tasks)
+    resumed = await create(service)
+    await resumed.load_state_with_optimizer(results[4])
+    assert loss(await resumed.forward_backward([spoken(22)], "cross_entropy")) == loss(results[5])
+
+
+async def test_the_sdks_pipeline(service: AsyncServiceClient) -> None:
+    expected = await one_by_one(await create(service), 4)
+    queue = SubmitAheadQueue(await create(service), submit_ahead=1)  # pyright: ignore[reportArgumentType]
+    done: list[Any] = []
+    for step in range(4):
+        await queue.submit(step, [spoken(20 + step)], ADAM)
+        done.append(await queue.wait_for_room())
+    done += await queue.drain()
+    assert [loss(step.forward_backward) for step in done if step is not None] == expected
+
+
+async def test_a_loss_of_the_clients_own(service: AsyncServiceClient) -> None:
+    theirs, built_in = await create(service), await create(service)
+    data = [spoken(20), spoken(60)]
+
+    def weighed(given: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert len(given) == len(logprobs) == 2
+        return -sum((row.sum() for row in logprobs), torch.zeros(())), {"rows": len(logprobs)}
+
+    for _ in range(2):
+        custom = await theirs.forward_backward_custom(data, weighed)
+        result = await built_in.forward_backward(data, "cross_entropy")
+        assert custom["metrics"] == {"rows": 2}
+        assert float(custom["loss"]) == pytest.approx(loss(result), rel=1e-5)
+        norms = [(await client.optim_step(ADAM))["metrics"]["grad_norm"] for client in (theirs, built_in)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+async def test_models_and_samplers_side_by_side(service: AsyncServiceClient) -> None:
+    async def learn(first: int) -> list[int]:
+        trainer = await create(service)
+        for _ in range(20):
+            await trainer.forward_backward([spoken(first)], "cross_entropy")
+            await trainer.optim_step(ADAM)
+        sampler = await trainer.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=5, temperature=0.0)
+        prompt = ModelInput.from_ints(list(range(first, first + 4)))
+        found = await asyncio.gather(*(sampler.sample(prompt=prompt, sampling_params=params) for _ in "abc"))
+        assert await sampler.compute_logprobs(prompt=prompt)
+        assert len({tuple(reply["sequences"][0]["tokens"]) for reply in found}) == 1
+        return found[0]["sequences"][0]["tokens"]
+
+    firsts = (20, 100, 200)
+    for first, tokens in zip(firsts, await asyncio.gather(*map(learn, firsts)), strict=True):
+        assert tokens == list(range(first + 4, first + 9))
+
+
+async def test_outputs_are_told_apart_by_their_ids(service: AsyncServiceClient) -> None:
+    from weaver import align_training_outputs
+
+    trainer = await create(service)
+    data = [spoken(20).with_loss_fn_inputs({"loss_mask": [0.0] * 5 + [1.0] * 6}), spoken(60)]
+    data[0].datum_id = "first"
+    result = await trainer.forward_backward(data, "cross_entropy")
+    aligned: list[Any] = list(align_training_outputs(data, result))
+    found = np.array(aligned[0]["logprobs"]["data"])
+    assert np.isnan(found[:5]).all()
+    assert (found[5:] < 0).all()
+
+
+async def test_handles_that_fail(service: AsyncServiceClient) -> None:
+    trainer = await create(service)
+    handle = await trainer.forward_backward([spoken(20)], "nonsense", wait=False)
+    assert handle.done()
+    with pytest.raises(WeaverOperationError, match="nonsense"):
+        await handle
+    await trainer.forward_backward([spoken(20)], "cross_entropy")

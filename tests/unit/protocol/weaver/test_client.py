@@ -1,0 +1,339 @@
+"""The SDK's blocking client, method by method."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from weaver import ServiceClient, WeaverAPIError
+from weaver.operations import OperationHandle, WeaverOperationError
+from weaver.training_client import TrainingClient
+from weaver.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LocalBackendConfig, LossConfig, LossName, ModelConfig
+from instar.config import LoraConfig as OurLoraConfig
+from instar.conformance.batches import tree_samples
+from instar.protocol.base import Limits
+from instar.types import Sample
+from tests.unit.protocol.weaver.conftest import BASE, KEY, OTHER_KEY, Connect, running_server
+
+IDS = list(range(20, 40))
+LORA = LoraConfig(rank=8, seed=5, train_unembed=False)
+ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
+
+
+def spoken(ids: list[int] = IDS) -> Datum:
+    return Datum(
+        ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+    )
+
+
+def acted(sample: Sample) -> Datum:
+    taken = sample.mask > 0
+    inputs = {
+        "target_tokens": sample.token_ids[1:].tolist(),
+        "logprobs": np.where(taken, sample.logprobs, 0)[1:].tolist(),
+        "advantages": sample.advantages[1:].tolist(),
+        "loss_mask": sample.mask[1:].tolist(),
+    }
+    return Datum(ModelInput.from_ints(sample.token_ids[:-1].tolist()), inputs)
+
+
+def logprobs(result: Any) -> list[list[float]]:
+    return [output["logprobs"]["data"] for output in result["result"]["loss_fn_outputs"]]
+
+
+def create(client: ServiceClient) -> TrainingClient:
+    return client.create_model(base_model=BASE, lora_config=LORA)
+
+
+@pytest.fixture
+def trainer(connect: Connect) -> TrainingClient:
+    return create(connect())
+
+
+def test_what_there_is_to_train(connect: Connect, model_folder: Path) -> None:
+    client = connect()
+    assert client.list_supported_models() == [BASE]
+    (model,) = client.list_supported_models(detailed=True)
+    assert [mode.mode for mode in model.training_modes] == ["lora"]
+    trainer = client.create_training_client(base_model=BASE)
+    assert trainer.get_tokenizer().encode("hello")
+    assert client.get_model(trainer.model_id)["training_mode"] == "lora"
+    trainer.log_metrics({"reward": 0.5}, step=1)
+
+
+def test_a_model_learns_and_is_sampled_from(trainer: TrainingClient) -> None:
+    before = trainer.forward([spoken()], "forward_logprob")
+    began = time.monotonic()
+    for _ in range(15):
+        result = trainer.forward_backward([spoken()], "cross_entropy")
+        step = trainer.optim_step(ADAM)
+    assert time.monotonic() - began < 10, "an operation is polled for, not waited for"
+    assert step["metrics"]["grad_norm"] > 0
+    assert result["result"]["metrics"]["loss"] == pytest.approx(-sum(logprobs(result)[0]), rel=1e-5)
+    after = trainer.forward([spoken()], "forward_logprob")
+    assert sum(logprobs(after)[0]) > sum(logprobs(before)[0]) + 20
+
+    sampler = trainer.save_weights_and_get_sampling_client(name="learned")
+    prompt = ModelInput.from_ints(IDS)
+    scored = sampler.compute_logprobs(prompt=prompt)
+    assert isinstance(scored, list)
+    assert scored[0] is None
+    np.testing.assert_allclose(scored[1:], logprobs(after)[0], atol=1e-4)  # pyright: ignore[reportArgumentType]
+    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    found = sampler.sample(prompt=ModelInput.from_ints(IDS[:4]), sampling_params=greedy, num_samples=2)
+    first, second = found["sequences"]
+    assert first["tokens"] == second["tokens"] == IDS[4:10]
+    assert first["stop_reason"] == "length"
+    assert first["text"] == trainer.get_tokenizer().decode(first["tokens"])
+    np.testing.assert_allclose(first["logprobs"], logprobs(after)[0][3:9], atol=1e-4)
+
+
+def test_sampling_stops_and_scores_the_prompt(connect: Connect) -> None:
+    sampler = connect().create_sampling_client(base_model=BASE)
+    prompt = ModelInput.from_ints(IDS)
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    (reply,) = sampler.sample(prompt=prompt, sampling_params=greedy)["sequences"]
+    until = SamplingParams(max_tokens=3, temperature=0.0, stop=[reply["tokens"][1]])
+    found = sampler.sample(prompt=prompt, sampling_params=until, include_prompt_logprobs=True)
+    assert found["sequences"][0]["tokens"] == reply["tokens"][:2]
+    assert found["sequences"][0]["stop_reason"] == "stop"
+    assert found["raw_result"]["prompt_logprobs"] == sampler.compute_logprobs(prompt=prompt)
+    seeded = SamplingParams(max_tokens=8, seed=3)
+    drawn = [sampler.sample(prompt=prompt, sampling_params=seeded)["sequences"][0]["tokens"] for _ in "ab"]
+    assert drawn[0] == drawn[1]
+    # Without a limit, up to the context's end: 1024 tokens here.
+    (long,) = sampler.sample(prompt=ModelInput.from_ints(IDS * 51))["sequences"]
+    assert len(long["tokens"]) <= 4
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
+async def test_what_is_served_is_what_the_local_backend_computes(
+    trainer: TrainingClient, model_folder: Path, name: LossName
+) -> None:
+    samples, loss = tree_samples(), LossConfig(name=name)
+    local = LocalBackend(
+        ModelConfig(name=str(model_folder), dtype="fp32"),
+        LocalBackendConfig(lora=OurLoraConfig(rank=8, alpha=32.0), threads=1),
+        seed=5,
+    )
+    for _ in range(2):
+        data = [acted(sample) for sample in samples]
+        if name == "cross_entropy":
+            for datum in data:
+                datum.loss_fn_inputs["weights"] = datum.loss_fn_inputs.pop("advantages")
+                del datum.loss_fn_inputs["logprobs"]
+        there, here = trainer.forward_backward(data, name), await local.forward_backward(samples, loss)
+        assert there["result"]["metrics"]["loss"] == pytest.approx(here.loss, rel=1e-6)
+        for found, expected in zip(logprobs(there), here.logprobs, strict=True):
+            np.testing.assert_allclose(np.array(found, np.float32), expected[1:], rtol=1e-6)
+        asked = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
+        ours = AdamConfig(lr=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
+        assert trainer.optim_step(asked)["metrics"]["grad_norm"] == pytest.approx(
+            (await local.optim_step(ours)).grad_norm, rel=1e-5
+        )
+    forward = trainer.forward(data, name)["result"]["metrics"]["loss"]
+    again = trainer.forward_backward(data, name)["result"]["metrics"]["loss"]
+    assert forward == pytest.approx(again, rel=1e-5)
+    await local.close()
+
+
+def test_a_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Connect) -> None:
+    def step(client: TrainingClient) -> float:
+        loss = client.forward_backward([spoken()], "cross_entropy")["result"]["metrics"]["loss"]
+        client.optim_step(ADAM)
+        return loss
+
+    step(trainer)
+    whole = trainer.save_state(name="whole", checkpoint_type="weight_and_optimizer")
+    light = trainer.save_state(ttl_seconds=60)
+    assert whole.path == f"weaver://{trainer.model_id}/checkpoints/whole"
+    assert (whole.checkpoint_type, light.checkpoint_type) == ("weight_and_optimizer", "weight")
+    assert light.expires_at is not None
+    sampling = trainer.save_state(name="whole", checkpoint_type="sampling")
+    assert trainer.list_checkpoints() == [whole, light, sampling]
+    expected = [step(trainer) for _ in range(3)]
+
+    other = create(connect())
+    other.load_state_with_optimizer(whole)
+    assert [step(other) for _ in range(3)] == expected
+    other.load_state(light.path)
+    without = [step(other) for _ in range(3)]
+    assert without[0] == expected[0]
+    assert without[2] != expected[2]
+    with pytest.raises(WeaverOperationError, match="saved without its optimizer"):
+        other.load_state_with_optimizer(light)
+    with pytest.raises(WeaverOperationError, match="there is no checkpoint"):
+        other.load_state(f"weaver://{trainer.model_id}/checkpoints/nothing")
+    with pytest.raises(WeaverOperationError, match="names no checkpoint"):
+        other.load_state("/etc/passwd")
+    assert step(other) > 0
+
+
+def test_a_failed_call_lets_the_next_ones_run(trainer: TrainingClient) -> None:
+    with pytest.raises(WeaverOperationError, match="loss_fn 'nonsense' is not known") as caught:
+        trainer.forward_backward([spoken()], "nonsense")
+    assert caught.value.code == "invalid_request"
+    unmasked = Datum(
+        ModelInput.from_ints([1]), {"target_tokens": [2], "logprobs": [-1.0], "advantages": [1.0]}
+    )
+    with pytest.raises(WeaverOperationError, match="loss_mask is missing"):
+        trainer.forward_backward([unmasked], "importance_sampling")
+    with pytest.raises(WeaverOperationError, match="at most 1024"):
+        trainer.forward_backward([spoken([1] * 1100)], "cross_entropy")
+    with pytest.raises(WeaverOperationError, match="beta1"):
+        trainer.optim_step(AdamParams(beta1=2.0))
+    trainer.forward_backward([spoken()], "cross_entropy")
+    assert trainer.optim_step(AdamParams(learning_rate=0.0))["metrics"]["lr"] == 0
+
+
+def test_what_is_not_offered_is_refused_by_name(connect: Connect) -> None:
+    client = connect()
+    with pytest.raises(WeaverAPIError, match="'full_ft' is not offered"):
+        client.create_model(base_model=BASE, training_mode="full_ft")
+    with pytest.raises(WeaverAPIError, match="'other' is not served here"):
+        client.create_model(base_model="other")
+    with pytest.raises(WeaverAPIError, match="'other' is not offered"):
+        client.create_sampling_client(base_model="other")
+    with pytest.raises(WeaverAPIError, match="does not offer GET /api/v1/organizations"):
+        client.list_organizations()
+    sampler = client.create_sampling_client(base_model=BASE)
+    with pytest.raises(WeaverAPIError, match="topk_prompt_logprobs is not offered"):
+        sampler.sample(prompt=ModelInput.from_ints([1]), topk_prompt_logprobs=3)
+    binary = create(connect(tensor_transport="http-binary"))
+    with pytest.raises(WeaverAPIError, match="'default', not 'http-binary'") as caught:
+        binary.forward_backward([spoken()], "cross_entropy")
+    assert caught.value.status_code == 415
+
+
+def test_keys_are_checked_and_keep_things_apart(connect: Connect, trainer: TrainingClient) -> None:
+    with pytest.raises(WeaverAPIError, match="not one of this server's") as caught:
+        connect(api_key="sk-wrong")
+    assert (caught.value.status_code, caught.value.code) == (401, "unauthorized")
+    saved = trainer.save_state(name="mine")
+    stranger = connect(api_key=OTHER_KEY)
+    for ask in (
+        lambda: stranger.get_model(trainer.model_id),
+        lambda: stranger.terminate_model(trainer.model_id),
+        lambda: stranger.get_sampling_client(saved.path),
+        lambda: connect(api_key=OTHER_KEY, session_id=trainer.session_id),
+    ):
+        with pytest.raises(WeaverAPIError) as caught:
+            ask()
+        assert (caught.value.status_code, caught.value.retryable) == (404, False)
+    theirs = create(stranger)
+    with pytest.raises(WeaverOperationError, match="there is no checkpoint"):
+        theirs.load_state(saved.path)
+
+
+def test_an_ended_model_is_gone(connect: Connect) -> None:
+    client = connect()
+    trainer = create(client)
+    saved = trainer.save_state()
+    trainer.terminate(["inference"])
+    trainer.forward([spoken()], "forward_logprob")
+    trainer.terminate()
+    with pytest.raises(WeaverAPIError, match="there is no model") as caught:
+        trainer.forward([spoken()], "forward_logprob")
+    assert caught.value.status_code == 404
+    assert trainer.list_checkpoints() == [saved]
+    assert client.get_sampling_client(saved.path).compute_logprobs(prompt=ModelInput.from_ints(IDS))
+
+
+def test_one_client_at_a_time_trains_a_model(connect: Connect, trainer: TrainingClient) -> None:
+    trainer.forward_backward([spoken()], "cross_entropy")
+    second = TrainingClient(
+        service=connect(), model_id=trainer.model_id, base_model=BASE, session_id=trainer.session_id
+    )
+    with pytest.raises(WeaverAPIError, match="one client at a time") as caught:
+        second.forward_backward([spoken()], "cross_entropy")
+    assert caught.value.status_code == 409
+
+
+def test_a_request_sent_again_is_the_same_one(trainer: TrainingClient) -> None:
+    http = trainer._service.http  # pyright: ignore[reportPrivateUsage] - to send what the SDK sends, twice
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "X-WEAVER-API-KEY": KEY}
+
+    def twice(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        where = f"/api/v1/{path}"
+        return [http._client.post(where, json=body, headers=headers).json() for _ in "ab"]  # pyright: ignore[reportPrivateUsage]
+
+    first, second = twice(f"sessions/{trainer.session_id}/models", {"base_model": BASE})
+    assert first == second
+    path = f"models/{first['id']}"
+    data = [spoken().to_payload()]
+    given = {"seq_id": 1, "forward_backward_input": {"loss_fn": "cross_entropy", "data": data}}
+    first, second = twice(f"{path}/forward-backward-passes", {"payload": given})
+    assert first == second
+    first, second = twice(f"{path}/checkpoints", {})
+    assert first == second
+    (listed,) = http.get(f"/api/v1/{path}/checkpoints")["items"]
+    assert listed["id"] == first["response"]["id"]
+    adam = {"seq_id": 2, "adam_params": ADAM.to_payload()}
+    headers["traceparent"] = f"00-{'1' * 32}-{'3' * 16}-01"
+    first, second = twice(f"{path}/optimizer-steps", {"payload": adam})
+    assert first == second
+    assert first["response"]["metrics"]["grad_norm"] > 0
+
+
+def test_a_restarted_server_knows_checkpoints_but_no_models(model_folder: Path, tmp_path: Path) -> None:
+    with running_server(model_folder, tmp_path) as address:
+        client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.05)
+        client.connect()
+        trainer = create(client)
+        handle = trainer.forward_backward([spoken()], "cross_entropy", wait=False)
+        trainer.optim_step(ADAM)
+        saved = trainer.save_state(checkpoint_type="weight_and_optimizer")
+        sampler = trainer.save_weights_and_get_sampling_client()
+        scored = sampler.compute_logprobs(prompt=ModelInput.from_ints(IDS))
+    with running_server(model_folder, tmp_path, port=int(address.rpartition(":")[2])):
+        began = time.monotonic()
+        for lost in (
+            lambda: trainer.forward_backward([spoken()], "cross_entropy"),
+            lambda: OperationHandle(client.http, handle.operation_id, {}).wait(),
+            lambda: create(client),
+        ):
+            with pytest.raises(WeaverAPIError, match="there is no") as caught:
+                lost()
+            assert (caught.value.status_code, caught.value.retryable) == (404, False)
+        assert time.monotonic() - began < 5
+        assert sampler.compute_logprobs(prompt=ModelInput.from_ints(IDS)) == scored
+        again = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.05)
+        again.connect()
+        resumed = create(again)
+        resumed.load_state_with_optimizer(saved)
+        np.testing.assert_allclose(
+            logprobs(resumed.forward([spoken()], "forward_logprob"))[0],
+            scored[1:],  # pyright: ignore[reportArgumentType]
+            atol=1e-4,
+        )
+        again.close()
+        client.close()
+
+
+def test_limits(model_folder: Path, tmp_path: Path) -> None:
+    limits = Limits(max_body=20_000, max_models=1, max_rank=8, session_ttl=0.6)
+    with running_server(model_folder, tmp_path, limits=limits) as address:
+        client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.1)
+        client.connect()
+        with pytest.raises(WeaverAPIError, match="rank from 1 to 8"):
+            client.create_model(base_model=BASE, lora_config=LoraConfig(rank=9))
+        trainer = create(client)
+        with pytest.raises(WeaverAPIError, match="which is the most") as caught:
+            create(client)
+        assert (caught.value.status_code, caught.value.retryable) == (429, True)
+        with pytest.raises(WeaverAPIError, match="larger than the 20000 bytes") as caught:
+            trainer.forward([spoken()] * 500, "forward_logprob")
+        assert caught.value.status_code == 413
+        time.sleep(1.0)
+        client.get_model(trainer.model_id)
+        client._heartbeat_stop_event.set()  # pyright: ignore[reportPrivateUsage] - the program hangs
+        time.sleep(1.2)
+        with pytest.raises(WeaverAPIError, match="there is no model"):
+            client.get_model(trainer.model_id)
+        client.close()
