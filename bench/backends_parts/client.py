@@ -1,0 +1,67 @@
+"""A process with one backend that trains on the same batch whenever it is told to.
+
+    python bench/backends_parts/client.py JOB
+
+JOB is a JSON file: the run's settings, and the length and number of the sequences. A line on stdin is one
+``forward_backward``; its seconds are answered on stdout. The end of stdin ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instar.backends.base import Backend
+from instar.config import AdamConfig, LossConfig, RunConfig
+from instar.registry import variant
+from instar.types import Sample
+
+
+def make_batch(sequences: int, length: int, vocab: int, prompt: int = 16) -> list[Sample]:
+    """Sequences that share nothing, trained on after a short prompt."""
+    rng = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for number in range(sequences):
+        mask = np.zeros(length, np.float32)
+        mask[prompt:] = 1
+        samples.append(
+            Sample(
+                f"s{number}",
+                f"s{number}",
+                rng.integers(3, vocab, length).astype(np.int32),
+                mask,
+                np.where(mask > 0, rng.normal(-9, 1, length), np.nan).astype(np.float32),
+                np.where(mask > 0, rng.normal(0, 1e-3, length), 0).astype(np.float32),
+                np.where(mask > 0, 0, -1).astype(np.int32),
+            )
+        )
+    return samples
+
+
+async def serve(config: RunConfig, load: dict[str, Any]) -> None:
+    backend: Backend = variant("backends", config.backend)(config.model, config.backend, seed=0)
+    await backend.start()
+    batch = make_batch(**load)
+    print("ready", flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        began = time.perf_counter()
+        await backend.forward_backward(batch, LossConfig())
+        seconds = time.perf_counter() - began
+        await backend.optim_step(AdamConfig(lr=1e-6))
+        print(seconds, flush=True)
+    await backend.close()
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    asyncio.run(serve(RunConfig.model_validate(job["config"]), job["load"]))
+
+
+if __name__ == "__main__":
+    main()
