@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,6 +47,8 @@ T = TypeVar("T")
 FORMAT = 1
 META = "state.json"
 REFERENCE_IN_FLIGHT = 16
+NOT_FINITE = re.compile(r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE)
+"""How a service may say so: it has no code of its own for it."""
 LET_GO = 5.0
 """Seconds that a session which is given up may take to be told so."""
 
@@ -55,6 +60,8 @@ class WeaverBackend(Backend):
         self._seed = seed
         self._access: Access = access(section, model)
         self._patience = Patience(self._access)
+        self._changing = asyncio.Lock()
+        """Held while one session takes the place of another: calls wait for it, in their order."""
         self._model: _Model | None = None
         self._reference: AsyncSamplingClient | None = None
         self._closed = False
@@ -63,11 +70,17 @@ class WeaverBackend(Backend):
     def capabilities(self) -> BackendCapabilities:
         return SERVICES["weaver"].capabilities
 
+    @property
+    def model_id(self) -> str | None:
+        """The service's name for the model in training."""
+        return None if self._model is None else self._model.client.model_id
+
     async def start(self) -> None:
-        await self._begin()
+        async with self._changing:
+            self._model = await self._new_model()
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        model = self._training()
+        model = await self._training()
         check_samples(samples, None, self._max_tokens)
         results = _unknown(samples)
         sent = [index for index, sample in enumerate(samples) if len(sample) > 1]
@@ -81,26 +94,28 @@ class WeaverBackend(Backend):
         return results
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
-        model = self._training()
+        model = await self._training()
         check_samples(samples, None, self._max_tokens, loss)
         results = _unknown(samples)
         sent = [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
         if sent:
             data = [trained(samples[index], loss) for index in sent]
-            result = await model.call(
-                "forward_backward", lambda: model.client.forward_backward(data, loss.name, wait=False)
-            )
+            with model.adding():
+                result = await model.call(
+                    "forward_backward", lambda: model.client.forward_backward(data, loss.name, wait=False)
+                )
             for index, row in zip(sent, model.understood(lambda: logprobs_of(data, result)), strict=True):
                 taken = samples[index].mask > 0
                 results[index][taken] = row[taken[1:]]
         value, metrics = loss_and_metrics(loss, samples, results)
         if not math.isfinite(value):
-            model.end(BackendLost("the gradient at the service is not finite"))
+            model.end("the gradient at the service is not finite")
             raise NonFinite(f"the {loss.name} loss is {value}: {_culprits(loss, samples, results)}")
         return ForwardBackward(value, results, metrics)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStep:
-        model = self._training()
+        model = await self._training()
+        model.use_gradient()
         params = AdamParams(
             learning_rate=adam.lr,
             beta1=adam.beta1,
@@ -118,7 +133,7 @@ class WeaverBackend(Backend):
         return OptimStep(norm, metrics)
 
     async def publish(self, path: Path) -> Artifact:
-        model = self._training()
+        model = await self._training()
         asked, name, ttl = time.time(), model.fresh_name(path.name), int(self._section.sampler_ttl)
         result = await model.call(
             "publish",
@@ -130,7 +145,7 @@ class WeaverBackend(Backend):
         return Artifact("remote", str(place), expires_at=asked + ttl)
 
     async def save_state(self, path: Path) -> None:
-        model = self._training()
+        model = await self._training()
         name = model.fresh_name("state")
         saved = await model.alone(
             "save_state",
@@ -151,56 +166,63 @@ class WeaverBackend(Backend):
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         place = self._saved_at(path)
-        model = await self._begin()
-        load = model.client.load_state_with_optimizer if optimizer else model.client.load_state
-        try:
-            await model.alone("load_state", lambda: load(place))
-        except BackendLost as error:
-            if await model.is_there():
-                raise BackendError(f"the state saved at {place} is not there any more: {error}") from None
-            raise
+        async with self._changing:
+            model = await self._new_model()
+            try:
+                await model.load(place, optimizer=optimizer)
+            except BaseException:
+                await model.service.aclose()
+                raise
+            self._model = model
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         check_samples(samples, None, self._max_tokens)
-        service = self._training().service
+        service = (await self._training()).service
         if self._reference is None:
             self._reference = await self._call(
                 "reference_logprobs",
                 lambda: service.create_sampling_client(base_model=self._access.base_model),
             )
-        client, slots, results = self._reference, asyncio.Semaphore(REFERENCE_IN_FLIGHT), _unknown(samples)
+        client, slots = self._reference, asyncio.Semaphore(REFERENCE_IN_FLIGHT)
 
-        async def score(sample: Sample, result: Floats) -> None:
-            if len(sample) > 1:
-                async with slots:
-                    result[:] = await self._call(
-                        "reference_logprobs", lambda: prompt_logprobs(client, sample.token_ids)
-                    )
+        async def score(sample: Sample) -> Floats:
+            if len(sample) < 2:
+                return np.full(len(sample), np.nan, np.float32)
+            async with slots:
+                return await self._call(
+                    "reference_logprobs", lambda: prompt_logprobs(client, sample.token_ids)
+                )
 
-        async with asyncio.TaskGroup() as group:
-            for sample, result in zip(samples, results, strict=True):
-                group.create_task(score(sample, result))
-        return results
+        tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def close(self) -> None:
         self._closed = True
-        if self._model is not None:
-            await self._model.service.aclose()
-            self._model = None
+        async with self._changing:
+            if self._model is not None:
+                await self._model.service.aclose()
+                self._model = None
 
     # --- the session ---------------------------------------------------------------------------
 
-    def _training(self) -> _Model:
-        if self._closed:
-            raise BackendError("the backend is closed")
-        if self._model is None:
-            raise BackendError("the backend was not started")
-        return self._model
+    async def _training(self) -> _Model:
+        async with self._changing:
+            self._check_open()
+            if self._model is None:
+                raise BackendLost("there is no training session: start one, or load a state")
+            return self._model
 
-    async def _begin(self) -> _Model:
-        """A session with a fresh model, in place of the one under way."""
+    def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed")
+
+    async def _new_model(self) -> _Model:
+        """In a session of its own, when the one under way has been given up."""
+        self._check_open()
         await self._give_up()
         service, section = Weaver(self._access), self._section
         lora = LoraConfig(
@@ -210,23 +232,24 @@ class WeaverBackend(Backend):
             train_mlp=section.train_mlp,
             train_attn=section.train_attn,
         )
-        try:
-            await self._call("start", service.connect)
-            # Always the first of its session: sent again, it is the same one.
-            client = await self._call(
-                "start",
-                lambda: service.create_model(
-                    base_model=self._access.base_model, model_seq_id=1, lora_config=lora
-                ),
+
+        async def create() -> AsyncTrainingClient:
+            await service.connect()
+            # Always the first of its session: asked for again, it is the same one.
+            return await service.create_model(
+                base_model=self._access.base_model, model_seq_id=1, lora_config=lora
             )
+
+        try:
+            client = await self._call("start", create)
         except BackendLost as error:
             await service.aclose()
+            # There is no session yet that could be lost: the service lacks what was asked for.
             raise BackendError(str(error)) from None
         except BaseException:
             await service.aclose()
             raise
-        self._model = _Model(service, client, self._patience)
-        return self._model
+        return _Model(service, client, self._patience)
 
     async def _give_up(self) -> None:
         old, self._model, self._reference = self._model, None, None
@@ -268,7 +291,9 @@ class _Model:
         self._settled = asyncio.Event()
         """Of the call submitted last: whether it and all before have their results."""
         self._settled.set()
-        self._over: InstarError | None = None
+        self._over: str | None = None
+        """Why no further call makes sense."""
+        self._gradient = _Gradient()
         self._names = 0
 
     def fresh_name(self, word: str) -> str:
@@ -300,7 +325,16 @@ class _Model:
             except WeaverFailure as failure:
                 raise self._failed(failure) from None
 
-    async def is_there(self) -> bool:
+    async def load(self, place: str, *, optimizer: bool) -> None:
+        load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
+        try:
+            await self.alone("load_state", lambda: load(place))
+        except BackendLost as error:
+            if await self._is_there():
+                raise BackendError(f"the state saved at {place} is not there any more: {error}") from None
+            raise
+
+    async def _is_there(self) -> bool:
         try:
             await self._patience.call("list_checkpoints", self.client.list_checkpoints)
         except WeaverFailure:
@@ -314,9 +348,26 @@ class _Model:
         except CloudFailure as failure:
             raise self._failed(failure) from None
 
-    def end(self, error: InstarError) -> None:
-        """Later calls raise this."""
-        self._over = self._over or error
+    @contextmanager
+    def adding(self) -> Generator[None]:
+        """Around a call that adds to the gradient, unless it fails."""
+        gradient = self._gradient
+        gradient.calls += 1
+        try:
+            yield
+        except BaseException:
+            gradient.calls -= 1
+            raise
+
+    def use_gradient(self) -> None:
+        """A service would take an empty step, weight decay and all."""
+        if self._over is None and not self._gradient.calls:
+            raise BackendError("optim_step without a gradient: nothing was trained on since the last step")
+        self._gradient = _Gradient()
+
+    def end(self, why: str) -> None:
+        """Later calls raise BackendLost."""
+        self._over = self._over or why
 
     async def _submit(
         self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
@@ -331,20 +382,24 @@ class _Model:
         except WeaverFailure as failure:
             raise self._failed(failure) from None
         except asyncio.CancelledError:
-            self.end(BackendLost(f"{what} was cancelled on its way: it is not known whether it was taken"))
+            self.end(f"{what} was cancelled on its way: it is not known whether it was taken")
             raise
 
     def _failed(self, failure: CloudFailure) -> InstarError:
-        if isinstance(failure, WeaverFailure) and failure.code == "non_finite":
-            return NonFinite(str(failure))
-        error = failure.for_backend()
-        if failure.kind != "refused":
-            self.end(error)
-        return error
+        if failure.kind == "refused":
+            return NonFinite(str(failure)) if NOT_FINITE.search(str(failure)) else failure.for_backend()
+        self.end(str(failure))
+        return failure.for_backend()
 
     def _check(self) -> None:
         if self._over is not None:
-            raise type(self._over)(str(self._over))
+            raise BackendLost(self._over)
+
+
+@dataclass(slots=True)
+class _Gradient:
+    calls: int = 0
+    """That added to it since the last step, as far as is known."""
 
 
 def _unknown(samples: Sequence[Sample]) -> list[Floats]:

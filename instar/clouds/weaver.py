@@ -239,9 +239,7 @@ def logprobs_of(data: Sequence[Datum], result: Any) -> list[Floats]:
     for index, (datum, row) in enumerate(zip(data, rows, strict=True)):
         wanted = len(datum.loss_fn_inputs["target_tokens"])
         if row.shape != (wanted,):
-            raise WeaverFailure(
-                "broken", f"Weaver returned {row.shape} logprobs for {wanted} tokens of {index}"
-            )
+            raise broken(f"{row.shape} logprobs for the {wanted} targets of datum {index}")
     return rows
 
 

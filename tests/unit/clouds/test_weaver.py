@@ -1,0 +1,295 @@
+"""Weaver's SDK against a service that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from weaver import AsyncTrainingClient
+from weaver.types import AdamParams
+
+from instar.clouds.base import Access
+from instar.clouds.weaver import (
+    Patience,
+    Weaver,
+    WeaverFailure,
+    logprobs_of,
+    metrics_of,
+    scored,
+    trained,
+)
+from instar.config import LossConfig
+from instar.gateway.serve import bind, serve
+from instar.types import Sample
+
+KEY = "sk-very-secret"
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Script:
+    """Answers what it is told to, in turn; then that an operation is done."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.asked: list[str] = []
+        self.bodies: list[dict[str, object]] = []
+
+    def then(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+        async def answer(request: Request) -> Response:
+            if isinstance(body, str):
+                return Response(body, status, headers, "text/html")
+            return JSONResponse(body, status, headers)
+
+        self.answers.append(answer)
+
+    def then_stall(self) -> None:
+        async def answer(request: Request) -> Response:
+            await asyncio.sleep(30)
+            return Response()
+
+        self.answers.append(answer)
+
+    async def answer(self, request: Request) -> Response:
+        path = request.url.path.removeprefix("/api/v1")
+        if path == "/sessions" or path.endswith("/heartbeat"):
+            return JSONResponse({"id": "session"})
+        if path.endswith("/models"):
+            return JSONResponse({"id": "model", "tokenizer_path": "nowhere"})
+        self.asked.append(f"{request.method} {path}")
+        self.bodies.append(await request.json() if request.method == "POST" else {})
+        if self.answers:
+            return await self.answers.pop(0)(request)
+        return JSONResponse({"id": "op", "status": "done", "response": {"metrics": {"grad_norm": 2.0}}})
+
+    def seq_ids(self) -> list[int]:
+        return [body["payload"]["seq_id"] for body in self.bodies if "payload" in body]  # type: ignore[index]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@asynccontextmanager
+async def serving(script: Script, deadline: float = 20.0) -> AsyncGenerator[Access]:
+    app = Starlette(routes=[Route("/{path:path}", script.answer, methods=["GET", "POST", "DELETE"])])
+    listener, stop = bind("127.0.0.1", 0), asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield Access(url, KEY, "base", deadline)
+    finally:
+        stop.set()
+        await server
+
+
+async def training(access: Access) -> tuple[Weaver, AsyncTrainingClient]:
+    service = Weaver(access)
+    return service, await service.create_model(base_model="base")
+
+
+async def step(access: Access, service: Weaver, client: AsyncTrainingClient) -> object:
+    patience = Patience(access)
+
+    async def submit() -> object:
+        with service.submitting():
+            return await client.optim_step(AdamParams(), wait=False)
+
+    return await patience.result("optim_step", await patience.call("optim_step", submit))  # type: ignore[arg-type]
+
+
+async def test_a_call_that_was_put_off_keeps_its_place(script: Script) -> None:
+    async with serving(script) as access:
+        service, client = await training(access)
+        script.then(503, {"error": "unavailable", "message": "not now", "retryable": True})
+        script.then(429, {"error": "rate_limited", "message": "slowly"}, {"Retry-After": "0.3"})
+        began = time.monotonic()
+        await step(access, service, client)
+        assert time.monotonic() - began > 0.3
+        await step(access, service, client)
+        await service.aclose()
+    assert script.seq_ids() == [1, 1, 1, 2]
+
+
+async def test_a_refused_call_leaves_no_gap(script: Script) -> None:
+    async with serving(script) as access:
+        service, client = await training(access)
+        script.then(400, {"error": "invalid_request", "message": "bad numbers"})
+        with pytest.raises(WeaverFailure, match="bad numbers") as caught:
+            await step(access, service, client)
+        assert caught.value.kind == "refused"
+        assert metrics_of(await step(access, service, client)) == {"grad_norm": 2.0}
+        await service.aclose()
+    assert script.seq_ids() == [1, 1]
+
+
+async def test_closing_ends_no_model(script: Script) -> None:
+    async with serving(script) as access:
+        service, _ = await training(access)
+        await service.aclose()
+        assert script.asked == []
+        service, client = await training(access)
+        await service.end_training(client.model_id)
+        assert script.asked == ["POST /models/model/terminate"]
+        await service.aclose()
+
+
+async def test_a_service_that_stalls_is_given_up_at_the_deadline(script: Script) -> None:
+    async with serving(script, deadline=0.5) as access:
+        service, client = await training(access)
+        script.then_stall()
+        began = time.monotonic()
+        with pytest.raises(WeaverFailure, match=r"optim_step.*within 0.5 s") as caught:
+            await step(access, service, client)
+        assert caught.value.kind == "unavailable"
+        assert time.monotonic() - began < 2
+        script.then(200, {"id": "op", "status": "running"})
+        script.then_stall()
+        with pytest.raises(WeaverFailure, match=r"optim_step.*within 0.5 s"):
+            await step(access, service, client)
+        await service.aclose()
+
+
+async def test_nobody_there(script: Script) -> None:
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    access = Access(url, KEY, "base", 1.0)
+    service = Weaver(access)
+    with pytest.raises(WeaverFailure, match="connect") as caught:
+        await Patience(access).call("connect", service.connect)
+    assert caught.value.kind == "unavailable"
+    await service.aclose()
+
+
+async def test_the_key_is_in_no_error(script: Script) -> None:
+    async with serving(script) as access:
+        service, client = await training(access)
+        script.then(401, {"error": "unauthorized", "message": f"{KEY} is not known"})
+        with pytest.raises(WeaverFailure, match="WEAVER_API_KEY") as caught:
+            await step(access, service, client)
+        error: BaseException | None = caught.value
+        assert caught.value.kind == "settings"
+        while error is not None:
+            assert KEY not in str(error)
+            error = error.__cause__ or error.__context__
+        await service.aclose()
+
+
+async def test_what_is_no_answer_is_asked_for_again_and_then_refused(script: Script) -> None:
+    async with serving(script) as access:
+        service, client = await training(access)
+        script.then(200, "<html>a proxy")
+        await step(access, service, client)
+        for _ in range(3):
+            script.then(200, {"no": "id"})
+        with pytest.raises(WeaverFailure, match="no sense") as caught:
+            await step(access, service, client)
+        assert caught.value.kind == "broken"
+        await service.aclose()
+    assert script.seq_ids() == [1, 1, 2, 2, 2]
+
+
+async def test_results_are_asked_for_soon(script: Script) -> None:
+    """The SDK's own wait begins with half a second."""
+    async with serving(script) as access:
+        service, client = await training(access)
+        script.then(200, {"id": "op", "status": "pending"})
+        script.then(200, {"id": "op", "status": "running"})
+        began = time.monotonic()
+        await step(access, service, client)
+        assert time.monotonic() - began < 0.4
+        await service.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ({"status": "error", "error_code": "model_not_found", "error_message": "?"}, "lost"),
+        ({"status": "error", "error_code": "internal_error", "retryable": True}, "unavailable"),
+        ({"status": "error", "error_code": "invalid_request", "error_message": "no"}, "refused"),
+    ],
+)
+async def test_operations_fail_in_several_ways(script: Script, answer: dict[str, object], kind: str) -> None:
+    async with serving(script) as access:
+        service, client = await training(access)
+        script.then(200, {"id": "op", **answer})
+        with pytest.raises(WeaverFailure) as caught:
+            await step(access, service, client)
+        assert caught.value.kind == kind
+        script.then(404, {"error": "not_found", "message": "no such model"})
+        with pytest.raises(WeaverFailure, match="no such model") as caught:
+            await step(access, service, client)
+        assert caught.value.kind == "lost"
+        await service.aclose()
+
+
+# --- samples ------------------------------------------------------------------------------------
+
+
+def sample() -> Sample:
+    nan = float("nan")
+    return Sample(
+        "s",
+        "s",
+        np.array([1, 2, 7, 8, 3, 9], np.int32),
+        np.array([0, 0, 1, 1, 0, 0.5], np.float32),
+        np.array([nan, nan, -0.5, -1, nan, -2], np.float32),
+        np.array([nan, nan, 0.25, 0, nan, 1], np.float32),
+        np.array([-1, -1, 4, 4, -1, 4], np.int32),
+    )
+
+
+def test_the_mask_is_the_real_one() -> None:
+    """A token whose advantage is 0 is trained on all the same."""
+    datum = trained(sample(), LossConfig())
+    assert datum.model_input is not None
+    assert datum.model_input.to_ints() == [1, 2, 7, 8, 3]
+    sent = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}
+    assert sent == {
+        "target_tokens": [2, 7, 8, 3, 9],
+        "loss_mask": [0, 1, 1, 0, 1],
+        "logprobs": [0, -0.5, -1, 0, -2],
+        "advantages": [0, 0.25, 0, 0, 0.5],
+    }
+
+
+def test_cross_entropy_is_weighted() -> None:
+    sent = trained(sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
+    assert sorted(sent) == ["target_tokens", "weights"]
+    assert sent["weights"].tolist() == [0, 0.25, 0, 0, 0.5]
+    assert sent["weights"].dtype == torch.float32
+    assert sent["target_tokens"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("wrap", [lambda r: r, lambda r: {"result": r}], ids=["direct", "wrapped"])
+def test_both_shapes_of_an_answer_are_read(wrap: Callable[[object], object]) -> None:
+    data = [scored(sample())]
+    answer = wrap({"loss_fn_outputs": [{"logprobs": {"data": [-1, -2, -3, -4, -5], "dtype": "float32"}}]})
+    assert logprobs_of(data, answer)[0].tolist() == [-1, -2, -3, -4, -5]
+    assert metrics_of(wrap({"metrics": {"grad_norm": 1, "name": "x"}})) == {"grad_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {},
+        {"loss_fn_outputs": []},
+        {"loss_fn_outputs": [{}]},
+        {"loss_fn_outputs": [{"logprobs": {"data": [-1, -2], "dtype": "float32"}}]},
+        {"loss_fn_outputs": [{"logprobs": "five"}]},
+    ],
+)
+def test_an_answer_that_does_not_fit_is_refused(answer: object) -> None:
+    with pytest.raises(WeaverFailure, match="no sense"):
+        logprobs_of([scored(sample())], answer)
