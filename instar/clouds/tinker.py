@@ -168,6 +168,8 @@ class TinkerCloud:
         said = scrubbed(f"{type(error).__name__}: {error}".rstrip(": "), self.access.api_key)[:500]
         if isinstance(error, CloudFailure):
             return error
+        if self.client is None and self._holder is not None:
+            return CloudFailure("lost", f"{name}: {what} was under way when the connection was closed")
         status = next((s for cause in _causes(error) if (s := _status(cause)) is not None), None)
         if status in (401, 403) or "api_key must start with" in str(error):
             key = f"{self.service.key_env} (or backend.api_key)"

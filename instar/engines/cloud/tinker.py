@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from instar.clouds.failures import CloudFailure
@@ -11,16 +12,25 @@ from instar.engines.cloud.base import CloudEngine, Sampled
 from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The SDK's sampling client, with the connection that it goes by."""
+
+    cloud: TinkerCloud
+    client: Any
+
+
 class TinkerSampler(CloudEngine):
     _cloud: TinkerCloud | None = None
 
-    async def open_sampler(self, path: str | None) -> Any:
+    async def open_sampler(self, path: str | None) -> Opened:
         cloud = self._cloud = self._cloud or await TinkerCloud.connect(self.section, self.model)
         named = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
-        return await cloud.result("opening a sampler", cloud.client.create_sampling_client_async(**named))
+        opening = cloud.client.create_sampling_client_async(**named)
+        return Opened(cloud, await cloud.result("opening a sampler", opening))
 
-    async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> Sampled:
-        cloud = self._connected()
+    async def sample(self, client: Opened, prompt: Ids, params: SamplingParams) -> Sampled:
+        cloud = client.cloud
         asked = cloud.sdk.types.SamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
             seed=params.seed,
@@ -29,7 +39,8 @@ class TinkerSampler(CloudEngine):
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        answer = await cloud.result("sampling", client.sample_async(prompt_of(cloud.sdk, prompt), 1, asked))
+        sampling = client.client.sample_async(prompt_of(cloud.sdk, prompt), 1, asked)
+        answer = await cloud.result("sampling", sampling)
         if len(answer.sequences) != 1:
             raise CloudFailure("broken", f"sampling: {len(answer.sequences)} replies came back for one")
         sequence = answer.sequences[0]
@@ -50,15 +61,10 @@ class TinkerSampler(CloudEngine):
             return [*params.stop, *filter(None, map(self.text_of, ids))]
         return ids if params.stop_token_ids else None
 
-    async def score(self, client: Any, token_ids: Ids) -> Floats:
-        cloud = self._connected()
-        asked = client.compute_logprobs_async(prompt_of(cloud.sdk, token_ids))
+    async def score(self, client: Opened, token_ids: Ids) -> Floats:
+        cloud = client.cloud
+        asked = client.client.compute_logprobs_async(prompt_of(cloud.sdk, token_ids))
         return prompt_logprobs(await cloud.result("scoring", asked), len(token_ids))
-
-    def _connected(self) -> TinkerCloud:
-        if self._cloud is None:
-            raise CloudFailure("lost", "the connection was given up")
-        return self._cloud
 
     async def hang_up(self) -> None:
         cloud, self._cloud = self._cloud, None

@@ -1,0 +1,166 @@
+"""The Tinker sampler through the real SDK, against the served protocol over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instar.backends.tinker import TinkerBackend
+from instar.config import AdamConfig, CloudEngineConfig, LossConfig, ModelConfig, TinkerBackendConfig
+from instar.conformance.batches import make_sample, tree_samples
+from instar.engines.base import Engine
+from instar.engines.cloud.tinker import TinkerSampler
+from instar.errors import EngineError, EngineUnavailable
+from instar.types import Artifact, Policy, SamplingParams
+from tests.sdk_leaks import LEAKS, collected
+from tests.unit.engines.conformance import EngineConformance, collect, ids_of, logprobs_of, versions_of
+from tests.unit.protocol.serving import served
+
+KEY = "tml-a-key-of-the-tests"
+PROMPT = [5, 6, 7, 8]
+pytestmark = LEAKS
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Path) -> ModelConfig:
+    return ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=256)
+
+
+@pytest.fixture(scope="module")
+def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    with collected(), served("tinker", model, folder=tmp_path_factory.mktemp("kept"), keys=[KEY]) as address:
+        yield address
+
+
+def section(url: str, **changes: Any) -> TinkerBackendConfig:
+    return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 4, "deadline": 60} | changes))
+
+
+@pytest.fixture
+async def engine(model: ModelConfig, url: str) -> AsyncGenerator[Engine]:
+    sampler = TinkerSampler(model, section(url), CloudEngineConfig())
+    yield sampler
+    await sampler.close()
+
+
+async def trained(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
+    backend = TinkerBackend(model, section(url), seed=1)
+    await backend.start()
+    await backend.forward_backward(tree_samples(), LossConfig())
+    await backend.optim_step(AdamConfig(lr=0.05))
+    return backend, await backend.publish(tmp_path / "v000001")
+
+
+class TestConformance(EngineConformance):
+    """Replies come whole, so what happens in the middle of one is tested below."""
+
+    async def test_info_describes_the_engine(self, engine: Engine) -> None:
+        info = engine.info
+        assert (info.kind, info.vocab_size, info.max_context) == ("tinker", 320, 256)
+        assert info.artifacts == ("base", "remote")
+        assert not info.streams
+        assert not info.versions_per_token
+
+    async def test_cancellation_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+        stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
+        asked = asyncio.ensure_future(anext(stream))
+        while not (await engine.status()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        status = await engine.status()
+        assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
+
+    async def test_load_stamps_versions(self, engine: Engine, prompt: list[int]) -> None:
+        assert set(versions_of(await collect(engine, prompt, max_tokens=3))) == {0}
+        await engine.load(Policy("p", 5, Artifact("base")))
+        assert set(versions_of(await collect(engine, prompt, max_tokens=3))) == {5}
+        assert (await engine.status()).version == 5
+
+    async def test_refuses_an_artifact_it_cannot_load(self, engine: Engine) -> None:
+        with pytest.raises(EngineError, match="not adapter"):
+            await engine.load(Policy("p", 6, Artifact("adapter", "/somewhere")))
+        assert (await engine.status()).version == 0
+
+
+async def test_it_samples_the_published_policy(
+    engine: Engine, model: ModelConfig, url: str, tmp_path: Path
+) -> None:
+    backend, artifact = await trained(model, url, tmp_path)
+    base = await collect(engine, PROMPT, max_tokens=12, seed=3)
+    await engine.load(Policy("p", 1, artifact))
+    for params in ({"seed": 3}, {"temperature": 0}):
+        (chunk,) = await collect(engine, PROMPT, max_tokens=12, **params)
+        assert set(chunk.versions) == {1}
+        ids = np.asarray([*PROMPT, *chunk.token_ids], np.int32)
+        (scored,) = await backend.forward([make_sample("reply", ids.tolist(), len(PROMPT))])
+        np.testing.assert_allclose(chunk.logprobs, scored[len(PROMPT) :], atol=2e-5)
+        np.testing.assert_allclose((await engine.logprobs(ids))[1:], scored[1:], atol=2e-5)
+    assert logprobs_of(base) != logprobs_of(await collect(engine, PROMPT, max_tokens=12, seed=3))
+    await backend.close()
+
+
+async def test_a_request_in_flight_ends_under_its_own_version(engine: Engine) -> None:
+    asked = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
+    while not (await engine.status()).running:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    await engine.load(Policy("p", 1, Artifact("base")))
+    assert len(set(versions_of(await asked))) == 1
+    assert set(versions_of(await collect(engine, PROMPT, max_tokens=2))) == {1}
+
+
+async def test_logprobs_of_other_distributions_are_not_guessed(engine: Engine) -> None:
+    (chunk,) = await collect(engine, PROMPT, max_tokens=4, temperature=0.5, seed=1)
+    assert all(map(math.isnan, chunk.logprobs))
+    assert all(map(math.isnan, chunk.behavior_logprobs or []))
+    (greedy,) = await collect(engine, PROMPT, max_tokens=4, temperature=0)
+    assert greedy.behavior_logprobs == [0.0] * 4
+    assert all(map(math.isfinite, greedy.logprobs))
+
+
+async def test_no_more_requests_at_once_than_allowed(model: ModelConfig, url: str) -> None:
+    engine = TinkerSampler(model, section(url), CloudEngineConfig(max_in_flight=2))
+    asked = [asyncio.create_task(collect(engine, PROMPT, max_tokens=40, seed=i)) for i in range(6)]
+    most = 0
+    while not all(task.done() for task in asked):
+        most = max(most, (await engine.status()).running)
+        await asyncio.sleep(0.001)
+    assert most == 2
+    assert all(len(ids_of(task.result())) > 0 for task in asked)
+    await engine.close()
+    with pytest.raises(EngineUnavailable, match="closed"):
+        await collect(engine, PROMPT, max_tokens=1)
+
+
+async def test_a_server_that_was_restarted_is_connected_to_again(model: ModelConfig, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"folder": tmp_path / "kept", "keys": [KEY]}
+    with served("tinker", model, **options) as address:
+        backend, artifact = await trained(model, address, tmp_path)
+        await backend.close()
+        engine = TinkerSampler(model, section(address, deadline=20), CloudEngineConfig())
+        await engine.load(Policy("p", 1, artifact))
+        before = await collect(engine, PROMPT, max_tokens=5, temperature=0)
+    with served("tinker", model, **options, port=int(address.rsplit(":", 1)[1])):
+        after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
+        assert (ids_of(before), versions_of(before)) == (ids_of(after), versions_of(after))
+        with pytest.raises(EngineUnavailable):
+            await engine.load(Policy("p", 2, Artifact("remote", "tinker://nobody/sampler_weights/nothing")))
+        assert (await engine.status()).version == 1
+        assert ids_of(await collect(engine, PROMPT, max_tokens=5, temperature=0)) == ids_of(before)
+        await engine.close()
+
+
+async def test_a_service_that_is_gone_is_unavailable_in_time(model: ModelConfig) -> None:
+    engine = TinkerSampler(model, section("http://127.0.0.1:9", deadline=1), CloudEngineConfig())
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineUnavailable):
+            await collect(engine, PROMPT, max_tokens=1)
+    await engine.close()
