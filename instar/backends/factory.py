@@ -1,32 +1,141 @@
-"""From a run's config to its backend, with everything it cannot honour refused at start."""
+"""From a run's config to its backend, with everything it cannot honour refused at start.
+
+A loss or setting that a backend does not compute is an error and not a warning: a run that learns something
+else than it says is found out late, if at all. `trainer.loss_fallback` is how a user agrees to another loss.
+"""
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Mapping
 from typing import cast
 
 from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities
-from instar.config import LossConfig, RunConfig
+from instar.backends.resolve import check_reachable, resolve_run
+from instar.clouds.base import SERVICES
+from instar.config import (
+    AdamConfig,
+    BackendConfig,
+    BaseReferenceConfig,
+    CloudEngineConfig,
+    LocalBackendConfig,
+    LossConfig,
+    LossName,
+    RunConfig,
+    TrainerConfig,
+)
 from instar.errors import ConfigError
 from instar.registry import variant
 
+NEUTRAL = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
+"""Values of the optimizer that do nothing; of another field that a backend does not honour, the default."""
+
 
 def create_backend(config: RunConfig) -> Backend:
-    """Loads the model: takes a while."""
+    """Loads the model: takes a while. Train with the settings that `settle` gives for it."""
     made = variant("backends", config.backend)(config.model, config.backend, seed=config.seed)
     backend = cast(Backend, made)
-    check_capabilities(backend.capabilities, config.trainer.loss)
+    settle(config, backend.capabilities)
     return backend
 
 
-def check_capabilities(capabilities: BackendCapabilities, loss: LossConfig) -> None:
-    if loss.name not in capabilities.losses:
+def settle(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
+    """The settings as the backend will honour them, and a warning for each that is not as the user wrote it.
+    Raises ConfigError for one that it cannot honour."""
+    loss, warnings = _agreed_loss(config.trainer, capabilities)
+    _check_optimizer(config.trainer.adam, capabilities)
+    reference = config.trainer.reference
+    if isinstance(reference, BaseReferenceConfig) and reference.weight > 0 and not capabilities.reference:
         raise ConfigError(
-            f"trainer.loss.name: {loss.name!r} is not computed by this backend; "
-            f"supported: {', '.join(sorted(capabilities.losses))}"
+            f"trainer.reference.weight: given {reference.weight}; this backend does not compute the base "
+            "model's logprobs. Set it to 0, or name a reference of type engine or completions"
         )
+    if getattr(config.backend, "lora", ...) is None and not capabilities.full_finetuning:
+        raise ConfigError("backend.lora: null trains all weights, which this backend does not; give a rank")
+    if loss is config.trainer.loss:
+        return config, warnings
+    trainer = config.trainer.model_copy(update={"loss": loss})
+    return config.model_copy(update={"trainer": trainer}), warnings
+
+
+def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
+    """A run as it will be trained, and what a person should know of it. Raises ConfigError for everything
+    that can be refused before anything starts."""
+    config, notes = resolve_run(config, env)
+    if config.rollout is None:
+        return config, notes  # recorded, not trained
+    check_reachable(config, env)
+    _check_sampling(config)
+    capabilities = known_capabilities(config.backend)
+    warnings = [] if capabilities is None else settle(config, capabilities)[1]
+    return config, [*notes, *(f"warning: {warning}" for warning in warnings)]
+
+
+def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
+    """Without making the backend; None where only it can tell."""
+    if isinstance(section, LocalBackendConfig):
+        return BackendCapabilities(
+            losses=frozenset(typing.get_args(LossName)),
+            artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
+            full_finetuning=True,
+            reference=True,
+        )
+    service = SERVICES.get(section.type)
+    return service.capabilities if service else None
+
+
+def _agreed_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:
+    loss, fallback = trainer.loss, trainer.loss_fallback
+    _check_clip(loss)
+    if loss.name in capabilities.losses:
+        return loss, []
+    supported = ", ".join(sorted(capabilities.losses))
+    if fallback is None:
+        raise ConfigError(
+            f"trainer.loss.name: {loss.name!r} is not computed by this backend; supported: {supported}. "
+            "trainer.loss_fallback names one to take instead"
+        )
+    if fallback not in capabilities.losses:
+        raise ConfigError(
+            f"trainer.loss_fallback: neither {loss.name!r} nor {fallback!r} is computed by this backend; "
+            f"supported: {supported}"
+        )
+    warning = (
+        f"trainer.loss.name: {loss.name} is not computed by this backend; "
+        f"training with {fallback} and its defaults instead (trainer.loss_fallback)"
+    )
+    return LossConfig(name=fallback), [warning]
+
+
+def _check_clip(loss: LossConfig) -> None:
     for setting in ("clip_low", "clip_high"):
         if getattr(loss, setting) is not None and loss.name not in DEFAULT_CLIP:
             raise ConfigError(
                 f"trainer.loss.{setting}: {loss.name!r} does not clip; leave it out, or use "
                 f"{' or '.join(sorted(DEFAULT_CLIP))}"
+            )
+    if loss.beta is not None and loss.name != "dro":
+        raise ConfigError(f"trainer.loss.beta: {loss.name!r} has none; leave it out, or use dro")
+
+
+def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> None:
+    for name, field in AdamConfig.model_fields.items():
+        neutral = NEUTRAL.get(name, field.default)
+        if name not in capabilities.optimizer and (given := getattr(adam, name)) != neutral:
+            raise ConfigError(
+                f"trainer.adam.{name}: given {given}; this backend does not honour it, so it must be "
+                f"{neutral}. It honours {', '.join(sorted(capabilities.optimizer))}"
+            )
+
+
+def _check_sampling(config: RunConfig) -> None:
+    """A service returns the logprobs of the full softmax only: nothing else that is sampled is trainable."""
+    if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
+        return
+    sampling = config.rollout.sampling
+    for name in ("temperature", "top_p"):
+        if (given := getattr(sampling, name)) != 1.0:
+            raise ConfigError(
+                f"rollout.sampling.{name}: given {given}; with engine.type cloud it must be 1, because a "
+                "service does not tell how likely a token was under another one"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import typer
 import yaml
 
+from instar.backends.factory import check_run
+from instar.backends.resolve import without_key
 from instar.cli.config_file import DEMO, Mistakes, load_config
 from instar.config import CommandAgentConfig, JsonlTasksConfig, RunConfig
 from instar.errors import ConfigError
@@ -21,6 +24,7 @@ def run_check(file: Path, overrides: Sequence[str], *, as_json: bool) -> None:
         config = load_config(file, overrides)
         if found := list(_not_there(config)):
             raise Mistakes(str(file), found)
+        notes = _notes(config, str(file))
     except ConfigError as error:
         if as_json:
             mistakes = error.found if isinstance(error, Mistakes) else [str(error)]
@@ -29,9 +33,17 @@ def run_check(file: Path, overrides: Sequence[str], *, as_json: bool) -> None:
             typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps({"ok": True, "mistakes": [], "name": config.name}))
+        typer.echo(json.dumps({"ok": True, "mistakes": [], "name": config.name, "notes": notes}))
     else:
-        typer.echo(f"{file}: ok")
+        typer.echo("\n".join([f"{file}: ok", *notes]))
+
+
+def _notes(config: RunConfig, origin: str) -> list[str]:
+    """What the run's backend and engine will be, and what they will do otherwise than asked."""
+    try:
+        return check_run(config, os.environ)[1]
+    except ConfigError as error:
+        raise Mistakes(origin, [str(error)]) from error
 
 
 def _not_there(config: RunConfig) -> Iterator[str]:
@@ -72,7 +84,7 @@ def _program(agent: CommandAgentConfig) -> Iterator[str]:
 
 
 def run_show(file: Path | None, overrides: Sequence[str], *, as_json: bool) -> None:
-    config = load_config(file or DEMO, overrides)
+    config = without_key(load_config(file or DEMO, overrides))
     data = config.model_dump(mode="json")
     if as_json:
         typer.echo(json.dumps(data))

@@ -58,6 +58,8 @@ def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
 def _apply(data: Json, override: str) -> None:
     """``a.b.c=value``, the value read as YAML."""
     path, equals, text = override.partition("=")
+    if path.endswith("api_key"):
+        override = f"{path}=…"  # what is said below may be logged
     if not equals or not all(path.split(".")):
         raise ConfigError(f"--set {override}: expected PATH=VALUE, for example trainer.steps=5")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,9 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check and show the YAML that describes a run.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Look at what agents did and what became of it.", no_args_is_help=True)
 keys_app = typer.Typer(help="Make and revoke the keys that agents use.", no_args_is_help=True)
+backends_app = typer.Typer(help="Where gradients are computed: what there is, checked, served.")
 app.add_typer(config_app, name="config")
+app.add_typer(backends_app, name="backends")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(keys_app, name="keys")
 
@@ -32,6 +35,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: --set trainer.steps=5"),
 ]
+
+
+class Protocol(StrEnum):
+    tinker = "tinker"
+    weaver = "weaver"
+
+
 RunDir = Annotated[Path, typer.Argument(help="The run's folder, runs/<name>.")]
 
 
@@ -167,6 +177,48 @@ def keys_revoke(
     from instar.cli.keys import run_revoke
 
     run_revoke(run_dir, key, as_json=as_json)
+
+
+@backends_app.callback(invoke_without_command=True)
+def backends(context: typer.Context, as_json: AsJson = False) -> None:
+    """Where gradients are computed: installed or not, what `backend: auto` would take and why, and what each
+    of them can do."""
+    if context.invoked_subcommand is None:
+        from instar.cli.backends import run_backends
+
+        run_backends(as_json=as_json)
+
+
+@backends_app.command("check")
+def backends_check(
+    name: Annotated[str, typer.Argument(help="local, tinker, mint, weaver or verl.")],
+    url: Annotated[
+        str | None, typer.Option(help="A server to check against. Default: one of our own.")
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has the backend's package.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a backend to the conformance suite: the same numbers as the local one, step by step."""
+    from instar.cli.backends import run_backends_check
+
+    run_backends_check(name, url=url, python=python, as_json=as_json)
+
+
+@backends_app.command("serve")
+def backends_serve(
+    model: Annotated[str, typer.Option(help="The base model, as `model.name` of a run.")],
+    protocol: Annotated[Protocol, typer.Option(help="Whose clients are served.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Where checkpoints are kept.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the local backend to programs that were written for Tinker, MinT or Weaver."""
+    from instar.cli.backends_serve import run_serve_protocol
+
+    run_serve_protocol(
+        protocol=protocol.value, model=model, host=host, port=port, folder=folder, as_json=as_json
+    )
 
 
 def _version(wanted: bool) -> None:

@@ -30,7 +30,7 @@ def explain(error: ValidationError) -> list[str]:
 
 
 def _explain(path: str, section: type[BaseModel] | None, item: Any) -> tuple[str, str]:
-    given, context = item["input"], item.get("ctx", {})
+    given, context = "…" if path.endswith("api_key") else item["input"], item.get("ctx", {})
     match item["type"]:
         case "extra_forbidden":
             known = sorted(section.model_fields) if section else []

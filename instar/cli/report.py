@@ -16,7 +16,7 @@ from instar.config import RunConfig
 from instar.errors import InstarError
 from instar.store.base import SessionRow
 from instar.store.factory import open_store
-from instar.trainer.monitor import read_metrics, read_steps
+from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Call, Channel, Json
 
 BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
@@ -40,7 +40,9 @@ def write_report(run_dir: Path) -> Path:
     _draw(picture, steps, evaluations)
     examples = asyncio.run(_examples(config))
     page = folder.report / "index.html"
-    page.write_text(_page(config, steps, evaluations, picture, examples), encoding="utf-8")
+    page.write_text(
+        _page(config, steps, evaluations, picture, examples, read_warnings(run_dir)), encoding="utf-8"
+    )
     return page
 
 
@@ -136,7 +138,8 @@ th{color:#60646c;font-weight:600}td:first-child,th:first-child{text-align:left}
 .big td{font-size:1.2rem}.talk{background:#f6f7f9;border-radius:8px;padding:.6rem 1rem;margin:.5rem 0}
 .talk{font-size:.9rem}.role{color:#2f6fde;display:inline-block;width:5.5rem}
 pre{background:#f6f7f9;padding:1rem;border-radius:8px;
-overflow:auto;font-size:.8rem}.good{color:#1f7a3d}.bad{color:#b3261e}
+overflow:auto;font-size:.8rem}.warn{background:#fff3d6;color:#5c4400;padding:.6rem 1rem;border-radius:8px}
+.good{color:#1f7a3d}.bad{color:#b3261e}
 @media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e8eb}.talk,pre{background:#22262b}
 td,th{border-color:#33383e}img{background:#fff;border-radius:8px}}
 """
@@ -148,6 +151,7 @@ def _page(
     evaluations: list[Json],
     picture: Path,
     examples: list[tuple[str, list[Call], float | None]],
+    warnings: list[str],
 ) -> str:
     image = base64.b64encode(picture.read_bytes()).decode()
     elapsed = steps[-1]["elapsed"] if steps else 0.0
@@ -158,6 +162,7 @@ def _page(
         f"<h1>{html.escape(config.name)}</h1>",
         f"<p class=sub>{html.escape(config.model.name)} · {len(steps)} steps · "
         f"{elapsed / 60:.1f} minutes of training</p>",
+        *(f"<p class=warn>{html.escape(warning)}</p>" for warning in warnings),
         _evaluation_table(evaluations),
         f"<img alt='reward curves' src='data:image/png;base64,{image}'>",
     ]

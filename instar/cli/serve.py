@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from instar.backends.resolve import resolve_run
 from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import get_model
 from instar.cluster.local import serving
@@ -20,9 +22,10 @@ from instar.gateway.auth import ensure_agent_key
 
 def run_serve(file: Path | None, *, overrides: Sequence[str], as_json: bool) -> None:
     config = _config(file, overrides)
+    resolved, _ = resolve_run(config, os.environ)
     console = Console(stderr=as_json)
     if not isinstance(config.engine, UpstreamEngineConfig):
-        get_model(config.model.name, console)
+        get_model(resolved, console)
     asyncio.run(_serve(config, console, as_json))
 
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from instar.backends.factory import check_run
 from instar.cli.config_file import DEMO, load_config
 from instar.cli.display import Display
 from instar.cli.model import get_model
 from instar.cluster.local import LiveRun, train
 from instar.config import RunConfig
-from instar.trainer.monitor import read_metrics, read_steps
+from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json
 
 INTERRUPTED = 130
@@ -62,7 +65,8 @@ def run_demo(*, seed: int, run_dir: Path | None, overrides: Sequence[str], as_js
 
 
 def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
-    get_model(config.model.name, console)
+    resolved, _ = check_run(config, os.environ)  # before the model is fetched
+    get_model(resolved, console)
 
     async def amain() -> LiveRun:
         display = Display(console)
@@ -72,7 +76,7 @@ def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
             await display.close()
 
     run = asyncio.run(amain())
-    if read_steps(run.folder.path) or any(read_metrics(run.folder.path)):
+    if any(record["kind"] in ("train", "eval") for record in read_metrics(run.folder.path)):
         from instar.cli.report import write_report
 
         write_report(run.folder.path)
@@ -90,6 +94,7 @@ def summarize(run: LiveRun) -> Json:
         "run_dir": str(run.folder.path),
         "report": str(run.folder.report / "index.html"),
         "stopped": run.stopped_by_user,
+        "warnings": read_warnings(run.folder.path),
     }
     for record in read_metrics(run.folder.path):
         if record["kind"] == "eval":
@@ -110,6 +115,8 @@ def _print_summary(console: Console, summary: Json) -> None:
             table.add_row(mode, "" if before is None else f"{before:.2f}", f"{after:.2f}", change)
         console.print(table)
     console.print(f"{summary['steps']} steps in {summary['seconds']:.0f} s of training.")
+    for warning in summary["warnings"]:
+        console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False)
 
 
 def _print_next(console: Console, run: LiveRun) -> None:

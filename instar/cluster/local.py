@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from instar.backends.factory import check_run
+from instar.backends.resolve import Secrets, resolve_run, take_secrets
 from instar.cluster.layout import RunFolder, engine_names, public_settings
 from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN, ENGINE_URL, ENGINE_URLS, GATEWAY_URL
 from instar.cluster.supervisor import Supervisor, listen, url_of
@@ -39,6 +41,7 @@ class LiveRun:
     engine_token: str
     gateway_url: str
     admin_key: str
+    secrets: Secrets = field(repr=False)
     engine: Engine | None = None
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
@@ -56,6 +59,10 @@ async def serving(
     config: RunConfig, *, resume: bool = False, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
     """Engines and gateway up, all answering; everything is stopped on leaving."""
+    config, notes = resolve_run(config, os.environ)
+    for note in notes:
+        log(note)
+    config, keys = take_secrets(config, os.environ)
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, config, resume)
@@ -86,11 +93,19 @@ async def serving(
         engine_token=secrets.token_urlsafe(24),
         gateway_url=url_of(gateway_socket),
         admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
+        secrets=keys,
     )
     try:
         for name, server in engine_sockets.items():
-            env = {**_environment(run), ENGINE_URL: url_of(server)}
-            await supervisor.start("engine", name=name, python=config.engine.python, env=env, server=server)
+            env = {**_environment(run), **keys.env, ENGINE_URL: url_of(server)}
+            await supervisor.start(
+                "engine",
+                name=name,
+                python=config.engine.python,
+                env=env,
+                without=keys.withheld,
+                server=server,
+            )
         await supervisor.start("gateway", env=_environment(run), server=gateway_socket)
         await _until_up(run)
         yield run
@@ -166,6 +181,11 @@ async def train(
         raise ConfigError("rollout: needed to train; name the tasks and the agent that tries them")
     if not engine_names(config):
         raise ConfigError("engine.type: an upstream is recorded, not trained; use local to train")
+    config, notes = check_run(config, os.environ)
+    for note in notes:
+        log(note)
+    if resume:
+        _check_backend(config)
     async with serving(config, resume=resume, log=log) as run:
         if observe is not None:
             observe(run)
@@ -176,6 +196,16 @@ async def train(
             raise
         await _finish(run, "stopped" if run.stopped_by_user else "finished")
         return run
+
+
+def _check_backend(config: RunConfig) -> None:
+    """A saved state is of use to the backend that wrote it only; `auto` may mean another one by now."""
+    folder = RunFolder(config.run_dir.resolve())
+    if folder.config_file.is_file() and (before := folder.read_config().backend.type) != config.backend.type:
+        raise ConfigError(
+            f"backend.type: this run was trained by {before}, and now it would be {config.backend.type}; "
+            "name the one before, or give the run another name"
+        )
 
 
 async def _phases(run: LiveRun) -> None:
@@ -196,8 +226,14 @@ async def _phases(run: LiveRun) -> None:
 async def _train(run: LiveRun, stop: asyncio.Event) -> None:
     """The trainer's end is the end of training: rollout, if it still runs, is stopped then."""
     supervisor = run.supervisor
-    await supervisor.start("trainer", python=run.config.backend.python, env=_environment(run))
-    await supervisor.start("rollout", env=_environment(run))
+    secrets = run.secrets
+    await supervisor.start(
+        "trainer",
+        python=run.config.backend.python,
+        env={**_environment(run), **secrets.env},
+        without=secrets.withheld,
+    )
+    await supervisor.start("rollout", env=_environment(run), without=secrets.withheld)
     ended = asyncio.create_task(supervisor.wait("trainer"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +252,9 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
 
 
 async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
-    await run.supervisor.start("rollout", f"--evaluate={label}", env=_environment(run))
+    await run.supervisor.start(
+        "rollout", f"--evaluate={label}", env=_environment(run), without=run.secrets.withheld
+    )
     ended = asyncio.create_task(run.supervisor.wait("rollout"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -233,7 +233,7 @@ def _spare_the_collector() -> None:
 
 
 async def trainer(context: Context) -> None:
-    from instar.backends.factory import create_backend
+    from instar.backends.factory import create_backend, settle
     from instar.data.batcher import Batcher
     from instar.engines.base import Engine
     from instar.engines.remote import RemoteEngine
@@ -245,6 +245,7 @@ async def trainer(context: Context) -> None:
     store = context.open_store()
     await context.announce(store, "loading the model")
     backend = create_backend(config)
+    config, warnings = settle(config, backend.capabilities)
     token = os.environ[ENGINE_TOKEN]
     engines: list[Engine] = await asyncio.gather(
         *(RemoteEngine.connect(url, token, timeout=300) for url in os.environ[ENGINE_URLS].split())
@@ -254,6 +255,9 @@ async def trainer(context: Context) -> None:
         return engines
 
     monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
+    for warning in warnings:
+        context.log(f"warning: {warning}")
+        monitor.record("warning", 0, {"text": warning})
     loop = Trainer(
         config,
         context.run_id,

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,9 +81,11 @@ class Supervisor:
         name: str | None = None,
         python: str | None = None,
         env: Mapping[str, str] | None = None,
+        without: Collection[str] = (),
         server: socket.socket | None = None,
     ) -> Role:
-        """``name`` tells processes of the same role apart."""
+        """``name`` tells processes of the same role apart. ``without``: variables of this process that it
+        does not inherit."""
         name = name or role
         argv = [
             python or sys.executable,
@@ -99,7 +101,8 @@ class Supervisor:
         if server is not None:
             argv.append(f"--fd={server.fileno()}")
             fds.append(server.fileno())
-        started = Role(name, argv, {**os.environ, **(env or {})}, self.folder.log(name), fds)
+        inherited = {key: value for key, value in os.environ.items() if key not in without}
+        started = Role(name, argv, {**inherited, **(env or {})}, self.folder.log(name), fds)
         self.roles[name] = started
         await self._spawn(started)
         watcher = asyncio.create_task(self._watch(started))

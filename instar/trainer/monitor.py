@@ -53,6 +53,12 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
             continue
 
 
+def read_warnings(run_dir: Path) -> list[str]:
+    """What the run did otherwise than its settings say, each once."""
+    told = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
+    return list(dict.fromkeys(told))
+
+
 def read_steps(run_dir: Path) -> list[Json]:
     """The last record of each training step, by step."""
     latest = {record["step"]: record for record in read_metrics(run_dir) if record["kind"] == "train"}

@@ -52,6 +52,19 @@ MISTAKES = {
         "trainer: {steps: many}",
         "trainer.steps: given 'many'; it must be a valid integer, unable to parse string as an integer",
     ),
+    "a key that is none": (
+        "backend: {type: tinker, api_key: 12345}",
+        "backend.api_key: given '…'; it must be a valid string",
+    ),
+    "a loss that the backend does not compute": (
+        f"""
+        backend: {{type: weaver, api_key: wv-secret}}
+        trainer: {{loss: {{name: ppo}}}}
+        rollout: {{agent: {AGENT}, tasks: {{type: python, function: "instar.demo.tasks:train_tasks"}}}}
+        """,
+        "trainer.loss.name: 'ppo' is not computed by this backend; supported: cross_entropy, "
+        "importance_sampling. trainer.loss_fallback names one to take instead",
+    ),
     "no fraction": (
         "trainer: {steps: 1.5}",
         "trainer.steps: given 1.5; it must be a valid integer, got a number with a fractional part",
@@ -67,7 +80,7 @@ MISTAKES = {
     "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: missing; it has no default"),
     "unknown variant": (
         "engine: {type: vllm}",
-        "engine.type: given 'vllm'; allowed: local, scripted, upstream, plugin",
+        "engine.type: given 'vllm'; allowed: local, scripted, upstream, cloud, plugin",
     ),
     "unknown variant of a single one": (
         "store: {type: sqlte}",
@@ -168,7 +181,8 @@ def test_files_and_programs_that_are_not_there(instar: Instar, tmp_path: Path) -
 def test_a_good_file_is_said_to_be_good(instar: Instar, tmp_path: Path) -> None:
     path = write(tmp_path, "name: fine")
     assert instar("config", "check", path).out == f"{path}: ok\n"
-    assert instar("config", "check", path, "--json").json == {"ok": True, "mistakes": [], "name": "fine"}
+    told = {"ok": True, "mistakes": [], "name": "fine", "notes": []}
+    assert instar("config", "check", path, "--json").json == told
 
 
 # --- overrides ------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""`instar backends`, and what is shown of a run at a service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.cli.conftest import Instar, Small
+
+KEY = "tml-0123456789-secret"
+SERVICES = ("TINKER", "MINT", "WEAVER")
+
+
+@pytest.fixture(autouse=True)
+def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SERVICES:
+        monkeypatch.delenv(f"{name}_API_KEY", raising=False)
+        monkeypatch.delenv(f"{name}_BASE_URL", raising=False)
+
+
+def rows_of(instar: Instar) -> dict[str, Any]:
+    return {row["name"]: row for row in instar("backends", "--json").json["backends"]}
+
+
+def test_the_table_says_what_there_is_and_what_auto_takes(
+    instar: Instar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(instar)
+    assert list(rows) == ["local", "tinker", "mint", "weaver", "verl"]
+    assert rows["local"]["detected"]
+    assert (rows["tinker"]["installed"], rows["tinker"]["version"]) == (True, "0.36.0")
+    assert not rows["mint"]["installed"]
+    assert "pip install 'instar[mint]'" in rows["mint"]["problem"]
+    assert rows["weaver"]["losses"] == ["cross_entropy", "importance_sampling"]
+    monkeypatch.setenv("WEAVER_API_KEY", KEY)
+    rows = rows_of(instar)
+    assert [name for name, row in rows.items() if row["detected"]] == ["weaver"]
+    assert rows["weaver"]["why"] == "WEAVER_API_KEY in the environment"
+    shown = instar("backends").out
+    assert "1.19.2" in shown
+    assert "chosen" in shown
+    assert KEY not in shown
+
+
+def test_two_services_are_shown_and_neither_is_taken(instar: Instar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEAVER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
+    told = instar("backends", "--json").json
+    assert not any(row["detected"] for row in told["backends"])
+    assert "weaver (WEAVER_API_KEY" in told["conflict"]
+    assert "tinker (TINKER_BASE_URL" in told["conflict"]
+    assert "auto is refused" in instar("backends").out
+
+
+def test_a_wanted_service_whose_package_is_missing_comes_with_the_command(
+    instar: Instar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINT_API_KEY", KEY)
+    assert "/bin/pip install 'instar[mint]'" in instar("backends").out.replace("\n", "")
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def test_settings_are_shown_and_checked_without_the_key(instar: Instar, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"backend": {"type": "auto", "api_key": KEY, "rank": 8}}))
+    shown = instar("config", "show", path)
+    assert yaml.safe_load(shown.out)["backend"]["api_key"] is None
+    checked = instar("config", "check", path, "--json")
+    assert checked.json["notes"] == ["backend: tinker (the key is one of its keys)"]
+    again = instar("config", "show", path, "--set", f"backend.api_key=[{KEY}")
+    assert "--set backend.api_key=…" in again.err
+    assert KEY not in shown.out + shown.err + checked.out + checked.err + again.err
+
+
+def test_the_report_shows_what_was_done_otherwise_than_asked(instar: Instar, small_run: Small) -> None:
+    metrics = small_run.folder / "metrics.jsonl"
+    before = metrics.read_text()
+    record = json.dumps({"kind": "warning", "step": 0, "time": 0, "text": "training with <x> instead"})
+    metrics.write_text(f"{before}{record}\n{record}\n")
+    try:
+        page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text()
+    finally:
+        metrics.write_text(before)
+    assert page.count("<p class=warn>training with &lt;x&gt; instead</p>") == 1
