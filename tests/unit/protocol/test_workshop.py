@@ -267,6 +267,25 @@ async def test_policies_take_turns_where_there_are_fewer_engines(opened: Open) -
             np.testing.assert_allclose(logprobs, wanted[path], atol=1e-5)
 
 
+async def test_a_policy_in_use_keeps_its_engine(opened: Open) -> None:
+    async with opened(max_samplers=2) as workshop:
+        model = await new_model(workshop)
+        versions: list[str] = []
+        for step in range(3):
+            await train(model, steps=1, seed=step)
+            versions.append((await model.export(f"v{step}")).path)
+        reply = asyncio.create_task(
+            workshop.sample(versions[0], "me", PROMPT, SamplingParams(max_tokens=100, seed=2), 1)
+        )
+        await asyncio.sleep(0)
+        while not reply.done():
+            for other in versions[1:]:
+                await workshop.logprobs(other, "me", PROMPT)
+        (sampled,) = await reply
+        told = await workshop.logprobs(versions[0], "me", PROMPT + sampled.token_ids)
+        np.testing.assert_allclose(sampled.logprobs, told[len(PROMPT) :], atol=1e-5)
+
+
 async def test_a_sampler_replaced_under_its_name_is_another_policy(workshop: LocalWorkshop) -> None:
     model = await new_model(workshop)
     info = await model.export("latest")
