@@ -1,37 +1,29 @@
-"""Trains at Weaver, or at whatever serves its protocol.
-
-A session at the service has one model. Its calls are submitted one after the other, in the order they were
-made, and their results awaited side by side. When it is not known what the service did, the session is over:
-every later call fails, and the trainer goes back to the last saved state in a new one.
-"""
+"""Trains at Weaver, or at whatever serves its protocol. Every session there has one model."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-import re
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from weaver import AsyncOperationHandle, AsyncSamplingClient, AsyncTrainingClient
+from weaver import AsyncSamplingClient, AsyncTrainingClient
 from weaver.types import AdamParams, LoraConfig
 
 from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import loss_and_metrics
+from instar.backends.weaver_model import WeaverModel
 from instar.clouds.base import SERVICES, Access, access
 from instar.clouds.failures import CloudFailure
 from instar.clouds.weaver import (
     Patience,
     Weaver,
-    WeaverFailure,
     logprobs_of,
     metrics_of,
     prompt_logprobs,
@@ -39,7 +31,7 @@ from instar.clouds.weaver import (
     trained,
 )
 from instar.config import AdamConfig, LossConfig, ModelConfig, WeaverBackendConfig
-from instar.errors import BackendError, BackendLost, InstarError, NonFinite
+from instar.errors import BackendError, BackendLost, NonFinite
 from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
@@ -47,8 +39,6 @@ T = TypeVar("T")
 FORMAT = 1
 META = "state.json"
 REFERENCE_IN_FLIGHT = 16
-NOT_FINITE = re.compile(r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE)
-"""How a service may say so: it has no code of its own for it."""
 LET_GO = 5.0
 """Seconds that a session which is given up may take to be told so."""
 
@@ -62,7 +52,7 @@ class WeaverBackend(Backend):
         self._patience = Patience(self._access)
         self._changing = asyncio.Lock()
         """Held while one session takes the place of another: calls wait for it, in their order."""
-        self._model: _Model | None = None
+        self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
         self._closed = False
 
@@ -209,7 +199,7 @@ class WeaverBackend(Backend):
 
     # --- the session ---------------------------------------------------------------------------
 
-    async def _training(self) -> _Model:
+    async def _training(self) -> WeaverModel:
         async with self._changing:
             self._check_open()
             if self._model is None:
@@ -220,7 +210,7 @@ class WeaverBackend(Backend):
         if self._closed:
             raise BackendError("the backend is closed")
 
-    async def _new_model(self) -> _Model:
+    async def _new_model(self) -> WeaverModel:
         """In a session of its own, when the one under way has been given up."""
         self._check_open()
         await self._give_up()
@@ -249,7 +239,7 @@ class WeaverBackend(Backend):
         except BaseException:
             await service.aclose()
             raise
-        return _Model(service, client, self._patience)
+        return WeaverModel(service, client, self._patience)
 
     async def _give_up(self) -> None:
         old, self._model, self._reference = self._model, None, None
@@ -278,128 +268,6 @@ class WeaverBackend(Backend):
             return await self._patience.call(what, work)
         except CloudFailure as failure:
             raise failure.for_backend() from None
-
-
-class _Model:
-    """The model of one session, and the order of its calls."""
-
-    def __init__(self, service: Weaver, client: AsyncTrainingClient, patience: Patience) -> None:
-        self.service = service
-        self.client = client
-        self._patience = patience
-        self._turn = asyncio.Lock()
-        self._settled = asyncio.Event()
-        """Of the call submitted last: whether it and all before have their results."""
-        self._settled.set()
-        self._over: str | None = None
-        """Why no further call makes sense."""
-        self._gradient = _Gradient()
-        self._names = 0
-
-    def fresh_name(self, word: str) -> str:
-        self._names += 1
-        return f"{word}-{self._names}"
-
-    async def call(self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit in turn; its result. The deadline of the result begins when the call before has its own."""
-        async with self._turn:
-            self._check()
-            handle = await self._submit(what, submit)
-            before, mine = self._settled, asyncio.Event()
-            self._settled = mine
-        try:
-            await before.wait()
-            return await self._patience.result(what, handle)
-        except WeaverFailure as failure:
-            raise self._failed(failure) from None
-        finally:
-            mine.set()
-
-    async def alone(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """For what has no sequence id: when all before is done, and before anything after."""
-        async with self._turn:
-            await self._settled.wait()
-            self._check()
-            try:
-                return await self._patience.call(what, work)
-            except WeaverFailure as failure:
-                raise self._failed(failure) from None
-
-    async def load(self, place: str, *, optimizer: bool) -> None:
-        load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
-        try:
-            await self.alone("load_state", lambda: load(place))
-        except BackendLost as error:
-            if await self._is_there():
-                raise BackendError(f"the state saved at {place} is not there any more: {error}") from None
-            raise
-
-    async def _is_there(self) -> bool:
-        try:
-            await self._patience.call("list_checkpoints", self.client.list_checkpoints)
-        except WeaverFailure:
-            return False
-        return True
-
-    def understood(self, read: Callable[[], T]) -> T:
-        """What the answer says; a session whose answers make no sense is over."""
-        try:
-            return read()
-        except CloudFailure as failure:
-            raise self._failed(failure) from None
-
-    @contextmanager
-    def adding(self) -> Generator[None]:
-        """Around a call that adds to the gradient, unless it fails."""
-        gradient = self._gradient
-        gradient.calls += 1
-        try:
-            yield
-        except BaseException:
-            gradient.calls -= 1
-            raise
-
-    def use_gradient(self) -> None:
-        """A service would take an empty step, weight decay and all."""
-        if self._over is None and not self._gradient.calls:
-            raise BackendError("optim_step without a gradient: nothing was trained on since the last step")
-        self._gradient = _Gradient()
-
-    def end(self, why: str) -> None:
-        """Later calls raise BackendLost."""
-        self._over = self._over or why
-
-    async def _submit(
-        self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
-    ) -> AsyncOperationHandle:
-        async def once() -> AsyncOperationHandle:
-            # The same call again is the same operation; one that was refused left no trace.
-            with self.service.submitting():
-                return await submit()
-
-        try:
-            return await self._patience.call(what, once)
-        except WeaverFailure as failure:
-            raise self._failed(failure) from None
-        except asyncio.CancelledError:
-            self.end(f"{what} was cancelled on its way: it is not known whether it was taken")
-            raise
-
-    def _failed(self, failure: CloudFailure) -> InstarError:
-        if failure.kind == "refused":
-            return NonFinite(str(failure)) if NOT_FINITE.search(str(failure)) else failure.for_backend()
-        self.end(str(failure))
-        return failure.for_backend()
-
-    def _check(self) -> None:
-        if self._over is not None:
-            raise BackendLost(self._over)
-
-
-@dataclass(slots=True)
-class _Gradient:
-    calls: int = 0
-    """That added to it since the last step, as far as is known."""
 
 
 def _unknown(samples: Sequence[Sample]) -> list[Floats]:

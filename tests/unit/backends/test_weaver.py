@@ -139,6 +139,9 @@ async def test_a_state_of_elsewhere_is_refused(make: Make, tmp_path: Path) -> No
     with pytest.raises(BackendError, match="not there any more") as caught:
         await backend.load_state(tmp_path / "state")
     assert not isinstance(caught.value, BackendLost)
+    # And nothing is trained from scratch in its stead.
+    with pytest.raises(BackendLost, match="no training session"):
+        await backend.forward(tree_samples())
 
 
 async def test_what_is_published_is_sampled_from(
@@ -249,6 +252,7 @@ async def test_a_server_that_stays_away_is_given_up(make: Make, model: ModelConf
         results = await asyncio.gather(
             backend.forward_backward(tree_samples(), LossConfig()),
             backend.optim_step(ADAM),
+            backend.reference_logprobs(tree_samples()),
             return_exceptions=True,
         )
-    assert [type(result) for result in results] == [BackendUnavailable, BackendLost]
+    assert [type(result) for result in results] == [BackendUnavailable, BackendLost, BackendUnavailable]

@@ -42,6 +42,7 @@ class Script:
         self.answers: list[Answer] = []
         self.asked: list[str] = []
         self.bodies: list[dict[str, object]] = []
+        self.over = asyncio.Event()
 
     def then(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
         async def answer(request: Request) -> Response:
@@ -53,7 +54,7 @@ class Script:
 
     def then_stall(self) -> None:
         async def answer(request: Request) -> Response:
-            await asyncio.sleep(30)
+            await self.over.wait()
             return Response()
 
         self.answers.append(answer)
@@ -88,6 +89,7 @@ async def serving(script: Script, deadline: float = 20.0) -> AsyncGenerator[Acce
     try:
         yield Access(url, KEY, "base", deadline)
     finally:
+        script.over.set()
         stop.set()
         await server
 
@@ -163,7 +165,7 @@ async def test_nobody_there(script: Script) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
-    access = Access(url, KEY, "base", 1.0)
+    access = Access(url, KEY, "base", 0.3)
     service = Weaver(access)
     with pytest.raises(WeaverFailure, match="connect") as caught:
         await Patience(access).call("connect", service.connect)

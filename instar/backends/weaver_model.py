@@ -1,0 +1,147 @@
+"""A model in training at Weaver, and the order of its calls.
+
+They are submitted one after the other, in the order they were made, and their results awaited side by side.
+When it is not known what the service did, the session is over: every later call raises BackendLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weaver import AsyncOperationHandle, AsyncTrainingClient
+
+from instar.clouds.failures import CloudFailure
+from instar.clouds.weaver import Patience, Weaver, WeaverFailure
+from instar.errors import BackendError, BackendLost, InstarError, NonFinite
+
+T = TypeVar("T")
+
+NOT_FINITE = re.compile(r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE)
+"""How a service may say so: it has no code of its own for it."""
+
+
+class WeaverModel:
+    """The model of one session, and the order of its calls."""
+
+    def __init__(self, service: Weaver, client: AsyncTrainingClient, patience: Patience) -> None:
+        self.service = service
+        self.client = client
+        self._patience = patience
+        self._turn = asyncio.Lock()
+        self._settled = asyncio.Event()
+        """Of the call submitted last: whether it and all before have their results."""
+        self._settled.set()
+        self._over: str | None = None
+        """Why no further call makes sense."""
+        self._gradient = _Gradient()
+        self._names = 0
+
+    def fresh_name(self, word: str) -> str:
+        self._names += 1
+        return f"{word}-{self._names}"
+
+    async def call(self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
+        """Submit in turn; its result. The deadline of the result begins when the call before has its own."""
+        async with self._turn:
+            self._check()
+            handle = await self._submit(what, submit)
+            before, mine = self._settled, asyncio.Event()
+            self._settled = mine
+        try:
+            await before.wait()
+            return await self._patience.result(what, handle)
+        except WeaverFailure as failure:
+            raise self._failed(failure) from None
+        finally:
+            mine.set()
+
+    async def alone(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """For what has no sequence id: when all before is done, and before anything after."""
+        async with self._turn:
+            await self._settled.wait()
+            self._check()
+            try:
+                return await self._patience.call(what, work)
+            except WeaverFailure as failure:
+                raise self._failed(failure) from None
+
+    async def load(self, place: str, *, optimizer: bool) -> None:
+        load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
+        try:
+            await self.alone("load_state", lambda: load(place))
+        except BackendLost as error:
+            if await self._is_there():
+                raise BackendError(f"the state saved at {place} is not there any more: {error}") from None
+            raise
+
+    async def _is_there(self) -> bool:
+        try:
+            await self._patience.call("list_checkpoints", self.client.list_checkpoints)
+        except WeaverFailure:
+            return False
+        return True
+
+    def understood(self, read: Callable[[], T]) -> T:
+        """What the answer says; a session whose answers make no sense is over."""
+        try:
+            return read()
+        except CloudFailure as failure:
+            raise self._failed(failure) from None
+
+    @contextmanager
+    def adding(self) -> Generator[None]:
+        """Around a call that adds to the gradient, unless it fails."""
+        gradient = self._gradient
+        gradient.calls += 1
+        try:
+            yield
+        except BaseException:
+            gradient.calls -= 1
+            raise
+
+    def use_gradient(self) -> None:
+        """A service would take an empty step, weight decay and all."""
+        if self._over is None and not self._gradient.calls:
+            raise BackendError("optim_step without a gradient: nothing was trained on since the last step")
+        self._gradient = _Gradient()
+
+    def end(self, why: str) -> None:
+        """Later calls raise BackendLost."""
+        self._over = self._over or why
+
+    async def _submit(
+        self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
+    ) -> AsyncOperationHandle:
+        async def once() -> AsyncOperationHandle:
+            # The same call again is the same operation; one that was refused left no trace.
+            with self.service.submitting():
+                return await submit()
+
+        try:
+            return await self._patience.call(what, once)
+        except WeaverFailure as failure:
+            raise self._failed(failure) from None
+        except asyncio.CancelledError:
+            self.end(f"{what} was cancelled on its way: it is not known whether it was taken")
+            raise
+
+    def _failed(self, failure: CloudFailure) -> InstarError:
+        if failure.kind == "refused":
+            return NonFinite(str(failure)) if NOT_FINITE.search(str(failure)) else failure.for_backend()
+        self.end(str(failure))
+        return failure.for_backend()
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise BackendLost(self._over)
+
+
+@dataclass(slots=True)
+class _Gradient:
+    calls: int = 0
+    """That added to it since the last step, as far as is known."""
