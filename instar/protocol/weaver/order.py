@@ -14,18 +14,18 @@ from instar.protocol.base import ProtocolError
 
 
 class Order:
-    """Of one model. ``call`` tells two calls apart and is the same when one is sent again; None: unknown.
-    ``submit`` is given the place and returns the operation; when it raises, the place is still free."""
+    """Of one model. ``submit`` is given the place and returns the operation; when it raises, the place is
+    still free."""
 
     def __init__(self) -> None:
         self._calls: dict[int, str | None] = {}
         self._highest = 0
         self._inserted: list[int] = []
         """For each call without a number, the highest number there was before it."""
-        self._places: dict[str, int] = {}
 
     def numbered(self, seq: int, call: str | None, submit: Callable[[int], str]) -> str:
-        """Raises ProtocolError 409 when another call has the client's sequence id."""
+        """``call`` tells two calls apart and is the same when one is sent again; None: unknown. Raises
+        ProtocolError 409 when another call has the client's sequence id."""
         known = self._calls.get(seq)
         if known is not None and call is not None and known != call:
             raise ProtocolError(
@@ -38,12 +38,8 @@ class Order:
         self._highest = max(self._highest, seq)
         return operation
 
-    def unnumbered(self, call: str | None, submit: Callable[[int], str]) -> str:
-        if call is not None and call in self._places:
-            return submit(self._places[call])
-        place = self._highest + len(self._inserted) + 1
-        operation = submit(place)
+    def unnumbered(self, submit: Callable[[int], str]) -> str:
+        """Sent again it stands, and is done, twice: to save or to load twice is to do it once."""
+        operation = submit(self._highest + len(self._inserted) + 1)
         self._inserted.append(self._highest)
-        if call is not None:
-            self._places[call] = place
         return operation

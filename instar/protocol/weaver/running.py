@@ -17,30 +17,19 @@ from instar.protocol.weaver.http import Call, error_fields, json_response
 HOLD = 25.0
 """Less than half of the 60 s after which the SDK gives a request up."""
 
+Work = Callable[[], Awaitable[Any]]
+
 
 class Running:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
-    def submit(
-        self,
-        kind: str,
-        call: Call,
-        work: Callable[[], Awaitable[Any]],
-        *,
-        lane: str | None = None,
-        seq: int | None = None,
-    ) -> str:
-        """Sent again, a call is the same operation."""
-        key = None if call.identity is None else f"{kind} {call.identity}"
-        return self._operations.submit(kind, call.owner, work, lane=lane, seq=seq, key=key)
+    async def start(self, kind: str, call: Call, work: Work) -> Response:
+        return await self.shown(self._operations.submit(kind, call.owner, work), call)
 
-    async def start(self, kind: str, call: Call, work: Callable[[], Awaitable[Any]]) -> Response:
-        return await self.shown(self.submit(kind, call, work), call)
-
-    async def finish(self, kind: str, call: Call, work: Callable[[], Awaitable[Any]], deadline: float) -> Any:
+    async def finish(self, kind: str, call: Call, work: Work, *, key: str | None, deadline: float) -> Any:
         """The value of work that the SDK does not wait for as an operation, but may well ask for twice."""
-        operation_id = self.submit(kind, call, work)
+        operation_id = self._operations.submit(kind, call.owner, work, key=key)
         outcome = await self._operations.wait(operation_id, call.owner, deadline)
         if outcome is None:
             raise ProtocolError(f"{kind} is not done after {deadline:g} s: ask again", 503, "server")

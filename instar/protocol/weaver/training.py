@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 from pydantic import ValidationError
@@ -16,7 +17,7 @@ from instar.protocol.weaver.checkpoints import shown, shown_path, workshop_path
 from instar.protocol.weaver.data import PassInput, outputs, read_batch
 from instar.protocol.weaver.http import Call, json_response, parse
 from instar.protocol.weaver.order import Order
-from instar.protocol.weaver.running import Running
+from instar.protocol.weaver.running import Running, Work
 from instar.types import new_id
 
 CREATE_DEADLINE = 50.0
@@ -37,6 +38,7 @@ class LoraFields(msgspec.Struct):
 
 class CreateModel(msgspec.Struct):
     base_model: str
+    model_seq_id: int = 0
     lora_config: LoraFields = msgspec.field(default_factory=LoraFields)
     training_mode: str = MODE
     training_max_sequence_length: int = 0
@@ -89,8 +91,7 @@ class Training:
         self._workshop = workshop
         self._operations = operations
         self._running = running
-        self._orders: dict[str, Order] = {}
-        """Of the models that were trained, and whose session may be over."""
+        self._orders: WeakKeyDictionary[TrainingModel, Order] = WeakKeyDictionary()
 
     async def create(self, call: Call) -> Response:
         given = call.parse(CreateModel)
@@ -107,7 +108,8 @@ class Training:
             "create_model",
             call,
             lambda: self._workshop.create_model(call.path["session"], call.owner, given.base_model, adapter),
-            CREATE_DEADLINE,
+            key=_creation(call, given),
+            deadline=CREATE_DEADLINE,
         )
         return json_response(self._shown(model), 201)
 
@@ -205,18 +207,16 @@ class Training:
         kind: str,
         call: Call,
         model: TrainingModel,
-        work: Callable[[], Awaitable[Any]],
+        work: Work,
         seq: int | None = None,
     ) -> Response:
         def submit(place: int) -> str:
-            return self._running.submit(kind, call, work, lane=model.model_id, seq=place)
+            return self._operations.submit(kind, call.owner, work, lane=model.model_id, seq=place)
 
-        order = self._orders.setdefault(model.model_id, Order())
+        order = self._orders.setdefault(model, Order())
         if seq is None:
-            operation_id = order.unnumbered(call.identity, submit)
-        else:
-            operation_id = order.numbered(seq, call.identity, submit)
-        return await self._running.shown(operation_id, call)
+            return await self._running.shown(order.unnumbered(submit), call)
+        return await self._running.shown(order.numbered(seq, call.identity, submit), call)
 
     async def checkpoints(self, call: Call) -> Response:
         """Also those of a model that is over."""
@@ -230,11 +230,17 @@ class Training:
         if "trainer" in call.parse(Terminate).instance_types:
             await self._workshop.end_model(model.model_id, call.owner)
             self._operations.end_lane(model.model_id)
-            self._orders.pop(model.model_id, None)
         return json_response({"id": model.model_id, "status": "terminated"})
 
     def _model(self, call: Call) -> TrainingModel:
         return self._workshop.model(call.path["model"], call.owner)
+
+
+def _creation(call: Call, given: CreateModel) -> str | None:
+    """The same when a client asks again for the model whose answer it did not get."""
+    if call.identity is None:
+        return None
+    return f"create_model {call.path['session']} {given.model_seq_id} {call.identity}"
 
 
 def _adam(given: AdamFields) -> AdamConfig:

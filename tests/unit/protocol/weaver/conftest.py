@@ -86,7 +86,7 @@ def connect(server: str) -> Generator[Connect]:
 
         def make(address: str = server, api_key: str = KEY, **options: object) -> ServiceClient:
             # The SDK sleeps out its heartbeat's interval when it is closed, up to five seconds.
-            client = ServiceClient(base_url=address, api_key=api_key, heartbeat_interval=0.05, **options)  # pyright: ignore[reportArgumentType]
+            client = ServiceClient(base_url=address, api_key=api_key, heartbeat_interval=0.05, **options)
             client.connect()
             clients.callback(client.close)
             return client

@@ -119,7 +119,7 @@ def test_the_loss_is_configured_by_tinkers_names() -> None:
         ("cross_entropy", datum([1, 2], [3, 3]), {}, "target 0 is 3, but the model input goes on with 2"),
         ("cross_entropy", datum([1, 2], [2, 100]), {}, "token 100 at 2 is outside the vocabulary of 100"),
         ("cross_entropy", datum([-1, 2], [2, 3]), {}, "token -1 at 0 is outside"),
-        ("cross_entropy", datum([1], [2.5]), {}, "not whole"),  # pyright: ignore[reportArgumentType]
+        ("cross_entropy", datum([1], [2.5]), {}, "not whole"),
         ("cross_entropy", datum([2**70], [2]), {}, "cannot be read|too large"),
         ("cross_entropy", {**datum([1], [2]), "metadata": {"router_replay": {}}}, {}, "router replay"),
         (

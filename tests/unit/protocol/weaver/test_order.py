@@ -18,8 +18,8 @@ class Lane:
     def numbered(self, seq: int, call: str | None) -> str:
         return self.order.numbered(seq, call, lambda place: self.places.setdefault(place, f"seq {seq}"))
 
-    def unnumbered(self, name: str, call: str | None) -> str:
-        return self.order.unnumbered(call, lambda place: self.places.setdefault(place, name))
+    def unnumbered(self, name: str) -> str:
+        return self.order.unnumbered(lambda place: self.places.setdefault(place, name))
 
     def sequence(self) -> list[str]:
         assert sorted(self.places) == list(range(1, len(self.places) + 1))
@@ -28,11 +28,11 @@ class Lane:
 
 def test_a_call_without_a_number_stands_where_it_came() -> None:
     lane = Lane()
-    lane.unnumbered("load", "a")
+    lane.unnumbered("load")
     lane.numbered(1, "b")
     lane.numbered(2, "c")
-    lane.unnumbered("save", "d")
-    lane.unnumbered("save again", "e")
+    lane.unnumbered("save")
+    lane.unnumbered("save again")
     lane.numbered(3, "f")
     assert lane.sequence() == ["load", "seq 1", "seq 2", "save", "save again", "seq 3"]
 
@@ -40,7 +40,7 @@ def test_a_call_without_a_number_stands_where_it_came() -> None:
 def test_numbers_may_come_late() -> None:
     lane = Lane()
     lane.numbered(3, "c")
-    lane.unnumbered("save", "d")
+    lane.unnumbered("save")
     lane.numbered(1, "a")
     lane.numbered(4, "e")
     lane.numbered(2, "b")
@@ -51,11 +51,9 @@ def test_what_is_sent_again_keeps_its_place() -> None:
     lane = Lane()
     for call in ("a", "a"):
         lane.numbered(1, call)
-    for call in ("b", "b"):
-        lane.unnumbered("save", call)
+    lane.unnumbered("save")
     lane.numbered(2, "c")
     lane.numbered(1, "a")
-    lane.unnumbered("save", "b")
     assert lane.sequence() == ["seq 1", "save", "seq 2"]
 
 
@@ -65,8 +63,7 @@ def test_every_place_is_filled_once_whatever_the_order() -> None:
         waiting = list(range(1, 20))
         while waiting:
             if rng.random() < 0.3:
-                call = f"save {rng.random()}"
-                lane.unnumbered(call, call)
+                lane.unnumbered(f"save {rng.random()}")
             seq = waiting.pop(rng.randrange(min(3, len(waiting))))
             lane.numbered(seq, f"call {seq}")
         numbered = [name for name in lane.sequence() if name.startswith("seq")]
@@ -90,7 +87,7 @@ def test_a_call_that_was_not_taken_leaves_no_trace() -> None:
     with pytest.raises(ProtocolError, match="too many"):
         lane.order.numbered(1, "a", refuse)
     with pytest.raises(ProtocolError, match="too many"):
-        lane.order.unnumbered("b", refuse)
+        lane.order.unnumbered(refuse)
     lane.numbered(1, "c")
-    lane.unnumbered("save", "b")
+    lane.unnumbered("save")
     assert lane.sequence() == ["seq 1", "save"]
