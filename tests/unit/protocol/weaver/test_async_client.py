@@ -80,22 +80,23 @@ async def test_sequence_ids_may_arrive_in_any_order(service: AsyncServiceClient)
     assert [loss(await handle) for handle in handles[::2]] == expected
 
 
-async def test_a_save_stands_between_the_steps_around_it(service: AsyncServiceClient) -> None:
+async def test_a_save_comes_after_what_was_asked_for_before(service: AsyncServiceClient) -> None:
     trainer = await create(service)
-    tasks: list[asyncio.Task[Any]] = []
-    for step in range(3):
-        tasks.append(asyncio.create_task(trainer.forward_backward([spoken(20 + step)], "cross_entropy")))
-        tasks.append(asyncio.create_task(trainer.optim_step(ADAM)))
-        await asyncio.sleep(0.05)
-        if step == 1:
-            # No wait: the save is asked for while the steps before may still be under way.
-            kind = "weight_and_optimizer"
-            tasks.append(asyncio.create_task(trainer.save_state(name="middle", checkpoint_type=kind)))
-            await asyncio.sleep(0.05)
-    results = await asyncio.gather(*tasks)
-    resumed = await create(service)
-    await resumed.load_state_with_optimizer(results[4])
-    assert loss(await resumed.forward_backward([spoken(22)], "cross_entropy")) == loss(results[5])
+    path = f"/api/v1/models/{trainer.model_id}"
+    step = {"payload": {"seq_id": 2, "adam_params": ADAM.to_payload()}}
+    stepping = asyncio.create_task(service.enqueue_operation(f"{path}/optimizer-steps", step))
+    await asyncio.sleep(0.1)
+    saving = asyncio.create_task(trainer.save_state(name="stepped"))
+    await asyncio.sleep(0.2)
+    # Only now the pass that the step waits for.
+    await trainer.forward_backward([spoken(20)], "cross_entropy")
+    await stepping
+    saved, resumed = await saving, await create(service)
+    fresh = await resumed.forward([spoken(20)], "cross_entropy")
+    await resumed.load_state(saved)
+    loaded = await resumed.forward([spoken(20)], "cross_entropy")
+    trainer._next_seq()
+    assert loss(loaded) == loss(await trainer.forward([spoken(20)], "cross_entropy")) != loss(fresh)
 
 
 async def test_the_sdks_pipeline(service: AsyncServiceClient) -> None:
