@@ -36,7 +36,7 @@ def served(protocol: str, model: ModelConfig, **options: Any) -> Generator[str]:
     thread = threading.Thread(target=run, name=f"served-{protocol}")
     thread.start()
     try:
-        yield address.result(60)
+        yield address.result(100)
     finally:
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)

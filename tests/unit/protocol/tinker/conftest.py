@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+import tinker
+
+from instar.config import ModelConfig
+from instar.protocol.base import Limits
+from tests.sdk_leaks import collected
+from tests.unit.protocol.serving import served, tiny
+
+KEY, OTHER_KEY, MINT_KEY = "tml-the-key-of-tests", "tml-someone-elses", "sk-as-mint-has-them"
+NAME = "tiny"
+
+
+@pytest.fixture(scope="package")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="package")
+def url(tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    """One server for all tests, each of which has a session of its own."""
+    limits = Limits(max_body=1_000_000, max_rank=16, max_models=4)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    keys = [KEY, OTHER_KEY, MINT_KEY]
+    options = {"folder": folder, "keys": keys, "base_model": NAME, "limits": limits}
+    with collected(), served("tinker", tiny_model, **options) as address:
+        yield address
+
+
+@pytest.fixture
+def service(url: str) -> Generator[tinker.ServiceClient]:
+    client = tinker.ServiceClient(base_url=url, api_key=KEY)
+    yield client
+    client.close("success").result(10)
+
+
+@pytest.fixture
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(NAME, rank=4, seed=3)

@@ -1,0 +1,136 @@
+"""The older protocol, in JSON, and what no SDK shows: repeated requests, limits, keys of another form."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from tests.unit.protocol.tinker.conftest import KEY, MINT_KEY, NAME
+from tests.unit.protocol.tinker.raw import Raw
+
+ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+
+
+@pytest.fixture
+def raw(url: str) -> Generator[Raw]:
+    with Raw(url, KEY) as client:
+        yield client
+
+
+@pytest.fixture
+def model(raw: Raw) -> Generator[str]:
+    session = raw.session()
+    yield raw.model(session, NAME)
+    assert raw.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
+
+
+def given(loss: str = "cross_entropy") -> dict[str, Any]:
+    tensors = {"target_tokens": {"data": [9, 20, 33], "dtype": "int64", "shape": [3]}}
+    tensors["weights"] = {"data": [0.0, 1.0, 1.0], "dtype": "float32", "shape": [3]}
+    chunk = {"tokens": [5, 9, 20], "type": "encoded_text"}
+    return {"data": [{"model_input": {"chunks": [chunk]}, "loss_fn_inputs": tensors}], "loss_fn": loss}
+
+
+def both(model: str, seq: int) -> dict[str, Any]:
+    return {"forward_backward_input": given(), "model_id": model, "seq_id": seq}
+
+
+def test_a_step(raw: Raw, model: str) -> None:
+    ahead = raw.result(raw.submit("forward", {"forward_input": given(), "model_id": model, "seq_id": 1}))
+    [tensors] = ahead["loss_fn_outputs"]
+    assert tensors["logprobs"]["dtype"] == "float32"
+    assert tensors["logprobs"]["shape"] == [3]
+    first = raw.result(raw.submit("forward_backward", both(model, 2)))
+    assert first["metrics"]["loss:sum"] == pytest.approx(-sum(tensors["logprobs"]["data"][1:]), rel=1e-5)
+    stepped = raw.result(raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 3}))
+    assert stepped["metrics"]["grad_norm"] > 0
+    second = raw.result(raw.submit("forward_backward", both(model, 4)))
+    assert second["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
+
+
+def test_steps_that_arrive_out_of_order_run_in_order(raw: Raw, model: str) -> None:
+    last = raw.submit("forward_backward", both(model, 3))
+    middle = raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
+    first = raw.submit("forward_backward", both(model, 1))
+    after, _, before = [raw.result(request)["metrics"] for request in (last, middle, first)]
+    assert after["loss:sum"] < before["loss:sum"]
+
+
+def test_the_same_step_sent_again_is_not_taken_again(raw: Raw, model: str) -> None:
+    first = raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"})
+    assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"}) == first
+    assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "b"}) == first
+    step = {"adam_params": ADAM, "model_id": model, "seq_id": 2}
+    norm = raw.result(raw.submit("optim_step", step))["metrics"]["grad_norm"]
+    assert raw.result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
+    taken = raw.post("optim_step", step | {"seq_id": 1})
+    assert taken.status_code == 422
+    assert "belongs to another operation" in taken.json()["detail"]
+
+
+def test_a_model_asked_for_twice_is_made_once(raw: Raw) -> None:
+    session = raw.session()
+    assert raw.model(session, NAME) == raw.model(session, NAME)
+    assert raw.model(session, NAME, 1) != raw.model(session, NAME)
+    raw.post(f"sessions/{session}/finish", {})
+
+
+def test_sampling(raw: Raw) -> None:
+    session = raw.session()
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    sampling = raw.post("create_sampling_session", asked).json()["sampling_session_id"]
+    assert raw.get(f"samplers/{sampling}").json()["base_model"] == NAME
+    sample = {
+        "sampling_session_id": sampling,
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"tokens": [5, 9], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1, "seed": 1},
+        "prompt_logprobs": True,
+    }
+    told = raw.post("asample", sample).json()
+    assert len(set(told["sample_sequence_ids"])) == 2
+    assert raw.post("asample", sample).json() == told
+    result = raw.result(told["request_id"])
+    assert [len(sequence["tokens"]) for sequence in result["sequences"]] == [3, 3]
+    assert result["prompt_logprobs"][0] is None
+    assert result["prompt_logprobs"][1] < 0
+
+
+def test_a_key_of_another_form_is_exchanged_for_a_token(url: str) -> None:
+    with Raw(url, KEY) as raw:
+        assert raw.post("client/config", {"sdk_version": "0.36.0"}).json() == {"pjwt_auth_enabled": False}
+    with Raw(url, MINT_KEY) as raw:
+        assert raw.post("client/config", {"sdk_version": "0.22.0"}).json() == {"pjwt_auth_enabled": True}
+        session = raw.session()
+        token = raw.post("auth/token", {}).json()["jwt"]
+    with Raw(url, token) as raw:
+        assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200
+        raw.post(f"sessions/{session}/finish", {})
+    with Raw(url, token[:-2] + ("AA" if token[-2:] != "AA" else "BB")) as raw:
+        assert raw.post("client/config", {}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        ("optim_step", b"{", {}, 400),
+        ("optim_step", {"seq_id": 1}, {}, 400),
+        ("optim_step", {"model_id": "nobody", "seq_id": 1}, {}, 404),
+        ("forward_backward", b"\xff\xff", {"Content-Type": "application/x-protobuf"}, 400),
+        ("telemetry", b"x" * 1_000_001, {}, 413),
+        ("telemetry", b"x", {"Content-Encoding": "zstd"}, 415),
+        ("mint/checkpoints/interpolate", {}, {}, 404),
+    ],
+)
+def test_refusals(raw: Raw, path: str, body: Any, headers: dict[str, str], status: int) -> None:
+    answer = raw.post(path, body, **headers)
+    assert answer.status_code == status
+    assert answer.json()["category"] == "user"
+
+
+def test_telemetry_is_taken_and_dropped(raw: Raw) -> None:
+    assert raw.post("telemetry", {"events": []}).json() == {"status": "accepted"}
+    assert raw.get("healthz").json() == {"status": "ok"}

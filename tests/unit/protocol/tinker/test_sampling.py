@@ -1,0 +1,102 @@
+"""Sampling through the real SDK, over a socket."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.sdk_leaks import LEAKS
+from tests.unit.protocol.tinker.conftest import NAME
+from tests.unit.protocol.tinker.test_training import TOKENS, logprobs, next_tokens, step
+
+PROMPT = types.ModelInput.from_ints(TOKENS)
+
+pytestmark = LEAKS
+
+
+def scored(sampling: tinker.SamplingClient, tokens: list[int] = TOKENS) -> list[float]:
+    first, *rest = sampling.compute_logprobs(types.ModelInput.from_ints(tokens)).result(20)
+    assert first is None
+    return [value for value in rest if value is not None]
+
+
+def trained(training: tinker.TrainingClient) -> list[float]:
+    return logprobs(training.forward([next_tokens()], "cross_entropy").result()).tolist()
+
+
+def test_the_base_model(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+    """A fresh adapter changes nothing, so the base model is what training begins with."""
+    sampling = service.create_sampling_client(base_model=NAME)
+    assert scored(sampling) == pytest.approx(trained(training), abs=1e-4)
+    assert sampling.get_base_model() == NAME
+    last = sampling.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(20)
+    assert last[:4] == [None] * 4
+    assert last[4:] == pytest.approx(scored(sampling)[-2:], abs=1e-5)
+
+
+def test_samples_come_with_their_logprobs(service: tinker.ServiceClient) -> None:
+    sampling = service.create_sampling_client(base_model=NAME)
+    params = types.SamplingParams(max_tokens=6, seed=1)
+    response = sampling.sample(PROMPT, 3, params, include_prompt_logprobs=True).result(20)
+    assert len({tuple(s.tokens) for s in response.sequences}) == 3
+    assert len({s.sequence_id for s in response.sequences}) == 3
+    assert response.prompt_logprobs is not None
+    for sequence in response.sequences:
+        whole = scored(sampling, TOKENS + sequence.tokens)
+        assert sequence.logprobs == pytest.approx(whole[-len(sequence.tokens) :], abs=1e-4)
+    again = sampling.sample(PROMPT, 1, params).result(20)
+    assert again.sequences[0].tokens == response.sequences[0].tokens
+
+
+def test_stopping(service: tinker.ServiceClient) -> None:
+    sampling = service.create_sampling_client(base_model=NAME)
+    greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
+    [whole] = sampling.sample(PROMPT, 1, greedy).result(20).sequences
+    assert whole.stop_reason == "length"
+    at = whole.tokens[3]
+    stopping = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[at])
+    [short] = sampling.sample(PROMPT, 1, stopping).result(20).sequences
+    assert short.stop_reason == "stop"
+    assert short.tokens == whole.tokens[: whole.tokens.index(at) + 1]
+    with pytest.raises(tinker.RequestFailedError, match=r"stop=\[\]"):
+        sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(20)
+
+
+def test_published_weights_stay_what_they_were(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    step(training)
+    policy = trained(training)
+    named = training.save_weights_for_sampler("first").result()
+    unnamed = training.save_weights_and_get_sampling_client()
+    state = training.save_state("first").result()
+    step(training)
+    assert trained(training) != pytest.approx(policy, abs=1e-2)
+    for sampling in (
+        service.create_sampling_client(model_path=named.path),
+        unnamed,
+        training.create_sampling_client(state.path),
+    ):
+        assert scored(sampling) == pytest.approx(policy, abs=1e-4)
+
+
+def test_a_prompt_as_long_as_the_context(service: tinker.ServiceClient) -> None:
+    sampling = service.create_sampling_client(base_model=NAME)
+    tokens = [3 + i % 250 for i in range(256)]
+    assert np.isfinite(scored(sampling, tokens)).all()
+    with pytest.raises(tinker.RequestFailedError, match="256"):
+        sampling.sample(types.ModelInput.from_ints(tokens), 1, types.SamplingParams(max_tokens=1)).result(20)
+
+
+def test_what_is_not_offered_is_refused_by_name(service: tinker.ServiceClient) -> None:
+    sampling = service.create_sampling_client(base_model=NAME)
+    params = types.SamplingParams(max_tokens=1)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        with pytest.raises(tinker.RequestFailedError, match=f"does not offer {name}"):
+            sampling.sample(PROMPT, 1, params, **{name: 3}).result(20)  # pyright: ignore
+    with pytest.raises(tinker.BadRequestError, match="no model 'another' is served here"):
+        service.create_sampling_client(base_model="another")
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
+        service.create_sampling_client(model_path="tinker://nobody/sampler_weights/x")

@@ -1,0 +1,128 @@
+"""Keys, sessions, listings, and what becomes of what a server no longer knows."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+from tinker.lib.retryable_exception import RetryableException
+
+from instar.config import ModelConfig
+from tests.sdk_leaks import LEAKS
+from tests.unit.protocol.serving import served
+from tests.unit.protocol.tinker.conftest import KEY, NAME, OTHER_KEY
+from tests.unit.protocol.tinker.raw import Raw
+from tests.unit.protocol.tinker.test_training import ADAM, next_tokens, step
+
+pytestmark = LEAKS
+
+
+def test_a_key_is_needed(url: str) -> None:
+    with pytest.raises(tinker.AuthenticationError, match="not one of this server's") as raised:
+        tinker.ServiceClient(base_url=url, api_key="tml-guessed").get_server_capabilities()
+    assert "guessed" not in str(raised.value)
+    with Raw(url, "") as raw:
+        assert raw.post("client/config", {}).status_code == 401
+    with Raw(url, "eyJ.e30.x") as raw:
+        assert raw.post("client/config", {}).status_code == 401
+
+
+def test_what_belongs_to_a_key_is_hidden_from_others(url: str, training: tinker.TrainingClient) -> None:
+    path = training.save_state("mine").result().path
+    with Raw(url, OTHER_KEY) as raw:
+        assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
+        assert raw.post("weights_info", {"tinker_path": path}).status_code == 404
+        assert raw.get("checkpoints").json()["checkpoints"] == []
+
+
+def test_listing_and_deleting(url: str, training: tinker.TrainingClient) -> None:
+    state = training.save_state("s", ttl_seconds=7200).result().path
+    sampler = training.save_weights_for_sampler("p").result().path
+    rest = tinker.RestClient(base_url=url, api_key=KEY)
+    run = training.model_id
+    found = {c.tinker_path: c for c in rest.list_checkpoints(run).result().checkpoints}
+    assert found.keys() == {state, sampler}
+    assert (found[state].checkpoint_type, found[sampler].checkpoint_type) == ("training", "sampler")
+    assert found[state].expires_at is not None
+    assert found[sampler].expires_at is None
+    assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
+    told = rest.get_training_run(run).result()
+    assert told.last_checkpoint is not None
+    assert told.last_checkpoint.tinker_path == state
+    assert run in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
+    everything = rest.list_user_checkpoints(limit=1).result()
+    assert len(everything.checkpoints) == 1
+    assert everything.cursor is not None
+    assert everything.cursor.total_count >= 2
+    rest.delete_checkpoint_from_tinker_path(sampler).result()
+    rest.delete_checkpoint(run, found[state].checkpoint_id).result()
+    assert rest.list_checkpoints(run).result().checkpoints == []
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(state).result()
+    with pytest.raises(tinker.APIStatusError, match="does not offer POST"):
+        rest.publish_checkpoint_from_tinker_path(state).result()
+
+
+def test_a_finished_session_takes_its_models_and_unnamed_weights_along(url: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key=KEY)
+    training = service.create_lora_training_client(NAME, rank=4)
+    kept = training.save_weights_for_sampler("kept").result().path
+    training.save_weights_and_get_sampling_client()
+    session = service.holder.get_session_id()
+    with Raw(url, KEY) as raw:
+        assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200
+        service.close("success").result(10)
+        assert raw.post("session_heartbeat", {"session_id": session}).status_code == 410
+        assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
+        left = raw.get(f"training_runs/{training.model_id}/checkpoints").json()["checkpoints"]
+        assert [checkpoint["tinker_path"] for checkpoint in left] == [kept]
+
+
+def test_what_a_restarted_server_has_forgotten_is_told_at_once(
+    tiny_model: ModelConfig, tmp_path: Path
+) -> None:
+    options = {"folder": tmp_path, "keys": [KEY], "base_model": NAME}
+    with served("tinker", tiny_model, **options) as url:
+        service = tinker.ServiceClient(base_url=url, api_key=KEY)
+        training = service.create_lora_training_client(NAME, rank=4, seed=3)
+        step(training)
+        path = training.save_state("kept").result().path
+        loss = step(training)
+        sampling = training.save_weights_and_get_sampling_client()
+    port = int(url.rpartition(":")[2])
+    with served("tinker", tiny_model, port=port, **options) as url:
+        started = time.monotonic()
+        with pytest.raises(tinker.NotFoundError, match="there is no model"):
+            training.forward_backward([next_tokens()], "cross_entropy").result(20)
+        with pytest.raises(tinker.NotFoundError, match="there is no sampling session"):
+            sampling.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result(20)
+        with pytest.raises(tinker.NotFoundError, match="there is no session"):
+            service.create_lora_training_client(NAME, rank=4)
+        assert time.monotonic() - started < 10
+        with Raw(url, KEY) as raw:
+            assert raw.post("retrieve_future", {"request_id": "op-of-before"}).status_code == 410
+        again = tinker.ServiceClient(base_url=url, api_key=KEY)
+        resumed = again.create_training_client_from_state_with_optimizer(path)
+        assert step(resumed) == pytest.approx(loss, rel=1e-6)
+        again.close("success").result(10)
+        service.close("errored")
+
+
+def test_a_lost_result_is_no_server_error(url: str, training: tinker.TrainingClient) -> None:
+    """The SDK tells those that train, and sends again what was sampled."""
+    from tinker.lib.api_future_impl import _APIFuture
+
+    lost: _APIFuture[types.OptimStepResponse] = _APIFuture(
+        types.OptimStepResponse,
+        training.holder,
+        types.UntypedAPIFuture(request_id="op-nobody-knows"),
+        request_start_time=time.time(),
+        request_type="OptimStep",
+    )
+    with pytest.raises(RetryableException, match="expired/broken"):
+        lost.result(10)
+    training.forward_backward([next_tokens()], "cross_entropy")
+    training.optim_step(ADAM).result()
