@@ -117,6 +117,9 @@ class WeaverBackend(Backend):
         result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
         found = metrics_of(result)
         norm = found.get("grad_norm", math.nan)
+        if math.isinf(norm):
+            model.end("a gradient that is not finite may have been applied at the service")
+            raise NonFinite(f"the gradient norm is {norm}")
         metrics = {"lr": adam.lr}
         if not math.isnan(norm):
             metrics["grad_clipped"] = float(0.0 < adam.grad_clip_norm < norm)
@@ -124,7 +127,7 @@ class WeaverBackend(Backend):
 
     async def publish(self, path: Path) -> Artifact:
         model = await self._training()
-        asked, name, ttl = time.time(), model.fresh_name(path.name), int(self._section.sampler_ttl)
+        asked, name, ttl = time.time(), model.fresh_name(path.name), math.ceil(self._section.sampler_ttl)
         result = await model.call(
             "publish",
             lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False),
@@ -161,7 +164,7 @@ class WeaverBackend(Backend):
             try:
                 await model.load(place, optimizer=optimizer)
             except BaseException:
-                await model.service.aclose()
+                await _let_go(model)
                 raise
             self._model = model
 
@@ -213,7 +216,20 @@ class WeaverBackend(Backend):
     async def _new_model(self) -> WeaverModel:
         """In a session of its own, when the one under way has been given up."""
         self._check_open()
-        await self._give_up()
+        old, self._model, self._reference = self._model, None, None
+        if old is not None:
+            await _let_go(old)
+        try:
+            return await self._created()
+        except BackendLost:
+            pass
+        try:
+            return await self._created()
+        except BackendLost as error:
+            # Two sessions in a row are not lost: the service lacks what was asked for.
+            raise BackendError(str(error)) from None
+
+    async def _created(self) -> WeaverModel:
         service, section = Weaver(self._access), self._section
         lora = LoraConfig(
             rank=section.rank,
@@ -231,43 +247,38 @@ class WeaverBackend(Backend):
             )
 
         try:
-            client = await self._call("start", create)
-        except BackendLost as error:
-            await service.aclose()
-            # There is no session yet that could be lost: the service lacks what was asked for.
-            raise BackendError(str(error)) from None
+            return WeaverModel(service, await self._call("start", create), self._patience)
         except BaseException:
             await service.aclose()
             raise
-        return WeaverModel(service, client, self._patience)
-
-    async def _give_up(self) -> None:
-        old, self._model, self._reference = self._model, None, None
-        if old is None:
-            return
-        try:
-            async with asyncio.timeout(LET_GO):
-                await old.service.end_training(old.client.model_id)
-        except Exception:  # noqa: BLE001 - it may be gone, or out of reach: nothing is lost by that
-            pass
-        await old.service.aclose()
 
     def _saved_at(self, path: Path) -> str:
         try:
-            meta = json.loads((path / META).read_text())
-        except (OSError, ValueError) as error:
+            meta: dict[str, Any] = dict(json.loads((path / META).read_text()))
+            place = str(meta["path"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise BackendError(f"{path} is not a saved state: {error}") from error
         wanted = {"service": "weaver", "base_model": self._access.base_model, "rank": self._section.rank}
         for name, value in {"format": FORMAT, **wanted}.items():
             if meta.get(name) != value:
                 raise BackendError(f"{path} was saved with {name} {meta.get(name)!r}, not {value!r}")
-        return meta["path"]
+        return place
 
     async def _call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await self._patience.call(what, work)
         except CloudFailure as failure:
             raise failure.for_backend() from None
+
+
+async def _let_go(model: WeaverModel) -> None:
+    """Of a model that nothing will be asked of any more: the service need not keep it."""
+    try:
+        async with asyncio.timeout(LET_GO):
+            await model.service.end_training(model.client.model_id)
+    except Exception:  # noqa: BLE001 - it may be gone, or out of reach: nothing is lost by that
+        pass
+    await model.service.aclose()
 
 
 def _unknown(samples: Sequence[Sample]) -> list[Floats]:
