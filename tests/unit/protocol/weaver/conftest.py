@@ -13,11 +13,8 @@ import pytest
 from weaver import ServiceClient
 
 from instar.config import ModelConfig
-from instar.gateway.serve import bind, serve
 from instar.protocol.base import Limits
-from instar.protocol.operations import LocalOperations
-from instar.protocol.weaver.app import create_app
-from instar.protocol.workshop import LocalWorkshop
+from instar.protocol.serve import serve_protocol
 from tests.tiny import make_tiny_model
 
 KEY, OTHER_KEY = "sk-test-one", "sk-test-two"
@@ -36,24 +33,24 @@ def running_server(
     model: Path, folder: Path, *, port: int = 0, limits: Limits | None = None
 ) -> Generator[str]:
     """Its address, while it is up."""
-    limits = limits or Limits()
     address: Future[str] = Future()
     stop: Future[Callable[[], object]] = Future()
 
     async def run() -> None:
-        workshop = LocalWorkshop(
-            ModelConfig(name=str(model), dtype="fp32"), folder, base_model=BASE, limits=limits, threads=1
-        )
-        await workshop.start()
-        operations = LocalOperations(limits)
-        listener = bind("127.0.0.1", port)
         stopping, loop = asyncio.Event(), asyncio.get_running_loop()
         stop.set_result(lambda: loop.call_soon_threadsafe(stopping.set))
-        address.set_result(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        app = create_app(workshop, operations, [KEY, OTHER_KEY])
-        await serve(app, listener, stop=stopping, grace=1)
-        await operations.close()
-        await workshop.close()
+        await serve_protocol(
+            "weaver",
+            ModelConfig(name=str(model), dtype="fp32"),
+            folder=folder,
+            keys=[KEY, OTHER_KEY],
+            port=port,
+            base_model=BASE,
+            limits=limits,
+            threads=1,
+            ready=address.set_result,
+            stop=stopping,
+        )
 
     def main() -> None:
         try:
@@ -68,8 +65,7 @@ def running_server(
     try:
         yield address.result(60)
     finally:
-        if stop.done():
-            stop.result()()
+        stop.result(60)()
         thread.join(30)
 
 

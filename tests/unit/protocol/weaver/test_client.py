@@ -94,6 +94,16 @@ def test_a_model_learns_and_is_sampled_from(trainer: TrainingClient) -> None:
     np.testing.assert_allclose(first["logprobs"], logprobs(after)[0][3:9], atol=1e-4)
 
 
+def test_what_weighs_nothing_is_scored_too(trainer: TrainingClient) -> None:
+    """Programs add up logprobs · weights over all targets."""
+    weights = [0.0] * 9 + [1.0] * 10
+    datum = spoken().with_loss_fn_inputs(weights=weights)
+    result = trainer.forward_backward([datum], "cross_entropy")
+    assert result["result"]["metrics"]["loss"] == pytest.approx(
+        -np.dot(logprobs(result)[0], weights), rel=1e-5
+    )
+
+
 def test_sampling_stops_and_scores_the_prompt(connect: Connect) -> None:
     sampler = connect().create_sampling_client(base_model=BASE)
     prompt = ModelInput.from_ints(IDS)
