@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -196,12 +196,13 @@ def backends_check(
         str | None, typer.Option(help="A server to check against. Default: one of our own.")
     ] = None,
     python: Annotated[str | None, typer.Option(help="Interpreter that has the backend's package.")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compared to 1e-5, or to 2e-2.")] = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Hold a backend to the conformance suite: the same numbers as the local one, step by step."""
-    from instar.cli.backends import run_backends_check
+    from instar.conformance.run import run_check
 
-    run_backends_check(name, url=url, python=python, as_json=as_json)
+    run_check(name, url=url, python=python, dtype=dtype, as_json=as_json)
 
 
 @backends_app.command("serve")
@@ -211,13 +212,24 @@ def backends_serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     folder: Annotated[Path | None, typer.Option("--dir", help="Where checkpoints are kept.")] = None,
+    dtype: Annotated[Literal["auto", "bf16", "fp32"], typer.Option(help="Of the base weights.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    context: Annotated[int, typer.Option(min=1, help="Longest sequence, in tokens.")] = 2048,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve the local backend to programs that were written for Tinker, MinT or Weaver."""
     from instar.cli.backends_serve import run_serve_protocol
+    from instar.config import ModelConfig
 
     run_serve_protocol(
-        protocol=protocol.value, model=model, host=host, port=port, folder=folder, as_json=as_json
+        protocol=protocol.value,
+        model=ModelConfig(name=model, dtype=dtype, device=device, max_context=context),
+        host=host,
+        port=port,
+        folder=folder,
+        threads=threads,
+        as_json=as_json,
     )
 
 

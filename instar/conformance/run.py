@@ -140,7 +140,7 @@ def _weights_of(shown: Shown, server: Served | None) -> dict[str, Any] | None:
     if artifact is None:
         return None
     if artifact.kind == "remote":
-        return None if server is None else _weights(server.checkpoint(artifact.path) / "adapter")
+        return None if server is None else _weights(server.sampler(artifact.path))
     return _weights(Path(artifact.path))
 
 

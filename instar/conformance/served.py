@@ -28,9 +28,10 @@ class Served:
     """Where its checkpoints are."""
     process: subprocess.Popen[str] = field(repr=False)
 
-    def checkpoint(self, path: str) -> Path:
-        """The folder behind a path that a client was given."""
-        return self.folder / path.partition("://")[2]
+    def sampler(self, path: str) -> Path:
+        """The adapter's folder behind a sampler's path, in either protocol's form."""
+        model, _, name = path.partition("://")[2].split("/")
+        return self.folder / model / "sampler_weights" / name / "adapter"
 
 
 @contextmanager
