@@ -13,6 +13,7 @@ own.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import re
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from instar.backends.folders import write_folder
+from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
 
 META = "checkpoint.json"
@@ -33,6 +35,7 @@ ADAPTER = "adapter"
 STATE = "state"
 PLACES: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampler": "sampler_weights"}
 SCRATCH = ".scratch"
+LOCK = ".lock"
 
 _PATH = re.compile(r"[a-z]+://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -46,11 +49,20 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """Those of other owners, and those that have expired, are not found. One at a time uses the folder."""
+    """Those of other owners, and those that have expired, are not found. The folder is one server's at a
+    time, until `close`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise ConfigError(
+                f"{folder} is in use by another server: give each a folder of its own"
+            ) from error
         # What a killed server was writing.
         shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         self._moving = threading.Lock()
@@ -58,6 +70,9 @@ class Checkpoints:
         for file in folder.glob(f"*/*/*/{META}"):
             meta = msgspec.json.decode(file.read_bytes(), type=_Meta)
             self._kept[meta.info.path] = meta
+
+    def close(self) -> None:
+        self._lock.close()
 
     async def write(
         self,

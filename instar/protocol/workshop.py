@@ -55,14 +55,23 @@ class LocalWorkshop(Workshop):
         self.limits = limits or Limits()
         self._config = model
         self._threads = threads
-        self._checkpoints = Checkpoints(folder)
+        self._folder = folder
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, LocalModel] = {}
         self._making = 0
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the base model."""
+        """Load the base model. Raises ConfigError when the folder is in use, or the model cannot be had."""
+        self._checkpoints = Checkpoints(self._folder)
+        try:
+            await self._load()
+        except BaseException:
+            self._checkpoints.close()
+            raise
+        self._housekeeper = asyncio.create_task(self._keep_house())
+
+    async def _load(self) -> None:
         self._maker = await asyncio.to_thread(ModelMaker, self._config, self._threads)
         self._samplers = await asyncio.to_thread(
             Samplers,
@@ -74,7 +83,6 @@ class LocalWorkshop(Workshop):
         self.max_context = self._samplers.info.max_context
         self.vocab_size = self._samplers.info.vocab_size
         self.tokenizer_path = str(self._samplers.folder)
-        self._housekeeper = asyncio.create_task(self._keep_house())
 
     # --- sessions ---
 
@@ -218,3 +226,4 @@ class LocalWorkshop(Workshop):
         for session_id in list(self._sessions):
             await self._end_session(session_id)
         await self._samplers.close()
+        self._checkpoints.close()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
 from instar.protocol.checkpoints import Checkpoints
 
@@ -16,6 +19,12 @@ STATE = CheckpointInfo(
     "", "state", "model-1", "tiny", 8, 0.0, 0, has_optimizer=True, extra={"train_mlp": True}
 )
 SAMPLER = CheckpointInfo("", "sampler", "model-1", "tiny", 8, 0.0, 0)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Generator[Checkpoints]:
+    with closing(Checkpoints(tmp_path / "data")) as opened:
+        yield opened
 
 
 async def write(
@@ -33,23 +42,24 @@ async def write(
     return await checkpoints.write(owner, name, STATE, fill, ttl=ttl)
 
 
-async def test_what_is_written_is_found_after_a_restart(tmp_path: Path) -> None:
-    info = await write(Checkpoints(tmp_path), "step-1")
+async def test_what_is_written_is_found_after_a_restart(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    info = await write(checkpoints, "step-1")
     assert info.path == "tinker://model-1/weights/step-1"
     assert info.size_bytes == len("weights")
     assert abs(info.created_at - time.time()) < 5
 
-    again = Checkpoints(tmp_path)
-    assert again.find(info.path, "me") == info
-    assert again.find("weaver://model-1/weights/step-1", "me") == info
-    assert (again.folder(info) / "adapter" / "file").read_text() == "weights"
-    assert again.all_of("me") == [info]
-    assert again.all_of("me", "model-2") == []
+    with pytest.raises(ConfigError, match="in use by another server"):
+        Checkpoints(tmp_path / "data")
+    checkpoints.close()
+    with closing(Checkpoints(tmp_path / "data")) as again:
+        assert again.find(info.path, "me") == info
+        assert again.find("weaver://model-1/weights/step-1", "me") == info
+        assert (again.folder(info) / "adapter" / "file").read_text() == "weights"
+        assert again.all_of("me") == [info]
+        assert again.all_of("me", "model-2") == []
 
 
-async def test_a_state_and_a_sampler_may_have_one_name(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-
+async def test_a_state_and_a_sampler_may_have_one_name(checkpoints: Checkpoints) -> None:
     async def fill(folder: Path) -> None:
         (folder / "file").write_text("sampler")
 
@@ -60,8 +70,7 @@ async def test_a_state_and_a_sampler_may_have_one_name(tmp_path: Path) -> None:
     assert checkpoints.folder(sampler) != checkpoints.folder(state)
 
 
-async def test_the_same_name_again_replaces_it(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+async def test_the_same_name_again_replaces_it(checkpoints: Checkpoints) -> None:
     first = await write(checkpoints, "latest", "old")
     second = await write(checkpoints, "latest", "new")
     assert second.created_at > first.created_at
@@ -69,8 +78,7 @@ async def test_the_same_name_again_replaces_it(tmp_path: Path) -> None:
     assert checkpoints.all_of("me") == [second]
 
 
-async def test_others_do_not_find_it(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+async def test_others_do_not_find_it(checkpoints: Checkpoints) -> None:
     info = await write(checkpoints, "mine")
     for use in (checkpoints.find, checkpoints.delete):
         with pytest.raises(ProtocolError) as refused:
@@ -80,8 +88,7 @@ async def test_others_do_not_find_it(tmp_path: Path) -> None:
     assert checkpoints.find(info.path, "me")
 
 
-async def test_expired_ones_are_gone(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+async def test_expired_ones_are_gone(checkpoints: Checkpoints) -> None:
     info = await write(checkpoints, "short", ttl=0.5)
     assert checkpoints.find(info.path, "me").expires_at == pytest.approx(info.created_at + 0.5)
     kept = await write(checkpoints, "long", ttl=60)
@@ -94,16 +101,18 @@ async def test_expired_ones_are_gone(tmp_path: Path) -> None:
     assert checkpoints.folder(kept).exists()
 
 
-async def test_deleted_ones_leave_the_disk(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+async def test_deleted_ones_leave_the_disk(checkpoints: Checkpoints, tmp_path: Path) -> None:
     info = await write(checkpoints, "gone")
     checkpoints.delete(info.path, "me")
     assert not checkpoints.folder(info).exists()
-    assert Checkpoints(tmp_path).all_of("me") == []
+    checkpoints.close()
+    with closing(Checkpoints(tmp_path / "data")) as again:
+        assert again.all_of("me") == []
 
 
-async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
     info = await write(checkpoints, "latest", "old")
 
     async def fails(folder: Path) -> None:
@@ -112,32 +121,35 @@ async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(tmp_path:
 
     with pytest.raises(OSError, match="no space"):
         await checkpoints.write("me", "latest", STATE, fails, ttl=None)
-    killed = tmp_path / ".scratch" / "half-written"
+    checkpoints.close()
+    killed = tmp_path / "data" / ".scratch" / "half-written"
     killed.mkdir(parents=True)
 
-    again = Checkpoints(tmp_path)
-    assert again.all_of("me") == [info]
-    assert (again.folder(info) / "adapter" / "file").read_text() == "old"
-    assert not killed.exists()
+    with closing(Checkpoints(tmp_path / "data")) as again:
+        assert again.all_of("me") == [info]
+        assert (again.folder(info) / "adapter" / "file").read_text() == "old"
+        assert not killed.exists()
 
 
 @pytest.mark.parametrize(
     "name", ["", ".", "..", ".hidden", "a/b", "../up", "a\\b", "a\0", "a\n", "é", "x" * 129]
 )
-async def test_names_that_would_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+async def test_names_that_would_leave_the_folder_are_refused(
+    checkpoints: Checkpoints, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(ProtocolError, match="cannot name a checkpoint"):
-        await write(Checkpoints(tmp_path / "data"), name)
+        await write(checkpoints, name)
     assert not any("file" in files for _, _, files in os.walk(tmp_path))
 
 
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "tinker://m/weights/../x", "tinker://../weights/x", "tinker://m/other/x", "x", ""]
 )
-async def test_paths_that_are_none_are_refused(tmp_path: Path, path: str) -> None:
+async def test_paths_that_are_none_are_refused(checkpoints: Checkpoints, path: str) -> None:
     with pytest.raises(ProtocolError):
-        Checkpoints(tmp_path).find(path, "me")
+        checkpoints.find(path, "me")
 
 
-async def test_a_time_to_live_must_be_positive(tmp_path: Path) -> None:
+async def test_a_time_to_live_must_be_positive(checkpoints: Checkpoints) -> None:
     with pytest.raises(ProtocolError, match="more than 0 seconds"):
-        await write(Checkpoints(tmp_path), "x", ttl=0)
+        await write(checkpoints, "x", ttl=0)
