@@ -99,8 +99,11 @@ class TinkerBackend(Backend):
                 await before.give_up()
             if self._vocab_size is None:
                 self._vocab_size = await asyncio.to_thread(_vocab_size, self._model.name)
-            self._session = TrainingSession(*await self._connect(what, create))
-            self._gradient = _Gradient()
+            session = TrainingSession(*await self._connect(what, create))
+            if self._closed:  # meanwhile
+                await session.cloud.close(finish=True)
+            self._check_open()
+            self._session, self._gradient = session, _Gradient()
 
     async def _connect(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
         cloud: TinkerCloud | None = None
@@ -119,13 +122,11 @@ class TinkerBackend(Backend):
 
     async def close(self) -> None:
         """The session ends at the service when it hears no more of it."""
-        if self._closed:
-            return
         self._closed = True
-        async with self._order:
-            if self._session is not None:
-                self._session.lost = "the backend was closed"
-                await self._session.cloud.close(finish=False)
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.lost = session.lost or "the backend was closed"
+            await session.cloud.close(finish=False)
 
     def _check_open(self) -> None:
         if self._closed:

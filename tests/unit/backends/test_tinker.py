@@ -197,14 +197,14 @@ async def test_a_call_before_the_session_and_after_it_was_lost(
 async def test_a_server_that_was_restarted_has_lost_the_session(
     model: ModelConfig, kept: Path, tmp_path: Path
 ) -> None:
-    with served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
+    with collected(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
         backend = backend_of(model, first, deadline=30)
         await backend.start()
         await backend.forward_backward(tree_samples(), LossConfig())
         await backend.save_state(tmp_path / "state")
         before = await backend.forward(tree_samples())
     port = int(first.rsplit(":", 1)[1])
-    with served("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port):
+    with collected(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port):
         with pytest.raises(BackendLost):
             await backend.optim_step(ADAM)
         with pytest.raises(BackendLost):
@@ -225,7 +225,7 @@ async def test_a_service_that_is_not_there_is_given_up_in_time(model: ModelConfi
 
 
 async def test_a_service_that_stalls_is_given_up_in_time(model: ModelConfig, tmp_path: Path) -> None:
-    with served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address:
+    with collected(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address:
         backend = backend_of(model, address, deadline=30)
         await backend.start()
     # Nothing listens there any more, and the SDK goes on trying for minutes.

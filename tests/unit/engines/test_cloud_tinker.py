@@ -142,13 +142,13 @@ async def test_no_more_requests_at_once_than_allowed(model: ModelConfig, url: st
 
 async def test_a_server_that_was_restarted_is_connected_to_again(model: ModelConfig, tmp_path: Path) -> None:
     options: dict[str, Any] = {"folder": tmp_path / "kept", "keys": [KEY]}
-    with served("tinker", model, **options) as address:
+    with collected(), served("tinker", model, **options) as address:
         backend, artifact = await trained(model, address, tmp_path)
         await backend.close()
         engine = TinkerSampler(model, section(address, deadline=20), CloudEngineConfig())
         await engine.load(Policy("p", 1, artifact))
         before = await collect(engine, PROMPT, max_tokens=5, temperature=0)
-    with served("tinker", model, **options, port=int(address.rsplit(":", 1)[1])):
+    with collected(), served("tinker", model, **options, port=int(address.rsplit(":", 1)[1])):
         after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
         assert (ids_of(before), versions_of(before)) == (ids_of(after), versions_of(after))
         with pytest.raises(EngineUnavailable):

@@ -1,0 +1,41 @@
+"""Environments for packages that do not go with the tests' own, each made once under ``.cache/envs``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / ".cache" / "envs"
+INSTALL_SECONDS = 900
+TORCH = "torch==2.13.0"
+"""Pinned, so that no requirement pulls another build with its CUDA packages."""
+PACKAGES = {
+    "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
+    "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
+}
+
+
+def interpreter(name: str) -> Path:
+    folder = FOLDER / name
+    if not folder.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        fresh = FOLDER / f".{name}-{os.getpid()}"
+        try:
+            _install(fresh, PACKAGES[name])
+            fresh.rename(folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return folder / "bin" / "python"
+
+
+def _install(folder: Path, packages: list[str]) -> None:
+    """Nothing in it is run but by its interpreter, so it may be moved afterwards."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=INSTALL_SECONDS)
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *packages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"{packages} could not be installed: {done.stderr[-1000:]}")
