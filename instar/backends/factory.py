@@ -23,6 +23,7 @@ from instar.config import (
     LossName,
     RunConfig,
     TrainerConfig,
+    VerlBackendConfig,
 )
 from instar.errors import ConfigError
 from instar.registry import variant
@@ -80,6 +81,13 @@ def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
             full_finetuning=True,
             reference=True,
         )
+    if isinstance(section, VerlBackendConfig):
+        return BackendCapabilities(
+            losses=frozenset(typing.get_args(LossName)),
+            artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
+            full_finetuning=True,
+            reference=section.lora is not None,
+        )
     service = SERVICES.get(section.type)
     return service.capabilities if service else None
 
@@ -129,13 +137,16 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """A service returns the logprobs of the full softmax only: nothing else that is sampled is trainable."""
+    """A service tells the logprobs of the full softmax, and what is greedy is known: nothing else that is
+    sampled there is trainable."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling
+    if sampling.temperature == 0:
+        return
     for name in ("temperature", "top_p"):
         if (given := getattr(sampling, name)) != 1.0:
             raise ConfigError(
                 f"rollout.sampling.{name}: given {given}; with engine.type cloud it must be 1, because a "
-                "service does not tell how likely a token was under another one"
+                "service does not tell how likely a token was under another one (temperature 0 will do too)"
             )

@@ -101,6 +101,14 @@ def _disk() -> Finding:
     return Finding("disk", state, f"{free:.0f} GiB free here, fsync {sorted(took)[10] * 1000:.1f} ms")
 
 
+def _backends() -> Finding:
+    from instar.backends.packages import survey
+
+    ready = [f"{name} ({found.version})" for name, found in survey().items() if found.problem is None]
+    state: State = "ok" if ready else "note"
+    return Finding("backends", state, f"{', '.join(ready) or 'none'}; `instar backends` says more")
+
+
 def _model() -> Finding:
     if is_cached(DEFAULT_MODEL):
         return Finding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
@@ -119,5 +127,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _package("reasoning-gym", "local"),
     _package("openai", "local"),
     _package("matplotlib", "local"),
+    _backends,
     _model,
 )

@@ -104,6 +104,7 @@ def test_a_run_is_refused_before_anything_starts(config: RunConfig, said: str) -
 def test_a_run_that_fits_says_what_it_will_do() -> None:
     settled, notes = check_run(run("weaver", loss={"name": "ppo"}, loss_fallback="importance_sampling"), KEYS)
     assert settled.engine.type == "cloud"
+    check_run(run("tinker", {"sampling": {"temperature": 0, "top_p": 0.9}}), KEYS)
     assert notes == [
         "warning: trainer.loss.name: ppo is not computed by this backend; training with importance_sampling "
         "and its defaults instead (trainer.loss_fallback)"

@@ -1,0 +1,125 @@
+"""A service's key in a real run: the trainer has it, and no file, no log, no report, no agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.tiny import make_tiny_model
+
+KEY = "tml-0123456789-do-not-write-this-down"
+ROOT = Path(__file__).parents[2]
+AGENT = """
+import json, os, subprocess, sys
+from pathlib import Path
+
+
+def tasks():
+    return [{"number": 1}, {"number": 2}]
+
+
+async def agent(task, session, *, seen):
+    below = subprocess.run([sys.executable, "-c", "import os; print(dict(os.environ))"], capture_output=True)
+    Path(seen).write_text(json.dumps([dict(os.environ), below.stdout.decode()]))
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+class Rude(BaseHTTPRequestHandler):
+    """Refuses every key, and repeats it, as some services do."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        key = self.headers.get("X-API-Key") or self.headers.get("X-WEAVER-API-KEY")
+        body = json.dumps({"error": "unauthorized", "message": f"Incorrect API key provided: {key}"}).encode()
+        self.send_response(401)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def rude_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Rude)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def settings(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
+    return {
+        "name": "kept",
+        "dir": str(folder / "run"),
+        "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
+        "engine": {"type": "scripted"},
+        "backend": {"deadline": 20, **backend},
+        "trainer": {"mode": "sync", "steps": 1, "tensorboard": False},
+        "rollout": {
+            "tasks": {"type": "python", "function": "kept_agent:tasks"},
+            "agent": {
+                "type": "function",
+                "function": "kept_agent:agent",
+                "args": {"seen": str(folder / "seen")},
+            },
+        },
+        "eval": {"tasks": {"type": "python", "function": "kept_agent:tasks"}, "modes": {"greedy": {}}},
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("backend", "env"),
+    [
+        ({"type": "tinker", "api_key": KEY}, {"TINKER_API_KEY": f"{KEY}-another"}),
+        ({"type": "weaver"}, {"WEAVER_API_KEY": KEY, "COPY": f"Bearer {KEY}"}),
+    ],
+    ids=["in the file", "in the environment"],
+)
+def test_a_key_stays_with_the_roles_that_need_it(
+    model: Path, rude_url: str, tmp_path: Path, backend: dict[str, str], env: dict[str, str]
+) -> None:
+    (tmp_path / "kept_agent.py").write_text(AGENT)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(tmp_path, model, base_url=rude_url, **backend)))
+    clean = {
+        name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"],
+        cwd=ROOT,
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "trainer: " in said, "it got as far as the service"
+    assert KEY not in said
+    mine, below = json.loads((tmp_path / "seen").read_text())
+    assert KEY not in json.dumps(mine) + below
+    assert mine["INSTAR_GATEWAY_URL"], "the rest is inherited"
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.json", "store.db", "trainer.log"} <= {path.name for path in written}
+    assert [path for path in written if KEY.encode() in path.read_bytes()] == []
