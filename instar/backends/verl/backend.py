@@ -131,16 +131,19 @@ class VerlBackend(Backend):
         # A sample without trained tokens has no part in the loss, so it is not computed.
         trained = [i for i, sample in enumerate(samples) if (sample.mask > 0).any()]
         chosen = [samples[i] for i in trained]
+        micro_batches = 0
         if chosen:
             share = self._deal(chosen)
-            found = self._workers.call("train", share.most_tokens, loss, shares=share.rows)
-            new = gather(share, [part[1] for part in found], chosen)
-            if not all(part[0] for part in found):
+            parts = self._workers.call("train", share.most_tokens, loss, shares=share.rows)
+            new = gather(share, [part.logprobs for part in parts], chosen)
+            if not parts[0].finite:
                 raise NonFinite(_not_finite(loss, chosen, new))
             self._has_gradient = True
             for i, logprobs in zip(trained, new, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.float32(np.nan))
-        return ForwardBackward(*_value(loss, samples, results))
+            micro_batches = parts[0].micro_batches
+        value, metrics = loss_and_metrics(loss, samples, results)
+        return ForwardBackward(value, results, metrics | {"micro_batches": float(micro_batches)})
 
     def _deal(self, samples: Sequence[Sample]) -> Share:
         return deal(samples, self._config.ranks, self._config.micro_batch_tokens)
@@ -218,13 +221,6 @@ def _limits(folder: Path) -> tuple[int, int | None]:
 
     config: Any = AutoConfig.from_pretrained(folder)
     return int(config.vocab_size), getattr(config, "max_position_embeddings", None)
-
-
-def _value(
-    loss: LossConfig, samples: Sequence[Sample], logprobs: list[Floats]
-) -> tuple[float, list[Floats], dict[str, float]]:
-    value, metrics = loss_and_metrics(loss, samples, logprobs)
-    return value, logprobs, metrics
 
 
 def _not_finite(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -109,6 +110,7 @@ class _CpuModule(ModuleType):
 _CPU = _CpuModule("torch.cpu")
 
 
+@cache
 def use_cpu() -> None:
     """To be called before anything else of verl is imported: its modules ask for the device at import."""
     set_platform(PlatformCPU())

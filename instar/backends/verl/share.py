@@ -30,6 +30,16 @@ class Share:
     """In one micro-batch of a rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a rank made of its rows."""
+
+    finite: bool
+    """Whether the loss was, on every rank; otherwise nothing was added."""
+    logprobs: list[Floats]
+    micro_batches: int
+
+
 def deal(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> Share:
     """Longest first and back and forth, so that ranks have about as many tokens as one another."""
     places: list[list[int]] = [[] for _ in range(ranks)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -29,22 +30,20 @@ if os.environ.get("INSTAR_VERL_DEVICE") == "cpu":
     use_cpu()
 
 from verl.utils import tensordict_utils as tu
+from verl.utils.distributed import create_tcp_store
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
 from instar.backends.local.losses import Tokens, token_loss
 from instar.backends.local.state import write_adapter_files, write_weights
 from instar.backends.verl.settings import WorkerSettings, training_config
-from instar.backends.verl.share import Row
+from instar.backends.verl.share import Row, Trained
 from instar.config import AdamConfig, LossConfig
 from instar.types import Floats
 
 
 class InstarWorker(TinkerTrainingWorker):
     def __init__(self, settings: WorkerSettings) -> None:
-        # verl would wait 10 minutes and more in a collective whose peer is gone, and on a CPU it asks for
-        # the backend "cpu:gloo,cpu:gloo", which torch refuses. It takes a group that is there.
-        backend = "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=settings.deadline))
+        _join(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         _allow_checkpoints()
@@ -78,22 +77,22 @@ class InstarWorker(TinkerTrainingWorker):
         tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=base)
         return _aligned(self.infer_batch(data)["log_probs"])
 
-    def train(self, rows: Sequence[Row], most_tokens: int, loss: LossConfig) -> tuple[bool, list[Floats]]:
-        """Add the gradient; whether it was added, and the rows' new logprobs. Nothing is added when the loss
-        of any rank is not finite."""
+    def train(self, rows: Sequence[Row], most_tokens: int, loss: LossConfig) -> Trained:
+        """Add the gradient. Nothing is added when the loss of any rank is not finite."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         output = self.forward_backward(_batch(rows, most_tokens))
-        finite = _everywhere(tu.get(output, "finite"))
+        losses_finite: list[bool] = tu.get(output, "finite")
+        finite = _everywhere(all(losses_finite))
         for parameter, old in zip(parameters, before, strict=True):
             if not finite:
                 parameter.grad = old
             elif old is not None:
                 parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        return finite, _aligned(output["log_probs"])
+        return Trained(finite, _aligned(output["log_probs"]), len(losses_finite))
 
     def step(self, adam: AdamConfig) -> float:
         """The gradient's norm before clipping. verl skips the update when it is not finite, and clears the
@@ -144,7 +143,7 @@ class InstarWorker(TinkerTrainingWorker):
 
     def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
         """verl's own averages the loss over ranks and gathers figures about memory and speed."""
-        finite = all(output["metrics"].get("finite", [True]))
+        finite = output["metrics"].get("finite", [])
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
 
 
@@ -203,6 +202,20 @@ def _aligned(log_probs: Tensor) -> list[Floats]:
     """Back to where index i speaks of token i."""
     rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
+
+
+def _join(settings: WorkerSettings) -> None:
+    """verl takes a process group that is there. Its own would listen on every interface, wait as long as
+    torch likes, and on a CPU ask for the backend "cpu:gloo,cpu:gloo", which torch refuses."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=settings.deadline)
+    listening = socket.create_server((host, port)) if rank == 0 else None
+    store = create_tcp_store(
+        host, port, listening, world_size=world, is_master=rank == 0, timeout=timeout, use_libuv=True
+    )
+    backend = "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _everywhere(flag: bool) -> bool:

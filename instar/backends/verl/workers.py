@@ -100,13 +100,16 @@ class RayWorkers:
             ray.shutdown()
 
     def _begin_ray(self) -> None:
+        address = os.environ.get("RAY_ADDRESS")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not address:
+            # Ray's servers then listen on loopback alone. Read when Ray is imported.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
         if ray.is_initialized():
             return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
-        address = os.environ.get("RAY_ADDRESS")
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if not address:
             cuda = self._settings.device == "cuda"
             options |= {
@@ -115,8 +118,8 @@ class RayWorkers:
                 "num_gpus": None if cuda else 0,
                 "include_dashboard": False,
                 "object_store_memory": STORE_BYTES,
-                # Ray's servers then listen on loopback alone.
-                "_node_ip_address": "127.0.0.1",
+                # By default Ray lets its workers run only when nothing else wants a core.
+                "_system_config": {"worker_niceness": 0},
             }
         try:
             ray.init(**options)
