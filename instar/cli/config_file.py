@@ -123,7 +123,8 @@ def _anchor(section: type[BaseModel], data: Any, folder: Path) -> None:
 
 
 def _anchor_agent(data: Json, folder: Path) -> None:
-    """A program runs beside the file, and a model named `./folder` lies there."""
+    """A program runs beside the file; a model named `./folder` and an interpreter named `./env/bin/python`
+    lie there."""
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
             agent["cwd"] = str(folder)
@@ -134,6 +135,13 @@ def _anchor_agent(data: Json, folder: Path) -> None:
             data["model"]["name"] = str((folder / name).resolve())
         case _:
             pass
+    for section in ("backend", "engine"):
+        match data.get(section):
+            case {"python": str() as python} if "/" in python:
+                # Not resolved: an environment's interpreter is a link, and is known by where that lies.
+                data[section]["python"] = str(folder / Path(python).expanduser())
+            case _:
+                pass
 
 
 def _importable(folder: Path) -> None:

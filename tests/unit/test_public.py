@@ -25,13 +25,19 @@ LIGHT = [
     "instar.models",
     "instar.cli.main",
     "instar.cli.config",
+    "instar.cli.backends",
+    "instar.config.base",
     "instar.store.base",
     "instar.engines.base",
+    "instar.engines.cloud.base",
     "instar.backends.base",
     "instar.sync.base",
     "instar.record.base",
     "instar.rewards.base",
     "instar.rollout.base",
+    "instar.clouds.base",
+    "instar.protocol.base",
+    "instar.reference.base",
     "instar.gateway.base",
     "instar.gateway.dialects.base",
     "instar.gateway.upstream.base",
@@ -80,7 +86,9 @@ def test_the_configuration_reference_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == render(), "run `make docs`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "AGENTS.md", "docs/concepts.md", "docs/measurements.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "AGENTS.md", "docs/concepts.md", "docs/backends.md", "docs/measurements.md"]
+)
 def test_the_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     linked = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", text)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from instar.backends.factory import known_capabilities
+from instar.config import RunConfig
 from tests.unit.cli.conftest import Instar, Small
 
 KEY = "tml-0123456789-secret"
@@ -88,3 +91,33 @@ def test_the_report_shows_what_was_done_otherwise_than_asked(instar: Instar, sma
     finally:
         metrics.write_text(before)
     assert page.count("<p class=warn>training with &lt;x&gt; instead</p>") == 1
+
+
+def test_an_interpreter_is_looked_for_beside_the_file(instar: Instar, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("backend: {type: mint, python: ./env/bin/python}\nengine: {type: cloud, python: python3}")
+    shown = yaml.safe_load(instar("config", "show", path).out)
+    assert (shown["backend"]["python"], shown["engine"]["python"]) == (
+        f"{tmp_path}/env/bin/python",
+        "python3",
+    )
+
+
+def test_every_yaml_of_the_page_is_valid() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 9
+    for block in blocks:
+        RunConfig.model_validate(yaml.safe_load(block))
+
+
+def test_the_page_says_what_the_backends_do() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text(encoding="utf-8")
+    for names, losses, reference, full in re.findall(
+        r"^\| (`.+?) \| (`.+?) \| (yes|no|with an adapter) \| (yes|no) \|$", page, re.M
+    ):
+        for name in re.findall(r"`(\w+)`", names):
+            can = known_capabilities(RunConfig.model_validate({"backend": name}).backend)
+            assert can is not None
+            assert set(re.findall(r"`(\w+)`", losses)) == can.losses
+            assert (reference != "no", full == "yes") == (can.reference, can.full_finetuning)
