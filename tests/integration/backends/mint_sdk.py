@@ -1,0 +1,90 @@
+"""Calls what a program of MinT's would, and prints what came of it as JSON.
+
+Run by the interpreter of an environment that has MinT. Its address and key are in MINT_BASE_URL and
+MINT_API_KEY; the base model's name is the first argument.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import mint  # pyright: ignore[reportMissingImports] - of another environment
+import torch
+from mint import types  # pyright: ignore[reportMissingImports]
+
+TOKENS = [5, 9, 20, 33, 47, 61]
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def datum(**tensors: list[float]) -> Any:
+    floats = {name: types.TensorData(data=values, dtype="float32") for name, values in tensors.items()}
+    targets = types.TensorData(data=TOKENS[1:], dtype="int64")
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": targets, **floats},
+    )
+
+
+def step(training: Any) -> float:
+    both = training.forward_backward([datum()], "cross_entropy")
+    training.optim_step(ADAM).result()
+    return both.result().metrics["loss:sum"]
+
+
+def own_loss(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    return -torch.cat(logprobs).sum(), {"mine": 1.0}
+
+
+def milliseconds(training: Any, count: int, length: int) -> float:
+    """Of a pass, the fastest of several."""
+    tokens = [3 + i % 300 for i in range(length + 1)]
+    values = types.TensorData(data=[-1.0] * length, dtype="float32")
+    targets = types.TensorData(data=tokens[1:], dtype="int64")
+    inputs = {"target_tokens": targets, "logprobs": values, "advantages": values}
+    long = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+    times = list[float]()
+    for _ in range(8):
+        started = time.perf_counter()
+        training.forward_backward([long] * count, "importance_sampling").result()
+        times.append(1e3 * (time.perf_counter() - started))
+    return min(times)
+
+
+def main(name: str) -> dict[str, Any]:
+    service = mint.ServiceClient()
+    training = service.create_lora_training_client(base_model=name, rank=4, seed=3)
+    told: dict[str, Any] = {"served": service.get_server_capabilities().supported_models[0].model_name}
+    ahead = training.forward([datum()], "cross_entropy").result()
+    told["forward"] = list(ahead.loss_fn_outputs[0]["logprobs"].data)
+    told["losses"] = [step(training) for _ in range(3)]
+    path = training.save_state("three").result().path
+    told["straight"] = [step(training), step(training)]
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    told["resumed"] = [step(resumed), step(resumed)]
+    told["custom"] = training.forward_backward_custom([datum()], own_loss).result().metrics["mine"]
+    training.optim_step(ADAM).result()
+    old = training.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    told["policy"] = list(old.data)
+    ppo = [datum(logprobs=list(old.data), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
+    told["ppo"] = training.forward_backward(ppo, "ppo").result().metrics["loss:sum"]
+    sampling = training.save_weights_and_get_sampling_client()
+    told["scored"] = sampling.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    params = types.SamplingParams(max_tokens=4, seed=1)
+    reply = sampling.sample(types.ModelInput.from_ints(TOKENS), 2, params).result()
+    told["sampled"] = [[len(s.tokens), len(s.logprobs or [])] for s in reply.sequences]
+    told["text"] = training.get_tokenizer().decode(training.get_tokenizer().encode("hello"))
+    rest = service.create_rest_client()
+    told["listed"] = [c.checkpoint_id for c in rest.list_checkpoints(training.model_id).result().checkpoints]
+    try:
+        training.forward_backward([datum(mask=[1.0] * 5)], "cross_entropy").result()
+    except mint.RequestFailedError as error:
+        told["refused"] = str(error)
+    told["ms"] = milliseconds(training, 32, 128)
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

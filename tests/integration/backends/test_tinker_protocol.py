@@ -1,0 +1,131 @@
+"""`instar backends serve --protocol tinker` as a process: stopped, killed, and called by MinT's own SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker.lib.retryable_exception import RetryableException
+
+from tests.sdk_leaks import LEAKS, collected
+from tests.tiny import make_tiny_model
+from tests.unit.protocol.tinker.raw import Raw
+from tests.unit.protocol.tinker.test_json import both
+from tests.unit.protocol.tinker.test_training import next_tokens, step
+
+pytestmark = [LEAKS, pytest.mark.timeout(300)]  # processes that each import torch
+INSTAR = str(Path(sys.executable).with_name("instar"))
+ROOT = Path(__file__).resolve().parents[3]
+MINT = Path(os.environ.get("INSTAR_MINT_PYTHON") or ROOT / ".cache" / "envs" / "mint" / "bin" / "python")
+KEY, MINT_KEY = "tml-0123456789abcdef", "sk-0123456789abcdefgh"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@contextmanager
+def serving(model: Path, folder: Path, port: int = 0) -> Generator[tuple[str, subprocess.Popen[str]]]:
+    command = [INSTAR, "backends", "serve", "--protocol", "tinker", "--model", str(model), "--json"]
+    process = subprocess.Popen(
+        [*command, "--dir", str(folder), "--port", str(port)],
+        env=os.environ | {"INSTAR_PROTOCOL_KEYS": f"{KEY},{MINT_KEY}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"], process
+    finally:
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def test_a_question_is_held_and_those_who_wait_do_not_keep_the_server(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as (url, process), Raw(url, KEY) as raw:
+        waiting = raw.submit("forward_backward", both(raw.model(raw.session(), str(model)), 2))
+        started = time.monotonic()
+        answer = raw.post("retrieve_future", {"request_id": waiting})
+        held = time.monotonic() - started
+        assert answer.status_code == 408
+        assert answer.json() == {"type": "try_again", "request_id": waiting, "queue_state": "active"}
+        assert 25 < held < 40
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert time.monotonic() - started < 15
+
+
+def test_killed_in_mid_step_and_started_again(model: Path, tmp_path: Path) -> None:
+    with collected(), serving(model, tmp_path) as (url, process):
+        service = tinker.ServiceClient(base_url=url, api_key=KEY)
+        training = service.create_lora_training_client(str(model), rank=4, seed=3)
+        step(training)
+        path = training.save_state("kept").result().path
+        expected = step(training)
+        # One request: the SDK's client hangs for good when the first of several cannot be sent.
+        long = [next_tokens([3 + (i + j) % 300 for j in range(200)]) for i in range(900)]
+        in_flight = training.forward_backward(long, "cross_entropy")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGKILL)
+        with serving(model, tmp_path, port_of(url)) as (url, _):
+            with pytest.raises((RetryableException, tinker.NotFoundError)):
+                in_flight.result(60)
+            with pytest.raises(tinker.NotFoundError):
+                training.forward_backward([next_tokens()], "cross_entropy").result(30)
+            again = tinker.ServiceClient(base_url=url, api_key=KEY)
+            resumed = again.create_training_client_from_state_with_optimizer(path)
+            assert step(resumed) == pytest.approx(expected, rel=1e-6)
+            again.close("success").result(10)
+
+
+@pytest.mark.skipif(not MINT.is_file(), reason="no environment with MinT; INSTAR_MINT_PYTHON names one")
+def test_mints_own_sdk(model: Path, tmp_path: Path) -> None:
+    with serving(model, tmp_path) as (url, _):
+        told = _mint(url, MINT_KEY, str(model))
+        with_tinkers_key = _mint(url, KEY, str(model))
+    assert told["served"] == str(model)
+    assert told["losses"] == sorted(told["losses"], reverse=True)
+    assert told["losses"][0] == pytest.approx(-sum(told["forward"]), rel=1e-5)
+    assert told["resumed"] == pytest.approx(told["straight"], rel=1e-6)
+    assert told["custom"] == 1.0
+    assert told["ppo"] == pytest.approx(-2.5, rel=1e-4)
+    assert told["scored"][0] is None
+    assert told["scored"][1:] == pytest.approx(told["policy"], abs=1e-4)
+    assert all(tokens == logprobs > 0 for tokens, logprobs in told["sampled"])
+    assert told["text"] == "hello"
+    assert "weights/three" in told["listed"]
+    assert "datum 0: cross_entropy takes" in told["refused"]
+    assert with_tinkers_key["losses"] == pytest.approx(told["losses"], rel=1e-6)
+
+
+def _mint(url: str, key: str, name: str) -> dict[str, Any]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "MINT_"))}
+    program = Path(__file__).with_name("mint_sdk.py")
+    done = subprocess.run(
+        [str(MINT), str(program), name],
+        env=clean | {"MINT_BASE_URL": url, "MINT_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
