@@ -106,19 +106,26 @@ class TinkerBackend(Backend):
             self._session, self._gradient = session, _Gradient()
 
     async def _connect(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
-        cloud: TinkerCloud | None = None
+        """Once more where the service loses it while it begins; then what was asked for is not there."""
         try:
-            cloud = await TinkerCloud.connect(self._config, self._model)
-            made = cloud
-            return cloud, await cloud.in_thread(what, lambda: create(made))
-        except BaseException as error:
-            if cloud is not None:
-                await cloud.close(finish=False)
-            if not isinstance(error, CloudFailure):
-                raise
-            if error.kind == "lost":  # nothing was begun that could be lost: what was asked for is not there
-                raise BackendError(str(error)) from None
-            raise error.for_backend() from None
+            return await self._connect_once(what, create)
+        except CloudFailure as failure:
+            if failure.kind != "lost":
+                raise failure.for_backend() from None
+        try:
+            return await self._connect_once(what, create)
+        except CloudFailure as failure:
+            if failure.kind != "lost":
+                raise failure.for_backend() from None
+            raise BackendError(str(failure)) from None
+
+    async def _connect_once(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
+        cloud = await TinkerCloud.connect(self._config, self._model)
+        try:
+            return cloud, await cloud.in_thread(what, lambda: create(cloud))
+        except BaseException:
+            await cloud.close(finish=False)
+            raise
 
     async def close(self) -> None:
         """The session ends at the service when it hears no more of it."""

@@ -17,9 +17,9 @@ from instar.errors import (
 
 Kind = Literal["refused", "unavailable", "lost", "settings", "broken"]
 """``refused``: the service did nothing and says why. ``unavailable``: no answer within the deadline, or none
-but errors that pass; what it did is not known. ``lost``: it no longer has the session. ``settings``: the key
-or address is wrong. ``broken``: an answer that cannot be read, or a request that it does not take; what it
-did is not known."""
+but errors that pass; what it did is not known. ``lost``: it no longer has the session, or what it has is not
+known. ``settings``: the key or address is wrong. ``broken``: it does not take such a request, or
+its answer makes no sense."""
 
 
 class CloudFailure(Exception):

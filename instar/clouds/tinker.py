@@ -184,7 +184,11 @@ class TinkerCloud:
         passing = status is not None and (status in _PASSING or status >= 500)
         if passing or isinstance(error, self.sdk.APIConnectionError | OSError):
             return CloudFailure("unavailable", f"{name} at {address}: {what} failed: {said}")
-        return CloudFailure("broken", f"{name}: {what} failed: {said}")
+        if status is not None and status >= 400:
+            return CloudFailure("broken", f"{name}: {what} failed: {said}")
+        return CloudFailure(
+            "lost", f"{name} answered what cannot be read, so what {what} did is not known: {said}"
+        )
 
     def _explain_failed(self, what: str, error: Any, said: str) -> CloudFailure:
         """The service took the request, and then it failed there."""

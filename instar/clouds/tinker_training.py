@@ -105,7 +105,7 @@ class TrainingSession:
 
     def _garbled(self, message: str) -> CloudFailure:
         self.lost = self.lost or message
-        return CloudFailure("broken", message)
+        return CloudFailure("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
         """Its metrics by their plain names; the gradient's norm as ``grad_norm``, where there is one."""
