@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import mint  # pyright: ignore[reportMissingImports] - of another environment
@@ -36,21 +35,6 @@ def step(training: Any) -> float:
 
 def own_loss(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     return -torch.cat(logprobs).sum(), {"mine": 1.0}
-
-
-def milliseconds(training: Any, count: int, length: int) -> float:
-    """Of a pass, the fastest of several."""
-    tokens = [3 + i % 300 for i in range(length + 1)]
-    values = types.TensorData(data=[-1.0] * length, dtype="float32")
-    targets = types.TensorData(data=tokens[1:], dtype="int64")
-    inputs = {"target_tokens": targets, "logprobs": values, "advantages": values}
-    long = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-    times = list[float]()
-    for _ in range(8):
-        started = time.perf_counter()
-        training.forward_backward([long] * count, "importance_sampling").result()
-        times.append(1e3 * (time.perf_counter() - started))
-    return min(times)
 
 
 def main(name: str) -> dict[str, Any]:
@@ -82,7 +66,6 @@ def main(name: str) -> dict[str, Any]:
         training.forward_backward([datum(mask=[1.0] * 5)], "cross_entropy").result()
     except mint.RequestFailedError as error:
         told["refused"] = str(error)
-    told["ms"] = milliseconds(training, 32, 128)
     return told
 
 
