@@ -145,6 +145,8 @@ def line(record: Json) -> str:
             f"held-out tasks, {record['label']}, {record['mode']}: {record['accuracy']:.3f} "
             f"({record['n']} tasks, version {record['version']}, {record['seconds']:.0f} s)"
         )
+    if record["kind"] == "warning":
+        return f"warning: {record['text']}"
     reward = record.get("reward_mean")
     return (
         f"step {record['step']:>3}  reward {'–' if reward is None else f'{reward:.3f}'}  "
