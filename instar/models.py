@@ -53,7 +53,9 @@ def is_cached(name: str) -> bool:
 
 def resolve_tokenizer(name: str) -> Path:
     """As `resolve_model`, for one that runs elsewhere: the folder may be without weights."""
-    return resolve_model(name) if is_cached(name) or _is_path(name) else _from_hub(name, WEIGHTS)
+    if name == DEFAULT_MODEL or is_cached(name) or _is_path(name):
+        return resolve_model(name)
+    return _from_hub(name, WEIGHTS)
 
 
 def _is_path(name: str) -> bool:

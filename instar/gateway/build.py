@@ -13,7 +13,7 @@ from instar.engines.base import Engine
 from instar.gateway.app import HASH_KEY, create_app
 from instar.gateway.upstream.base import Upstream
 from instar.gateway.upstream.http import HttpUpstream
-from instar.models import resolve_model
+from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
 from instar.store.base import Store
 
@@ -32,7 +32,7 @@ async def gateway_app(
 
         renderer = None
         if engine is not None:
-            folder = resolve_model(config.model.name)
+            folder = resolve_tokenizer(config.model.name)
             renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
         own = config.engine
         yield create_app(
