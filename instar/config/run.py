@@ -83,8 +83,8 @@ class RunConfig(Section):
     def _something_teaches(self) -> Self:
         if self.trainer.advantage.weight == 0 and self.trainer.reference.weight == 0:
             raise ValueError(
-                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too, so there is nothing "
-                "to learn from; one of them must be above 0"
+                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too, so there is "
+                "nothing to learn; one of them must be above 0"
             )
         return self
 

@@ -21,7 +21,6 @@ from instar.config import RunConfig
 from instar.data.batcher import Batcher
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
-from instar.reference.factory import create_penalty
 from instar.rewards.base import Transcript
 from instar.rewards.factory import create_scorer
 from instar.rollout.agents import create_agent
@@ -97,7 +96,7 @@ def run_config(folder: Path, seed: int) -> RunConfig:
     )
 
 
-async def train(config: RunConfig, teacher: Engine | None = None) -> list[dict[str, Any]]:
+async def train(config: RunConfig) -> list[dict[str, Any]]:
     """The run, composed as the roles of `instar train` are; returns the record of every step."""
     assert config.rollout is not None
     store = SqliteStore(config.store_path)
@@ -123,15 +122,14 @@ async def train(config: RunConfig, teacher: Engine | None = None) -> list[dict[s
             sync=create_sync(backend.capabilities.artifacts, engine.info.artifacts),
             engines=engines,
             monitor=monitor,
-            penalty=create_penalty(config, backend, teacher),
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())
             group.create_task(trainer.run())
         await client.close()
     steps = await store.steps(config.name)
-    assert [step.state for step in steps] == [StepState.COMMITTED] * config.trainer.steps
-    assert (await engine.status()).version == config.trainer.steps
+    assert [step.state for step in steps] == [StepState.COMMITTED] * STEPS
+    assert (await engine.status()).version == STEPS
     monitor.close()
     await engine.close()
     await backend.close()

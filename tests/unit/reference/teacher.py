@@ -1,0 +1,114 @@
+"""A server of `/v1/completions` on a real socket whose logprobs are the scripted engine's.
+
+The model that it is asked for says how it behaves: `vllm` (prompt_logprobs), `openai` (echo), `strict`
+(echo, and unknown fields are refused), `sglang` (echo, where `logprobs` is not 0), `llama` (only the logprobs
+of what was sampled), `bos` (puts a token in front), `named` (echo; tokens are called by their ids), `other`
+(named, and the ids are others), `foreign` (another vocabulary), `flaky` (fails three times), `silent`,
+`denied`, `garbage`, `gone` (a hole in the logprobs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from instar.engines.base import Engine
+from instar.gateway.serve import bind
+
+KEY = "sk-teacher-secret"
+KNOWN = {"model", "prompt", "max_tokens", "temperature", "echo", "logprobs"}
+
+
+@dataclass
+class Teacher:
+    engine: Engine
+    tokenizer: Any
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    keys: set[str] = field(default_factory=set[str])
+    running: int = 0
+    most_running: int = 0
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.add(request.headers.get("Authorization", ""))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(0.005)
+            return await self.answer(body)
+        finally:
+            self.running -= 1
+
+    async def answer(self, body: dict[str, Any]) -> web.StreamResponse:
+        model = body["model"]
+        if model == "flaky" and len(self.bodies) <= 3:
+            headers = {"Retry-After": "0.1"} if len(self.bodies) == 3 else {}
+            return web.Response(status=(500, 503, 429)[len(self.bodies) - 1], headers=headers)
+        if model == "silent":
+            await asyncio.sleep(60)
+        if model == "denied":
+            return web.json_response({"error": f"Incorrect API key provided: {KEY}"}, status=401)
+        if model == "garbage":
+            return web.Response(text="<html>")
+        if model == "strict" and (unknown := body.keys() - KNOWN):
+            return web.json_response({"error": f"unknown: {unknown}"}, status=400)
+        ids: list[int] = ([1] if model == "bos" else []) + body["prompt"]
+        values = [None, *map(float, (await self.engine.logprobs(ids))[1:])]
+        if model == "gone" and len(ids) > 30:
+            values[25] = None
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
+        return web.json_response({"choices": [self.choice(body, ids, values)], "usage": usage})
+
+    def choice(self, body: dict[str, Any], ids: list[int], values: list[float | None]) -> dict[str, Any]:
+        model = body["model"]
+        choice: dict[str, Any] = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
+        if model in ("vllm", "flaky", "bos", "foreign"):
+            if body.get("prompt_logprobs") is not None:
+                choice["prompt_logprobs"] = [
+                    self.entry(model, *pair) for pair in zip(ids, values, strict=True)
+                ]
+            return choice
+        if body.get("logprobs") is None or (model == "sglang" and not body["logprobs"]):
+            return choice
+        if model == "llama":
+            return choice | {"logprobs": {"token_logprobs": [-0.5], "tokens": ["x"]}}
+        texts = [self.tokenizer.decode([token]) for token in ids]
+        if model in ("named", "other"):
+            texts = [f"token_id:{token + (model == 'other')}" for token in ids]
+        return choice | {"logprobs": {"token_logprobs": [*values, -0.5], "tokens": [*texts, "x"]}}
+
+    def entry(self, model: str, token: int, value: float | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        text = self.tokenizer.decode([token + 5 if model == "foreign" else token])
+        likelier = {"logprob": -0.01, "rank": 1, "decoded_token": "?"}
+        told = {"logprob": value, "rank": 2, "decoded_token": text}
+        return {"3": likelier, str(token): told} if token % 2 and token != 3 else {str(token): told}
+
+
+@asynccontextmanager
+async def teaching(engine: Engine, tokenizer: Any) -> AsyncGenerator[Teacher]:
+    teacher = Teacher(engine, tokenizer)
+    app = web.Application(client_max_size=1 << 24)
+    app.router.add_post("/v1/completions", teacher.complete)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    listener = bind("127.0.0.1", 0)
+    await web.SockSite(runner, listener).start()
+    teacher.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    try:
+        yield teacher
+    finally:
+        await runner.cleanup()
+
+
+def long_ids(length: int = 40, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(4, 290, length).astype(np.int32)
