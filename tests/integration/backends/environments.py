@@ -16,6 +16,22 @@ TORCH = "torch==2.13.0"
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
+    # Some of what verl needs is pinned, or pip goes through years of versions to find a set that fits.
+    "verl": [
+        TORCH,
+        "-e",
+        f"{ROOT}[local]",
+        "verl==0.9.1",
+        "ray[default]==2.60.0",
+        "transformers==5.10.4",
+        "datasets==5.2.0",
+        "fsspec==2026.9.0",
+        "wandb==0.31.0",
+        "tensordict==0.10.0",
+        "torchdata==0.11.0",
+        "cachetools",
+        "fastapi",
+    ],
 }
 
 
