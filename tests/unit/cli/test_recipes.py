@@ -1,0 +1,51 @@
+"""The recipes' YAML is the demo's run, whatever trains it, and can be run as it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from instar.clouds.base import SERVICES
+from instar.types import Json
+from tests.unit.cli.conftest import Instar
+
+FOLDER = Path(__file__).parents[3] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+OWN = {"name", "backend", "engine"}
+"""What a recipe may say otherwise than the demo."""
+
+
+def test_every_service_has_a_recipe() -> None:
+    assert {recipe.stem for recipe in RECIPES} == {"local", *SERVICES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_is_the_demo_with_another_backend(recipe: Path, instar: Instar) -> None:
+    demo = instar("config", "show", "--json").json
+    shown = instar("config", "show", recipe, "--json").json
+    assert shown["name"] == f"demo-{recipe.stem}"
+    assert shown["backend"]["type"] == recipe.stem
+    assert {key: shown[key] for key in shown.keys() - OWN} == {key: demo[key] for key in demo.keys() - OWN}
+
+
+def check(instar: Instar, name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Json:
+    for service in SERVICES.values():
+        monkeypatch.setenv(service.key_env, f"{(*service.key_prefixes, '')[0]}a-key-of-the-tests")
+        monkeypatch.delenv(service.url_env, raising=False)
+    return instar("config", "check", FOLDER / f"{name}.yaml", "--json", *options).json
+
+
+@pytest.mark.parametrize("name", ["local", "tinker", "weaver"])
+def test_a_recipe_can_be_run(name: str, instar: Instar, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = check(instar, name, monkeypatch)
+    assert told["ok"], told["mistakes"]
+
+
+def test_mint_lacks_nothing_but_its_environment(
+    instar: Instar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With it, tests/integration/backends checks and runs it."""
+    python = tmp_path / "mint-env" / "bin" / "python"
+    (mistake,) = check(instar, "mint", monkeypatch, "--set", f"backend.python={python}")["mistakes"]
+    assert mistake == f"backend.python: given {str(python)!r}; it cannot be run: No such file or directory"
