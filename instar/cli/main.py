@@ -216,6 +216,7 @@ def backends_serve(
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
     context: Annotated[int, typer.Option(min=1, help="Longest sequence, in tokens.")] = 2048,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: all.")] = None,
+    max_models: Annotated[int, typer.Option(min=1, help="Models in training at once.")] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Serve the local backend to programs that were written for Tinker, MinT or Weaver."""
@@ -229,6 +230,7 @@ def backends_serve(
         port=port,
         folder=folder,
         threads=threads,
+        max_models=max_models,
         as_json=as_json,
     )
 

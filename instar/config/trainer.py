@@ -107,5 +107,5 @@ class TrainerConfig(Section):
     """Steps between two checkpoints. Steps after the last one are trained again after a crash."""
     keep_checkpoints: Positive = 2
     """Checkpoints and published artifacts kept, newest first."""
-    tensorboard: bool = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+    tensorboard: bool | None = None
+    """Write TensorBoard event files beside metrics.jsonl. Default: where it is installed."""

@@ -43,7 +43,8 @@ def served(
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
     command += ["--device", model.device, "--context", str(model.max_context)]
-    command += ["--dir", str(folder / "checkpoints"), "--port", str(port)]
+    # Some SDKs cannot end a session: what a check is done with stays there.
+    command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]
     log = folder / "server.log"
     with log.open("ab") as errors:

@@ -58,6 +58,7 @@ def make_tiny_model(
     """Write a random Llama in fp32 with its tokenizer; returns the folder."""
     import torch
     from transformers import LlamaForCausalLM
+    from transformers.utils import logging
 
     tokenizer = make_tiny_tokenizer()
     config = LlamaConfig(
@@ -78,6 +79,7 @@ def make_tiny_model(
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     torch.set_rng_state(generator_state)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -40,6 +40,9 @@ class Limits:
     max_rank: int = 256
     session_ttl: float = 600.0
     """Seconds without a heartbeat after which a session ends and its models are let go."""
+    silence: float = 90.0
+    """Seconds without a heartbeat after which a session gives up its models for another's. Clients send one
+    every 10 or 30 seconds."""
     result_ttl: float = 3600.0
     """Seconds that the result of an operation is kept after it is done."""
     sequence_gap: float = 120.0

@@ -117,6 +117,7 @@ class LocalWorkshop(Workshop):
     ) -> TrainingModel:
         self.heartbeat(session_id, owner)
         self._check_new(base_model, adapter)
+        await self._make_room()
         self._making += 1
         try:
             with told_to_clients():
@@ -146,10 +147,16 @@ class LocalWorkshop(Workshop):
             raise ProtocolError(f"a rank from 1 to {limits.max_rank} is taken, not {adapter.rank}")
         if adapter.seed is not None and not -(2**63) <= adapter.seed < 2**63:
             raise ProtocolError(f"the seed {adapter.seed} does not fit into 64 bits")
-        if len(self._models) + self._making >= limits.max_models:
-            raise ProtocolError(
-                f"{limits.max_models} models are in training, which is the most: end one first", 429
-            )
+
+    async def _make_room(self) -> None:
+        """Where all places are taken, a session whose client has gone without a word gives up its own."""
+        most = self.limits.max_models
+        while len(self._models) + self._making >= most:
+            holding = {model.session_id for model in self._models.values()}
+            quiet = min(holding, key=lambda each: self._sessions[each].seen, default=None)
+            if quiet is None or time.monotonic() - self._sessions[quiet].seen < self.limits.silence:
+                raise ProtocolError(f"{most} models are in training, which is the most: end one first", 429)
+            await self._end_session(quiet)
 
     def model(self, model_id: str, owner: str) -> TrainingModel:
         return self._model(model_id, owner)

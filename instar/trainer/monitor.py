@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from instar.types import Json
 
 class Monitor:
     """Appends records. A record of a step that is trained again after a crash stands beside the
-    first one; readers take the last of each step (`read_steps`)."""
+    first one; readers take the last of each step (`read_steps`). ``tensorboard`` None means where it is
+    installed."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = _board(run_dir / "tensorboard") if tensorboard else None
+        wanted = _has_board() if tensorboard is None else tensorboard
+        self._board = _board(run_dir / "tensorboard") if wanted else None
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
@@ -33,6 +36,10 @@ class Monitor:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _has_board() -> bool:
+    return all(find_spec(package) is not None for package in ("torch", "tensorboard"))
 
 
 def _board(folder: Path) -> Any:
