@@ -9,7 +9,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from instar.config import PluginConfig, RunConfig, UpstreamEngineConfig
+from instar.config import (
+    CloudSection,
+    EngineConfig,
+    EngineReferenceConfig,
+    PluginConfig,
+    RunConfig,
+    UpstreamEngineConfig,
+)
 from instar.errors import ConfigError, InstarError
 from instar.types import Json
 
@@ -21,10 +28,33 @@ def public_settings(config: RunConfig) -> Json:
 
 def engine_names(config: RunConfig) -> list[str]:
     """What the run's engine processes are called; none, where someone else serves the model."""
-    if isinstance(config.engine, UpstreamEngineConfig):
+    return _numbered("engine", config.engine)
+
+
+def teacher_names(config: RunConfig) -> list[str]:
+    """What the processes of the run's teacher are called; none, where no engine is one."""
+    section = config.trainer.reference
+    if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
         return []
-    count = 1 if isinstance(config.engine, PluginConfig) else config.engine.count
-    return ["engine"] if count == 1 else [f"engine-{place}" for place in range(count)]
+    return _numbered("teacher", section.engine)
+
+
+def teacher_config(config: RunConfig) -> RunConfig:
+    """The run as its teacher's processes see it: the model and the engine are the teacher's."""
+    section = config.trainer.reference
+    assert isinstance(section, EngineReferenceConfig)
+    changes: Json = {"model": section.model, "engine": section.engine}
+    if isinstance(config.backend, CloudSection):
+        # At a service it is a model of its own name, whatever the student is called there.
+        changes["backend"] = config.backend.model_copy(update={"base_model": None})
+    return config.model_copy(update=changes)
+
+
+def _numbered(name: str, engine: EngineConfig) -> list[str]:
+    if isinstance(engine, UpstreamEngineConfig):
+        return []
+    count = 1 if isinstance(engine, PluginConfig) else engine.count
+    return [name] if count == 1 else [f"{name}-{place}" for place in range(count)]
 
 
 class RunFolder:

@@ -7,17 +7,36 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
-from instar.cluster.layout import RunFolder, engine_names, public_settings
-from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN, ENGINE_URL, ENGINE_URLS, GATEWAY_URL
+from instar.cluster.layout import (
+    RunFolder,
+    engine_names,
+    public_settings,
+    teacher_config,
+    teacher_names,
+)
+from instar.cluster.role import (
+    ADMIN_KEY,
+    ENGINE_TOKEN,
+    ENGINE_URL,
+    ENGINE_URLS,
+    GATEWAY_URL,
+    TEACHER_URLS,
+)
 from instar.cluster.supervisor import Supervisor, listen, url_of
-from instar.config import RunConfig
+from instar.config import (
+    CloudConfig,
+    CloudEngineConfig,
+    EngineReferenceConfig,
+    RunConfig,
+    UpstreamEngineConfig,
+)
 from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
@@ -42,6 +61,7 @@ class LiveRun:
     gateway_url: str
     admin_key: str
     secrets: Secrets = field(repr=False)
+    teacher_urls: list[str] = field(default_factory=list[str])
     engine: Engine | None = None
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
@@ -107,7 +127,7 @@ async def serving(
                 server=server,
             )
         await supervisor.start("gateway", env=_environment(run), server=gateway_socket)
-        await _until_up(run)
+        await _until_up(run, (*run.engine_urls, run.gateway_url))
         yield run
     finally:
         run.phase = "stopping"
@@ -141,6 +161,7 @@ def _environment(run: LiveRun) -> dict[str, str]:
         ADMIN_KEY: run.admin_key,
         ENGINE_TOKEN: run.engine_token,
         ENGINE_URLS: " ".join(run.engine_urls),
+        TEACHER_URLS: " ".join(run.teacher_urls),
         GATEWAY_URL: run.gateway_url,
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
@@ -148,12 +169,39 @@ def _environment(run: LiveRun) -> dict[str, str]:
     }
 
 
-async def _until_up(run: LiveRun, timeout: float = 600.0) -> None:
+@asynccontextmanager
+async def _teaching(run: LiveRun) -> AsyncGenerator[None]:
+    """With the teacher up, where an engine is one. It ends with the run's other roles."""
+    sockets = {name: listen("127.0.0.1", 0) for name in teacher_names(run.config)}
+    try:
+        for name, server in sockets.items():
+            await run.supervisor.start(
+                "teacher",
+                name=name,
+                python=_teacher_python(run.config),
+                env={**_environment(run), **run.secrets.env, ENGINE_URL: url_of(server)},
+                without=run.secrets.withheld,
+                server=server,
+            )
+        run.teacher_urls = [url_of(server) for server in sockets.values()]
+        await _until_up(run, run.teacher_urls)
+        yield
+    finally:
+        for server in sockets.values():
+            server.close()
+
+
+def _teacher_python(config: RunConfig) -> str | None:
+    engine = teacher_config(config).engine
+    return config.backend.python if isinstance(engine, CloudEngineConfig) else engine.python
+
+
+async def _until_up(run: LiveRun, urls: Iterable[str], timeout: float = 600.0) -> None:
     import aiohttp
 
     deadline = time.monotonic() + timeout
     async with aiohttp.ClientSession() as client:
-        for url in (*run.engine_urls, run.gateway_url):
+        for url in urls:
             while True:
                 run.supervisor.raise_failure()
                 try:
@@ -184,18 +232,36 @@ async def train(
     config, notes = check_run(config, os.environ)
     for note in notes:
         log(note)
+    _check_teacher(config)
     if resume:
         _check_backend(config)
     async with serving(config, resume=resume, log=log) as run:
         if observe is not None:
             observe(run)
         try:
-            await _phases(run)
+            async with _teaching(run):
+                await _phases(run)
         except InstarError as error:
             await _finish(run, "failed", str(error))
             raise
         await _finish(run, "stopped" if run.stopped_by_user else "finished")
         return run
+
+
+def _check_teacher(config: RunConfig) -> None:
+    section = config.trainer.reference
+    if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
+        return
+    if isinstance(section.engine, UpstreamEngineConfig):
+        raise ConfigError(
+            "trainer.reference.engine.type: an upstream does not tell the logprobs of given tokens; use "
+            "trainer.reference.type: completions where it does"
+        )
+    if isinstance(section.engine, CloudEngineConfig) and not isinstance(config.backend, CloudConfig):
+        raise ConfigError(
+            f"trainer.reference.engine.type: cloud is at the service that trains, and backend.type is "
+            f"{config.backend.type!r}; use local"
+        )
 
 
 def _check_backend(config: RunConfig) -> None:

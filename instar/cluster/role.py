@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.cluster.cores import share_cores
-from instar.cluster.layout import RunFolder, engine_names
+from instar.cluster.layout import RunFolder, engine_names, teacher_config, teacher_names
 from instar.cluster.supervisor import FATAL
-from instar.config import RunConfig
-from instar.errors import BackendUnavailable, EngineUnavailable, InstarError, StoreFull
+from instar.config import CloudEngineConfig, RunConfig
+from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
 from instar.types import Endpoint, Policy
 
 if TYPE_CHECKING:
+    from instar.engines.base import Engine
     from instar.trainer.loop import Trainer
 
 ADMIN_KEY = "INSTAR_ADMIN_KEY"
@@ -38,6 +39,8 @@ ENGINE_URL = "INSTAR_ENGINE_URL"
 """Where an engine listens itself."""
 ENGINE_URLS = "INSTAR_ENGINE_URLS"
 """Where all of them do, with spaces between."""
+TEACHER_URLS = "INSTAR_TEACHER_URLS"
+"""Where the engines of the teacher do, if there is one."""
 GATEWAY_URL = "INSTAR_GATEWAY_URL"
 HEARTBEAT = 0.5
 FINISHED = "finished"
@@ -109,7 +112,7 @@ def main() -> None:
         lock = folder.lock(arguments.name or arguments.role)
         code = _run(arguments.role, folder, arguments)
         os.close(lock)
-    except (EngineUnavailable, BackendUnavailable, StoreFull):
+    except (EngineUnavailable, StoreFull):
         # May pass by itself: let the supervisor start the role again.
         traceback.print_exc()
         code = 1
@@ -149,8 +152,6 @@ def _end_with_supervisor(lifeline: int) -> None:
 
 async def engine(context: Context) -> None:
     from instar.engines.factory import create_engine
-    from instar.engines.server import create_engine_app
-    from instar.gateway.serve import serve
 
     store = context.open_store()
     await context.announce(store, "loading the model")
@@ -158,6 +159,34 @@ async def engine(context: Context) -> None:
     head = await store.head(context.policy_id)
     if head.version > 0 and not _has_expired(head):
         await served.load(head)
+    await _serve_engine(context, store, served, "trainer", among=len(engine_names(context.config)))
+
+
+async def teacher(context: Context) -> None:
+    """An engine that is asked only about given tokens. It computes while the trainer waits, and takes the
+    trainer's place beside the engines."""
+    from instar.engines.factory import create_engine
+    from instar.reference.vocabulary import require_same_vocabulary
+
+    config = teacher_config(context.config)
+    store = context.open_store()
+    await context.announce(store, "loading the model")
+    if not isinstance(config.engine, CloudEngineConfig):  # a service's tokenizer is not at hand
+        require_same_vocabulary(context.config.model, config.model)
+    served = create_engine(config)
+    if not served.info.scores:
+        raise ConfigError(
+            f"trainer.reference.engine.type: the {served.info.kind} engine does not tell the logprobs of "
+            "given tokens, so it cannot be a teacher"
+        )
+    await _serve_engine(context, store, served, "engine", among=len(teacher_names(context.config)))
+
+
+async def _serve_engine(context: Context, store: Store, served: Engine, other: str, *, among: int) -> None:
+    """Until the role is stopped. ``other``: the role that it shares the cores with."""
+    from instar.engines.server import create_engine_app
+    from instar.gateway.serve import serve
+
     listener = context.socket()
     status = await served.status()
 
@@ -174,9 +203,7 @@ async def engine(context: Context) -> None:
     await _first(
         serve(app, listener, stop=context.stop),
         refresh(),
-        share_cores(
-            context.config, store, "trainer", served.use_cores, among=len(engine_names(context.config))
-        ),
+        share_cores(context.config, store, other, served.use_cores, among=among),
         context.heartbeat(store, doing, os.environ[ENGINE_URL]),
     )
     await served.close()
@@ -235,8 +262,9 @@ def _spare_the_collector() -> None:
 async def trainer(context: Context) -> None:
     from instar.backends.factory import create_backend, settle
     from instar.data.batcher import Batcher
-    from instar.engines.base import Engine
+    from instar.engines.factory import connect_engines
     from instar.engines.remote import RemoteEngine
+    from instar.reference.factory import create_penalty
     from instar.sync.factory import create_sync
     from instar.trainer.loop import Trainer
     from instar.trainer.monitor import Monitor
@@ -250,6 +278,12 @@ async def trainer(context: Context) -> None:
     engines: list[Engine] = await asyncio.gather(
         *(RemoteEngine.connect(url, token, timeout=300) for url in os.environ[ENGINE_URLS].split())
     )
+
+    teachers = os.environ[TEACHER_URLS].split()
+    teaching = await connect_engines(teachers, token, timeout=300) if teachers else None
+    penalty = create_penalty(config, backend, teaching)
+    if penalty is not None:
+        await penalty.start()
 
     async def current_engines() -> list[Engine]:
         return engines
@@ -268,6 +302,7 @@ async def trainer(context: Context) -> None:
         sync=create_sync(backend.capabilities.artifacts, engines[0].info.artifacts),
         engines=current_engines,
         monitor=monitor,
+        penalty=penalty,
         log=context.log,
     )
     stopper = asyncio.create_task(_when(context.stop, loop.stop))
@@ -282,6 +317,8 @@ async def trainer(context: Context) -> None:
         sharing.cancel()
         beating.cancel()
         monitor.close()
+        if penalty is not None:
+            await penalty.close()
         await backend.close()
         for connected in engines:
             await connected.close()
@@ -344,6 +381,7 @@ async def rollout(context: Context) -> None:
 
 ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {
     "engine": engine,
+    "teacher": teacher,
     "gateway": gateway,
     "trainer": trainer,
     "rollout": rollout,

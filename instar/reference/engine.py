@@ -16,8 +16,8 @@ PATIENCE = 300.0
 
 
 class EngineReference(OneByOne):
-    def __init__(self, engine: Engine, *, patience: float = PATIENCE) -> None:
-        super().__init__(AT_ONCE)
+    def __init__(self, engine: Engine, *, at_once: int = AT_ONCE, patience: float = PATIENCE) -> None:
+        super().__init__(at_once)
         self._engine = engine
         self._patience = patience
 

@@ -21,10 +21,11 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         return None
     reference: Reference
     if isinstance(section, EngineReferenceConfig):
-        from instar.reference.engine import EngineReference
+        from instar.reference.engine import AT_ONCE, EngineReference
 
         assert teacher is not None, "the composer starts the teacher"
-        reference = EngineReference(teacher)
+        # What is computed together changes the last bits; a run in sync mode repeats to the bit.
+        reference = EngineReference(teacher, at_once=1 if config.trainer.mode == "sync" else AT_ONCE)
     elif isinstance(section, CompletionsReferenceConfig):
         from instar.reference.completions import CompletionsReference
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from instar.backends.base import BackendCapabilities
 from instar.config import RunConfig
 from instar.data.advantages import token_scales
-from instar.errors import ConfigError, InstarError
+from instar.errors import InstarError
 from instar.reference.base import Reference
 from instar.reference.factory import create_penalty
 from instar.reference.penalty import Penalty
@@ -21,7 +20,7 @@ from instar.trainer.monitor import read_steps
 from instar.types import Floats, Sample
 from tests.tiny import make_tiny_model
 from tests.unit.data.build import RUN
-from tests.unit.trainer.house import Died, Fate, MortalBackend, fill, make_config, open_house
+from tests.unit.trainer.house import Died, Fate, fill, make_config, open_house
 
 
 class Told(Reference):
@@ -152,17 +151,3 @@ async def test_no_weight_asks_nothing(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", model)
     async with open_house(config) as house:
         assert create_penalty(config, house.backend, None) is None
-
-
-class Deaf(MortalBackend):
-    @property
-    def capabilities(self) -> BackendCapabilities:
-        return BackendCapabilities(losses=frozenset({"ppo"}), artifacts=frozenset({"adapter"}))
-
-
-async def test_a_backend_that_cannot_tell_is_refused(model: Path, tmp_path: Path) -> None:
-    config = held(tmp_path / "run", model)
-    backend = Deaf(config, Fate())
-    with pytest.raises(ConfigError, match=r"trainer\.reference\.type: given 'base'"):
-        create_penalty(config, backend, None)
-    await backend.close()

@@ -1,0 +1,90 @@
+"""Whole runs with a teacher in a process of its own: it dies and returns, it reads other tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.trainer.monitor import read_steps
+from tests.tiny import make_tiny_model, make_tiny_tokenizer
+from tests.torture.tortured import Tortured, settings
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_tiny_model(folder / "student", hidden=32, context=2048)
+    make_tiny_model(folder / "teacher", hidden=48, context=2048, seed=1)
+    return folder
+
+
+def distilling(folder: Path, models: Path, steps: int) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    reference = {
+        "type": "engine",
+        "model": {"name": str(models / "teacher"), "dtype": "fp32", "device": "cpu"},
+        "engine": {"type": "local", "threads": 1},
+        "weight": 0.1,
+    }
+    return settings(folder, models / "student", steps=steps, reference=reference, advantage={"weight": 0.5})
+
+
+def test_a_teacher_that_dies_comes_back_and_nothing_is_learned_otherwise(
+    models: Path, tmp_path: Path
+) -> None:
+    whole = Tortured(tmp_path / "whole", distilling(tmp_path / "whole", models, 3))
+    whole.start()
+    whole.finish()
+    killed = Tortured(tmp_path / "killed", distilling(tmp_path / "killed", models, 3))
+    killed.start()
+    assert killed.wait_until(lambda: killed.is_up() and bool(killed.query("SELECT 1 FROM steps")))
+    assert killed.kill_role("teacher")
+    killed.finish()
+    assert "teacher ended with signal SIGKILL; starting it again" in killed.output.read_text()
+    assert killed.fingerprint() == whole.fingerprint()
+    steps = read_steps(whole.run_dir)
+    assert all(
+        step["reference_kl"] == again["reference_kl"]
+        for step, again in zip(steps, read_steps(killed.run_dir), strict=True)
+    )
+    assert len({step["reference_kl"] for step in steps}) == 3
+    killed.assert_no_orphans()
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_at_start(models: Path, tmp_path: Path) -> None:
+    config = distilling(tmp_path, models, 3)
+    other = make_tiny_model(tmp_path / "other", hidden=32)
+    make_tiny_tokenizer(300).save_pretrained(other)
+    config["trainer"]["reference"]["model"]["name"] = str(other)
+    run = Tortured(tmp_path, config)
+    run.start()
+    assert run.wait(90) == 1
+    said = run.output.read_text()
+    assert "trainer.reference.model.name" in said
+    assert "has another vocabulary than" in said
+    assert "Traceback" not in said
+    assert run.query("SELECT status FROM runs") == [("failed",)]
+    assert run.query("SELECT COUNT(*) FROM sessions") == [(0,)], "before anything was rolled out"
+
+
+def test_a_teacher_that_cannot_be_one_is_refused(models: Path, tmp_path: Path) -> None:
+    config = distilling(tmp_path, models, 3)
+    config["trainer"]["reference"]["engine"] = {"type": "cloud"}
+    run = Tortured(tmp_path, config)
+    run.start()
+    assert run.wait(90) != 0
+    assert "trainer.reference.engine.type: cloud is at the service that trains" in run.output.read_text()
+
+
+def test_the_report_tells_of_the_reference(models: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, models / "student", steps=1, reference={"type": "base", "weight": 0.1})
+    run = Tortured(tmp_path, config)
+    run.start()
+    run.finish()
+    ((metrics,),) = run.query("SELECT metrics FROM steps")
+    assert json.loads(metrics)["reference_kl"] != 0
