@@ -32,6 +32,9 @@ CONTEXT = 256
 SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
+OTHER_KERNELS = {"verl": 5.0}
+"""How many times the tolerance is allowed where another implementation computes: it sums in another order, and
+Adam enlarges what differs in small gradients. The services' protocols end at the local backend itself."""
 PLAY_DEADLINE = 900.0
 Say = Callable[[str], None]
 
@@ -77,7 +80,7 @@ def check_backend(
         expected = _expected(model, folder / "expected")
         with _under_test(name, model, folder, url, python) as (section, server):
             found = _found(model, section, folder / "found", python, server, say)
-        return compare(expected, found, CONTEXT, TOLERANCE[dtype])
+        return compare(expected, found, CONTEXT, TOLERANCE[dtype] * OTHER_KERNELS.get(name, 1.0))
 
 
 def _expected(model: ModelConfig, folder: Path) -> Play:
