@@ -25,7 +25,7 @@ from instar.types import Json, Task
 OUTPUT_READ = 64 * 1024
 """Bytes read of the end of a program's output, where its reward may be."""
 STDERR_SHOWN = 800
-SECRETS = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN"})
+SECRETS = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
 """Keys of the run itself, which no agent may hold."""
 
 
