@@ -13,7 +13,8 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,16 +22,21 @@ from typing import Any
 
 import msgspec
 
+OTHER_WITHIN = 30.0
 RECOVERY = 0
 """The step of what happens before a process has taken up one."""
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """Right after the point was passed in the step. ``whole``: the supervisor is killed first."""
+    """Right after the point was passed in the step."""
 
     point: str
     step: int
     whole: bool = False
+    """Whether the supervisor is killed first."""
+    other: bool = False
+    """Whether another process is killed instead. The folder's `other` holds its id; it is waited for, and
+    used once."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Point:
     """Place of the step among the arguments, where it is one of them."""
     where: tuple[int, str] | None = None
     """(place, value): only calls with this argument count."""
+    before: bool = False
+    """Whether it is passed when the call begins, and not when it has ended."""
 
 
 STORE = "instar.store.sqlite:SqliteStore"
@@ -81,11 +89,21 @@ class Switch:
         (self.folder / f"fired-{number}").touch()
         if moment.whole:
             os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(self._other() if moment.other else os.getpid(), signal.SIGKILL)
+
+    def _other(self) -> int:
+        file = self.folder / "other"
+        until = time.monotonic() + OTHER_WITHIN
+        while not file.exists():
+            assert time.monotonic() < until, "there is no other process to kill"
+            time.sleep(0.01)
+        process = int(file.read_text())
+        file.unlink()
+        return process
 
 
-def arm(switch: Switch) -> None:
-    for name, point in (POINTS | IN_RECOVERY).items():
+def arm(switch: Switch, points: Mapping[str, Point]) -> None:
+    for name, point in points.items():
         module_name, _, path = point.target.partition(":")
         owner: Any = import_module(module_name)
         *parents, attribute = path.split(".")
@@ -98,9 +116,12 @@ def _watched(function: Callable[..., Any], name: str, point: Point, switch: Swit
     def before(arguments: tuple[Any, ...]) -> None:
         if point.step_at is not None:
             switch.step = arguments[point.step_at]
+        if point.before:
+            switch.passed(name)
 
     def after(arguments: tuple[Any, ...]) -> None:
-        if point.where is None or arguments[point.where[0]] == point.where[1]:
+        counts = point.where is None or arguments[point.where[0]] == point.where[1]
+        if counts and not point.before:
             switch.passed(name)
 
     @functools.wraps(function)
@@ -120,10 +141,21 @@ def _watched(function: Callable[..., Any], name: str, point: Point, switch: Swit
     return later if inspect.iscoroutinefunction(function) else at_once
 
 
-def make_interpreter(folder: Path, moments: list[Moment]) -> Path:
-    """A program to name as `backend.python`."""
+def name_other(folder: Path, process: int) -> None:
+    """Tell the switch which other process there is."""
+    scratch = folder / "other.new"
+    scratch.write_text(str(process))
+    scratch.rename(folder / "other")
+
+
+def make_plan(folder: Path, moments: list[Moment]) -> None:
     folder.mkdir()
     (folder / "plan.json").write_bytes(msgspec.json.encode(moments))
+
+
+def make_interpreter(folder: Path, moments: list[Moment]) -> Path:
+    """A program to name as `backend.python`."""
+    make_plan(folder, moments)
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.torture.killer "{folder}" "$@"\n')
     program.chmod(0o755)
@@ -137,7 +169,7 @@ def fired(folder: Path) -> int:
 def main() -> None:
     folder, flag, module, *arguments = sys.argv[1:]
     assert flag == "-m"
-    arm(Switch(Path(folder)))
+    arm(Switch(Path(folder)), POINTS | IN_RECOVERY)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -68,11 +68,82 @@ class Fingerprint:
     optimizer: str
 
 
-class Tortured:
+class Trained:
+    """What a run left in its store, or has there so far."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self.run_dir = run_dir
+        self.steps = steps
+
+    def query(self, sql: str, *values: object) -> list[Any]:
+        store = sqlite3.connect(f"file:{self.run_dir / 'store.db'}?mode=ro", uri=True)
+        try:
+            return store.execute(sql, values).fetchall()
+        finally:
+            store.close()
+
+    def progress(self) -> str:
+        """How far it is, for people."""
+        try:
+            (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
+        except sqlite3.OperationalError:
+            return "before its first step"
+        return f"{steps} steps committed"
+
+    def fingerprint(self) -> Fingerprint:
+        self.assert_consistent()
+        (artifact,) = self.query(
+            "SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC LIMIT 1"
+        )[0]
+        (state,) = self.query("SELECT state_path FROM steps ORDER BY step DESC LIMIT 1")[0]
+        return Fingerprint(
+            trained=tuple(
+                self.query(
+                    "SELECT step, sample_key, reward, advantage FROM claims WHERE outcome = 'trained' "
+                    "ORDER BY step, sample_key"
+                )
+            ),
+            dropped=tuple(
+                self.query(
+                    "SELECT step, sample_key, reason FROM claims WHERE outcome = 'dropped' "
+                    "AND step IS NOT NULL ORDER BY step, sample_key"
+                )
+            ),
+            adapter=adapter_hash(self.adapter_at(artifact)),
+            optimizer=adapter_hash(self.state_at(Path(state) / "backend")),
+        )
+
+    def adapter_at(self, artifact: str) -> Path:
+        """The folder of what was published."""
+        return Path(artifact)
+
+    def state_at(self, saved: Path) -> Path:
+        """The folder of the weights and the optimizer that the backend saved."""
+        return saved
+
+    def assert_consistent(self) -> None:
+        """Whatever happened, these hold."""
+        steps = self.query("SELECT step, state, version FROM steps ORDER BY step")
+        assert [step for step, _, _ in steps] == list(range(1, self.steps + 1))
+        assert {state for _, state, _ in steps} == {"committed"}, steps
+        again = self.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
+        assert not again, f"claimed twice: {again}"
+        trained = self.query(
+            "SELECT c.session_id, s.status FROM claims c JOIN sessions s USING (session_id) "
+            "WHERE c.outcome = 'trained' AND s.status != 'completed'"
+        )
+        assert not trained, f"trained on sessions that were not completed: {trained}"
+        versions = self.query("SELECT version, state FROM policies ORDER BY version")
+        assert [version for version, _ in versions] == list(range(1, len(versions) + 1))
+        assert {state for _, state in versions} <= {"published", "tombstoned"}, versions
+        live = [version for version, state in versions if state == "published"]
+        assert [version for _, _, version in steps if version is not None] == live
+
+
+class Tortured(Trained):
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        super().__init__(Path(config["dir"]), config["trainer"]["steps"])
         self.folder = folder
-        self.run_dir = Path(config["dir"])
-        self.config = config
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(config))
         self.process: subprocess.Popen[bytes] | None = None
@@ -170,65 +241,11 @@ class Tortured:
 
     # --- what became of it ---------------------------------------------------------------------
 
-    def query(self, sql: str, *values: object) -> list[Any]:
-        store = sqlite3.connect(f"file:{self.run_dir / 'store.db'}?mode=ro", uri=True)
-        try:
-            return store.execute(sql, values).fetchall()
-        finally:
-            store.close()
-
-    def progress(self) -> str:
-        """How far it is, for people."""
-        try:
-            (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
-        except sqlite3.OperationalError:
-            return "before its first step"
-        return f"{steps} steps committed"
-
-    def fingerprint(self) -> Fingerprint:
-        self.assert_consistent()
-        (adapter,) = self.query(
-            "SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC LIMIT 1"
-        )[0]
-        (state,) = self.query("SELECT state_path FROM steps ORDER BY step DESC LIMIT 1")[0]
-        return Fingerprint(
-            trained=tuple(
-                self.query(
-                    "SELECT step, sample_key, reward, advantage FROM claims WHERE outcome = 'trained' "
-                    "ORDER BY step, sample_key"
-                )
-            ),
-            dropped=tuple(
-                self.query(
-                    "SELECT step, sample_key, reason FROM claims WHERE outcome = 'dropped' "
-                    "AND step IS NOT NULL ORDER BY step, sample_key"
-                )
-            ),
-            adapter=adapter_hash(Path(adapter)),
-            optimizer=adapter_hash(Path(state) / "backend"),
-        )
-
     def assert_consistent(self) -> None:
-        """Whatever happened, these hold."""
-        steps = self.query("SELECT step, state, version FROM steps ORDER BY step")
-        wanted = self.config["trainer"]["steps"]
-        assert [step for step, _, _ in steps] == list(range(1, wanted + 1))
-        assert {state for _, state, _ in steps} == {"committed"}, steps
-        again = self.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
-        assert not again, f"claimed twice: {again}"
-        trained = self.query(
-            "SELECT c.session_id, s.status FROM claims c JOIN sessions s USING (session_id) "
-            "WHERE c.outcome = 'trained' AND s.status != 'completed'"
-        )
-        assert not trained, f"trained on sessions that were not completed: {trained}"
-        versions = self.query("SELECT version, state FROM policies ORDER BY version")
-        assert [version for version, _ in versions] == list(range(1, len(versions) + 1))
-        assert {state for _, state in versions} <= {"published", "tombstoned"}, versions
-        live = [version for version, state in versions if state == "published"]
-        assert [version for _, _, version in steps if version is not None] == live
+        super().assert_consistent()
         self.assert_recorded()
         last = json.loads(self.output.read_text().splitlines()[-1])
-        assert last["steps"] == wanted, "the metrics lack a step"
+        assert last["steps"] == self.steps, "the metrics lack a step"
 
     def assert_recorded(self) -> None:
         """Every reply that ended for the agent is in the store."""

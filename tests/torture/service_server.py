@@ -1,0 +1,33 @@
+"""A protocol's server as a process that can be killed. Its keys are in INSTAR_PROTOCOL_KEYS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import instar.protocol.tinker.app
+import instar.protocol.weaver.app
+import instar.protocol.workshop  # noqa: F401 - these are imported here, and not once more in every life
+from instar.config import ModelConfig
+from instar.protocol.base import Limits
+from instar.protocol.serve import serve_protocol
+
+LIMITS = Limits(max_models=10_000, session_ttl=60.0)
+"""Trainers that are killed leave their models behind, more of them in a minute than people do in a day."""
+
+
+def main() -> None:
+    protocol, model, folder, port = sys.argv[1:]
+    asyncio.run(
+        serve_protocol(
+            protocol,
+            ModelConfig(name=model, dtype="fp32", device="cpu", max_context=256),
+            folder=Path(folder),
+            keys=[os.environ["INSTAR_PROTOCOL_KEYS"]],
+            port=int(port),
+            limits=LIMITS,
+            threads=1,
+        )
+    )

@@ -1,0 +1,67 @@
+"""A trainer as a process that can be killed, over a store with all its data and a training service.
+
+`sys.argv` names the run's config, and where there is one the folder of a plan to die by. The service's key is
+in its variable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+from transformers import PreTrainedTokenizerFast  # noqa: F401 - here, and not once more in every life
+
+from instar.backends.factory import create_backend, settle
+from instar.config import RunConfig, ScriptedEngineConfig
+from instar.data.batcher import Batcher
+from instar.engines.base import Engine
+from instar.engines.scripted import ScriptedEngine
+from instar.store.sqlite import SqliteStore
+from instar.sync.factory import create_sync
+from instar.trainer.loop import Trainer
+from instar.trainer.monitor import Monitor
+from tests.torture.killer import Switch, arm
+from tests.torture.service_points import points
+from tests.unit.data.build import RUN
+
+
+async def train(config: RunConfig) -> None:
+    """As the trainer's role does, without the other roles."""
+    assert isinstance(config.engine, ScriptedEngineConfig)
+    store = SqliteStore(config.store_path)
+    backend = create_backend(config)
+    config, _ = settle(config, backend.capabilities)
+    engine = ScriptedEngine(config.model, config.engine)
+    monitor = Monitor(config.run_dir, tensorboard=False)
+
+    async def engines() -> list[Engine]:
+        return [engine]
+
+    trainer = Trainer(
+        config,
+        RUN,
+        RUN,
+        store=store,
+        backend=backend,
+        batcher=Batcher(store, RUN, config),
+        sync=create_sync(backend.capabilities.artifacts, engine.info.artifacts),
+        engines=engines,
+        monitor=monitor,
+    )
+    trainer.rollout_finished = True
+    try:
+        await trainer.run()
+    finally:
+        monitor.close()
+        await backend.close()
+        await engine.close()
+        await store.close()
+
+
+def main() -> None:
+    config = RunConfig.model_validate(msgspec.json.decode(Path(sys.argv[1]).read_bytes()))
+    if sys.argv[2:]:
+        arm(Switch(Path(sys.argv[2])), points(config.backend.type))
+    asyncio.run(train(config))
