@@ -21,7 +21,7 @@ from instar.gateway.auth import KEY_HEADER, KEY_HEADERS, Caller, Keys
 from instar.gateway.base import SESSION_HEADER, ApiError, bad_request
 from instar.gateway.calls import Calls, Exchange
 from instar.gateway.control import Control
-from instar.gateway.dialects.base import Dialect, Request
+from instar.gateway.dialects.base import Dialect, Request, TokenLogprob
 from instar.gateway.forward import Forward, as_message
 from instar.gateway.identity import evidence, external_id
 from instar.gateway.incoming import Incoming
@@ -207,6 +207,8 @@ class Gateway:
         request, chain = self._recall.read(dialect, where, body)
         self._check_size(request)
         upstream, trainable = self._routing.of(request.model)
+        if request.scores and upstream is None:
+            return await self._score(dialect, request)
         request, chain, previous = await self._with_previous(
             caller, request, chain, upstream=upstream is not None
         )
@@ -277,6 +279,26 @@ class Gateway:
             earlier = earlier[1:]
         request = replace(request, messages=(*own, *earlier, call.reply, *new))
         return request, self._hasher.chain(request.messages, request.tools), call.session_id
+
+    async def _score(self, dialect: Dialect, request: Request) -> Response:
+        """Nothing is sampled, so nothing is recorded."""
+        calls = self._routing.engine(request)
+        if not calls.engine.info.scores:
+            raise bad_request(
+                "The engine does not tell the logprobs of a prompt.", "echo", "unsupported_value"
+            )
+        assert request.prompt is not None
+        ids = calls.renderer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        calls.check_ids(ids, "prompt")
+        try:
+            async with asyncio.timeout(calls.timeout):
+                logprobs = await calls.engine.logprobs(ids)
+        except TimeoutError as error:
+            raise ApiError(504, f"No logprobs within {calls.timeout:g} seconds.", code="timeout") from error
+        text = calls.renderer.token_text
+        tokens = [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
+        request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
+        return Response(dialect.scored(request_id, request, tokens), media_type=JSON)
 
     async def _count(self, dialect: Dialect, headers: Mapping[str, str], body: bytes) -> Response:
         request = dialect.read_count(body)

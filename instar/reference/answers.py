@@ -42,7 +42,7 @@ class PromptLogprobs(Form):
     """As vLLM does it: keyed by token id."""
 
     def __init__(self) -> None:
-        super().__init__("prompt_logprobs", {"prompt_logprobs": 0})
+        super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
 
     def read(self, answer: Any, ids: Ids) -> Answer:
         entries = _choice(answer, ids).get("prompt_logprobs")
@@ -66,11 +66,12 @@ class PromptLogprobs(Form):
 
 
 class Echo(Form):
-    """As OpenAI did it: in front of the logprobs of what was sampled. Some servers take ``logprobs: 0`` for
-    none at all, others know only those of the chosen tokens."""
+    """As OpenAI did it: in front of the logprobs of what is sampled. Some servers take ``logprobs: 0`` for
+    none at all, others know only those of the chosen tokens; some sample a token in any case."""
 
-    def __init__(self, logprobs: int) -> None:
-        super().__init__(f"echo, logprobs {logprobs}", {"echo": True, "logprobs": logprobs})
+    def __init__(self, *, logprobs: int, max_tokens: int) -> None:
+        asks = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
+        super().__init__(", ".join(f"{name} {value}" for name, value in asks.items()), asks)
 
     def read(self, answer: Any, ids: Ids) -> Answer:
         choice = _choice(answer, ids)
@@ -81,14 +82,18 @@ class Echo(Form):
         numbers = cast(list[float | None], values)
         if len(numbers) < len(ids):
             raise Unanswered(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
-        # One token is sampled behind them, unless the server leaves it out.
+        # One token may be sampled behind them.
         _check_length(max(len(ids), len(numbers) - 1), ids)
         prompt = [_number(value) for value in numbers[: len(ids)]]
         texts = _texts(cast(Json, told).get("tokens"), ids)
         return Answer(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
 
 
-FORMS: tuple[Form, ...] = (PromptLogprobs(), Echo(0), Echo(1))
+FORMS: tuple[Form, ...] = (
+    PromptLogprobs(),
+    Echo(logprobs=0, max_tokens=0),
+    Echo(logprobs=1, max_tokens=1),
+)
 
 
 def _choice(answer: Any, ids: Ids) -> Json:

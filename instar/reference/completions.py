@@ -83,7 +83,7 @@ class CompletionsReference(OneByOne):
 
     async def _ask(self, form: Form, ids: Ids) -> Answer:
         """Raises Unanswered where the server refuses this form, or answers without the logprobs."""
-        body = {"model": self._section.model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0}
+        body = {"model": self._section.model, "prompt": ids.tolist(), "temperature": 0}
         return form.read(await self._post(msgspec.json.encode(body | form.asks)), ids)
 
     async def _post(self, body: bytes) -> Any:

@@ -38,6 +38,8 @@ class Request:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    scores: bool = False
+    """To be told the logprobs of the prompt's own tokens, and no reply."""
     refusal: ApiError | None = None
     """What is asked for that only a provider could give: the answer where an engine of ours is asked."""
     wire: Any = None
@@ -113,6 +115,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def error(self, error: ApiError) -> bytes: ...
+
+    def scored(self, request_id: str, request: Request, tokens: Sequence[TokenLogprob]) -> bytes:
+        """The answer to a request that ``scores``: its prompt's tokens."""
+        raise NotImplementedError
 
     def read_count(self, body: bytes) -> Request:
         """A request to ``count_path``."""

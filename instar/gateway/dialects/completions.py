@@ -1,5 +1,5 @@
 """OpenAI's completions: a prompt, as text or as token ids, is continued. A reply is the text as it is: no
-tool calls, no reasoning."""
+tool calls, no reasoning. With `echo`, `logprobs: 0` and `max_tokens: 0` the prompt itself is scored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ _decoder = msgspec.json.Decoder(Body)
 _ONLY: dict[str, tuple[Any, ...]] = {
     # The logprobs of the tokens that were sampled; those of others are not known.
     "logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -95,8 +94,15 @@ def _ids(given: list[Any], path: str) -> tuple[int, ...]:
     return tuple(given)
 
 
+def _scores(body: Body) -> bool:
+    """Whether nothing is to be sampled: with a reply behind it, a prompt is not echoed."""
+    return bool(body.echo) and body.max_tokens == 0 and body.logprobs == 0 and not body.stream
+
+
 def _refusals(body: Body) -> list[ApiError]:
     refused = not_allowed(body, _ONLY)
+    if body.echo and not _scores(body):
+        refused.append(unsupported("'echo' needs 'max_tokens': 0 and 'logprobs': 0, unstreamed.", "echo"))
     if body.best_of not in (None, 1, body.n):
         refused.append(unsupported("'best_of' is supported only where it equals 'n'.", "best_of"))
     return refused
@@ -141,7 +147,8 @@ class CompletionsDialect(Dialect):
 
     def read(self, body: bytes) -> Request:
         wire = decoded(_decoder, body)
-        check_ranges(wire, RANGES)
+        scores = _scores(wire)
+        check_ranges(wire, {name: RANGES[name] for name in RANGES if not (scores and name == "max_tokens")})
         refused = _refusals(wire)
         return Request(
             model=wire.model,
@@ -158,12 +165,23 @@ class CompletionsDialect(Dialect):
             stream=bool(wire.stream),
             include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
             logprobs=wire.logprobs is not None,
+            scores=scores,
             refusal=refused[0] if refused else None,
         )
 
     def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
         told = [_wire_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)]
         return orjson.dumps({**_head(request_id, request), "choices": told, "usage": usage(choices)})
+
+    def scored(self, request_id: str, request: Request, tokens: Sequence[TokenLogprob]) -> bytes:
+        choice = {
+            "index": 0,
+            "text": "".join(token.text for token in tokens),
+            "logprobs": _logprobs(tokens, 0),
+            "finish_reason": "length",
+        }
+        used = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
+        return orjson.dumps({**_head(request_id, request), "choices": [choice], "usage": used})
 
     def writer(self, request_id: str, request: Request) -> StreamWriter:
         return CompletionsStreamWriter(request_id, request)

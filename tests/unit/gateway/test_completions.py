@@ -8,11 +8,12 @@ import numpy as np
 import openai
 import pytest
 
-from instar.config import ModelConfig, ScriptedEngineConfig
+from instar.config import CompletionsReferenceConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
+from instar.reference.completions import CompletionsReference
 from tests.unit.gateway.conftest import Serve, Served
 from tests.unit.gateway.scripts import CALL
 
@@ -149,3 +150,45 @@ async def test_faults_are_named(gateway: Served) -> None:
             await complete(gateway, session, **options)
         assert refused.value.param == param, options
     assert await gateway.calls(session) == []
+
+
+async def test_a_prompt_is_scored_and_nothing_recorded(gateway: Served, renderer: Renderer) -> None:
+    session = await gateway.open()
+    ids = renderer.encode(PROMPT)
+    assert gateway.engine is not None
+    expected = await gateway.engine.logprobs(ids)
+    for prompt in (ids, PROMPT):
+        answer = await complete(gateway, session, prompt, echo=True, logprobs=0, max_tokens=0)
+        told = answer.choices[0].logprobs
+        assert (answer.choices[0].text, "".join(told.tokens)) == (PROMPT, PROMPT)
+        assert told.token_logprobs[0] is None
+        assert np.allclose(told.token_logprobs[1:], expected[1:])
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
+    assert await gateway.calls(session) == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"echo": True, "logprobs": 0, "max_tokens": 1},
+        {"echo": True, "max_tokens": 0},
+        {"echo": True, "logprobs": 3, "max_tokens": 0},
+        {"logprobs": 0, "max_tokens": 0},
+        {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True},
+    ],
+)
+async def test_a_prompt_is_echoed_to_be_scored_alone(gateway: Served, asked: dict[str, Any]) -> None:
+    session = await gateway.open()
+    with pytest.raises(openai.BadRequestError):
+        await complete(gateway, session, **asked)
+
+
+async def test_one_gateway_teaches_another(gateway: Served, renderer: Renderer, model: ModelConfig) -> None:
+    section = {"type": "completions", "base_url": f"{gateway.url}/v1", "model": "any"}
+    key = await create_key(gateway.store, "agent", "student", "student")
+    teacher = CompletionsReference(CompletionsReferenceConfig.model_validate(section), model, key)
+    await teacher.start()
+    ids = np.asarray(renderer.encode(PROMPT + SAID), np.int32)
+    assert gateway.engine is not None
+    assert np.allclose(await teacher.score(ids), await gateway.engine.logprobs(ids), equal_nan=True)
+    await teacher.close()

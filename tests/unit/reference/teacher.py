@@ -1,10 +1,10 @@
 """A server of `/v1/completions` on a real socket whose logprobs are the scripted engine's.
 
 The model that it is asked for says how it behaves: `vllm` (prompt_logprobs), `openai` (echo), `strict`
-(echo, and unknown fields are refused), `sglang` (echo, where `logprobs` is not 0), `llama` (only the logprobs
-of what was sampled), `bos` (puts a token in front), `named` (echo; tokens are called by their ids), `other`
-(named, and the ids are others), `foreign` (another vocabulary), `flaky` (fails three times), `silent`,
-`denied`, `garbage`, `gone` (a hole in the logprobs).
+(echo, and unknown fields are refused), `sglang` (echo, where something is sampled), `llama` (only the
+logprobs of what was sampled), `bos` (puts a token in front), `named` (echo; tokens are called by their ids),
+`other` (named, and the ids are others), `foreign` (another vocabulary), `flaky` (fails three times),
+`silent`, `denied`, `garbage`, `gone` (a hole in the logprobs).
 """
 
 from __future__ import annotations
@@ -78,12 +78,15 @@ class Teacher:
             return choice
         if body.get("logprobs") is None or (model == "sglang" and not body["logprobs"]):
             return choice
+        sampled = [-0.5] * body["max_tokens"]
         if model == "llama":
             return choice | {"logprobs": {"token_logprobs": [-0.5], "tokens": ["x"]}}
         texts = [self.tokenizer.decode([token]) for token in ids]
         if model in ("named", "other"):
             texts = [f"token_id:{token + (model == 'other')}" for token in ids]
-        return choice | {"logprobs": {"token_logprobs": [*values, -0.5], "tokens": [*texts, "x"]}}
+        return choice | {
+            "logprobs": {"token_logprobs": [*values, *sampled], "tokens": [*texts, *("x" for _ in sampled)]}
+        }
 
     def entry(self, model: str, token: int, value: float | None) -> dict[str, Any] | None:
         if value is None:

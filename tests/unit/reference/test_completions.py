@@ -75,7 +75,7 @@ async def test_so_many_requests_at_once_and_no_more(teacher: Teacher, model: Mod
         (
             "llama",
             ConfigError,
-            r"base_url: .*does not tell.*prompt_logprobs: .*echo, logprobs 1: .*1 logprobs",
+            r"base_url: .*does not tell.*prompt_logprobs: .*logprobs 1, max_tokens 1: .*1 logprobs",
         ),
         ("bos", EngineError, "read .* as they are"),
         ("other", EngineError, "was given token .* tells the logprob of"),
