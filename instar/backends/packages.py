@@ -123,7 +123,9 @@ def _demands(name: str, needed: Needed) -> Iterator[tuple[Any, str]]:
     """The versions that our own extra asks for and, for MinT, the tinker that it pins."""
     from packaging.requirements import Requirement
 
-    for text in importlib.metadata.requires("instar") or []:
+    # A checkout that is only on the path has no metadata, and asks for nothing.
+    ours = importlib.metadata.requires("instar") if version("instar") else None
+    for text in ours or []:
         wanted = Requirement(text)
         if wanted.marker is None or not wanted.marker.evaluate({"extra": name}):
             continue
