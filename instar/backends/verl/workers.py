@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigE
 
 STORE_BYTES = 256 * 2**20
 """Of Ray's object store: tokens and logprobs pass through it, never weights."""
+REACH = 10.0
+"""Seconds for a Ray cluster to take a connection."""
 GRACE = 5.0
 """Seconds to learn whether a rank failed by itself or because another one died."""
 
@@ -67,6 +70,10 @@ class RayWorkers:
                 ray.get(ready)
             except RayActorError as error:
                 self.end()
+                if error.actor_init_failed:
+                    # Another try would fail alike. The reason is at the end of the traceback in its text.
+                    reason = str(error).strip().splitlines()[-1]
+                    raise BackendError(f"a worker of verl does not start: {reason}") from error
                 raise BackendLost(f"a worker of verl died in {method}: {_first_line(error)}") from error
             except RayTaskError as error:
                 died = self._another_died(waiting)
@@ -110,7 +117,9 @@ class RayWorkers:
         if ray.is_initialized():
             return
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-        if not address:
+        if address:
+            _check_reachable(address)
+        else:
             cuda = self._settings.device == "cuda"
             options |= {
                 "address": "local",
@@ -123,8 +132,8 @@ class RayWorkers:
             }
         try:
             ray.init(**options)
-        except (ConnectionError, TimeoutError, RuntimeError, OSError) as error:
-            where = f"the Ray cluster at {address} cannot be reached" if address else "Ray does not start"
+        except (RuntimeError, OSError) as error:
+            where = f"the Ray cluster at {address} cannot be joined" if address else "Ray does not start"
             raise BackendUnavailable(f"{where}: {_first_line(error)}") from error
         self._began_ray = True
 
@@ -171,6 +180,17 @@ class RayWorkers:
             except Exception:  # noqa: BLE001 - any other failure of a peer is told by the first one
                 continue
         return False
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would wait for minutes. Addresses such as `auto` are left to it."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
+    except OSError as error:
+        raise BackendUnavailable(f"the Ray cluster at {address} cannot be reached: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:
