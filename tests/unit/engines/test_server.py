@@ -85,8 +85,8 @@ async def test_bad_input_is_a_400(url: str, body: bytes, kind: str) -> None:
 
 async def test_bad_policies_are_a_400(url: str) -> None:
     assert (await post(url + "/load", {"policy": {}}))[0] == 400
-    remote = {"policy_id": "p", "version": 1, "artifact": {"kind": "remote", "path": ""}}
-    assert (await post(url + "/load", {"policy": remote}))[0] == 400
+    live = {"policy_id": "p", "version": 1, "artifact": {"kind": "live", "path": ""}}
+    assert (await post(url + "/load", {"policy": live}))[0] == 400
 
 
 async def test_a_client_that_disconnects_cancels(tiny: Path) -> None:

@@ -290,9 +290,8 @@ async def test_a_sampler_is_exported_again_before_it_expires(config: RunConfig) 
         house.backend.kept_for = 0.6
         house.trainer.rollout_finished = False
         running = asyncio.create_task(house.trainer.run())
-        while house.trainer.step < 6:  # noqa: ASYNC110 - what the trainer itself reports
+        while (first := await house.store.head(RUN)).version < 6:  # noqa: ASYNC110 - the trainer tells nobody
             await asyncio.sleep(0.05)
-        first = await house.store.head(RUN)
         await asyncio.sleep(1.0)
         again = await house.store.head(RUN)
         house.trainer.stop()
