@@ -30,7 +30,7 @@ from instar.backends.base import (
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import clip_bounds, loss_and_metrics
-from instar.clouds.base import SERVICES
+from instar.clouds.base import BEGINNINGS, SERVICES
 from instar.clouds.failures import CloudFailure
 from instar.clouds.tinker import TinkerCloud
 from instar.clouds.tinker_training import Inputs, TrainingSession
@@ -106,18 +106,17 @@ class TinkerBackend(Backend):
             self._session, self._gradient = session, _Gradient()
 
     async def _connect(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
-        """Once more where the service loses it while it begins; then what was asked for is not there."""
-        try:
-            return await self._connect_once(what, create)
-        except CloudFailure as failure:
-            if failure.kind != "lost":
-                raise failure.for_backend() from None
-        try:
-            return await self._connect_once(what, create)
-        except CloudFailure as failure:
-            if failure.kind != "lost":
-                raise failure.for_backend() from None
-            raise BackendError(str(failure)) from None
+        """Again where the service loses it while it begins, as one does that is restarted. When that goes on,
+        what was asked for is not there."""
+        lost = ""
+        for _ in range(BEGINNINGS):
+            try:
+                return await self._connect_once(what, create)
+            except CloudFailure as failure:
+                if failure.kind != "lost":
+                    raise failure.for_backend() from None
+                lost = str(failure)
+        raise BackendError(lost)
 
     async def _connect_once(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
         cloud = await TinkerCloud.connect(self._config, self._model)

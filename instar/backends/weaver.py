@@ -19,7 +19,7 @@ from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import loss_and_metrics
 from instar.backends.weaver_model import WeaverModel
-from instar.clouds.base import SERVICES, Access, access
+from instar.clouds.base import BEGINNINGS, SERVICES, Access, access
 from instar.clouds.failures import CloudFailure
 from instar.clouds.weaver import (
     Patience,
@@ -219,15 +219,14 @@ class WeaverBackend(Backend):
         old, self._model, self._reference = self._model, None, None
         if old is not None:
             await _let_go(old)
-        try:
-            return await self._created()
-        except BackendLost:
-            pass
-        try:
-            return await self._created()
-        except BackendLost as error:
-            # Two sessions in a row are not lost: the service lacks what was asked for.
-            raise BackendError(str(error)) from None
+        lost = ""
+        for _ in range(BEGINNINGS):
+            try:
+                return await self._created()
+            except BackendLost as error:
+                lost = str(error)
+        # So many sessions in a row are not lost: the service lacks what was asked for.
+        raise BackendError(lost)
 
     async def _created(self) -> WeaverModel:
         service, section = Weaver(self._access), self._section

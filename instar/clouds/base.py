@@ -10,6 +10,9 @@ from instar.backends.base import BackendCapabilities
 from instar.config import CloudConfig, CloudSection, ModelConfig
 from instar.errors import ConfigError
 
+BEGINNINGS = 5
+"""Times that a session which the service loses before it has begun is begun again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Service:

@@ -144,7 +144,7 @@ def kill_by_plan(run: ServiceRun, plan: list[Moment], reference: Fingerprint, sa
     run.start(switch)
     for number, moment in enumerate(plan):
         run.wait_until(lambda: fired(switch) > number or run.nursery.is_over())  # noqa: B023 - called here
-        assert fired(switch) == number + 1, run.explain()
+        assert fired(switch) > number, run.explain()
         say(f"{'the server' if moment.other else 'the trainer'} died: {moment.point}, step {moment.step}")
         if moment.other:
             served.restart()
@@ -183,19 +183,21 @@ def test_killed_in_every_state_of_a_step(
     side_by_side(works, capsys)
 
 
-def kill_at_random(run: ServiceRun, seed: int, undisturbed: float, reference: Fingerprint, say: Say) -> int:
-    """Kill its trainer and its server until it is over all the same; returns how often."""
-    draw = random.Random(seed)
+def kill_at_random(run: ServiceRun, draw: random.Random, most: int, longest: float, say: Say) -> int:
+    """Kill its trainer and its server, ``most`` times, or until it is over all the same; returns how often.
+    ``longest`` is the most time between two kills."""
     served = run.served
     assert served is not None
     kills = 0
     run.start()
     while True:
-        time.sleep(draw.uniform(0.0, LIVES * undisturbed))
+        time.sleep(draw.uniform(0.0, longest))
         if run.nursery.is_over():
             if not run.gave_up():
-                break
+                return kills
             run.start()
+            continue
+        if kills == most:
             continue
         (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
         if victim == "trainer":
@@ -206,9 +208,7 @@ def kill_at_random(run: ServiceRun, seed: int, undisturbed: float, reference: Fi
             time.sleep(draw.uniform(0.0, 0.2))
             served.start()
         kills += 1
-        say(f"{seed=}, kill {kills}: {victim}, {run.progress()}")
-    assert run.fingerprint() == reference, run.explain()
-    return kills
+        say(f"{run.folder.name}, kill {kills}: {victim}, {run.progress()}")
 
 
 @pytest.mark.timeout(400)
@@ -221,9 +221,11 @@ def test_killed_at_random_moments(
 ) -> None:
     def work(number: int, lane: Lane) -> Callable[[Say], None]:
         def kill_enough(say: Say) -> None:
-            kills, seed = 0, number
-            while kills < KILLS[lane.service] // AT_ONCE:
-                kills += kill_at_random(lane.run(tmp_path / str(seed)), seed, undisturbed, reference, say)
+            left, seed = KILLS[lane.service] // AT_ONCE, number
+            while left > 0:
+                run = lane.run(tmp_path / f"seed {seed}")
+                left -= kill_at_random(run, random.Random(seed), left, LIVES * undisturbed, say)
+                assert run.fingerprint() == reference, run.explain()
                 seed += AT_ONCE
 
         return kill_enough
