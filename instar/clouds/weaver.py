@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, cast
 import httpx
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from weaver import (
     AsyncOperationHandle,
     AsyncSamplingClient,
@@ -24,12 +26,14 @@ from weaver import (
     WeaverAPIError,
     align_training_outputs,
 )
+from weaver.config import TensorTransport
 from weaver.operations import WeaverOperationError
-from weaver.types import Datum, ModelInput
+from weaver.types import Datum, ModelInput, ModelInputChunk
 
 from instar.clouds.base import SERVICES, Access
 from instar.clouds.failures import CloudFailure, Kind, scrubbed
 from instar.config import LossConfig
+from instar.errors import ConfigError
 from instar.types import Floats, Ids, Sample
 
 T = TypeVar("T")
@@ -44,16 +48,35 @@ BUSY = frozenset({408, 425, 429})
 LOST = frozenset({404, 409, 410})
 """Unknown, gone, or at odds with what the service remembers of the session."""
 LOST_WORDS = ("not_found", "expired", "terminated", "gone")
+TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
+"""The SDK's own setting: whether tensors go as JSON (`default`) or as bytes (`http-binary`)."""
 
 
 class Weaver(AsyncServiceClient):
-    """The SDK's client with two habits changed: closing it, or leaving the process, does not end the models
-    it made; and a sequence id whose call was not taken can be given back, so that no gap is left behind."""
+    """The SDK's client with three habits changed: closing it, or leaving the process, does not end the models
+    it made; a sequence id whose call was not taken can be given back, so that no gap is left behind; and
+    tensors go as bytes, which takes a third of the time, where the service says that it takes them so."""
 
     def __init__(self, access: Access) -> None:
-        super().__init__(base_url=access.base_url, api_key=access.api_key, default_tags=["instar"])
+        try:
+            super().__init__(base_url=access.base_url, api_key=access.api_key, default_tags=["instar"])
+        except ValueError as error:
+            raise ConfigError(f"{TRANSPORT_ENV} or another of the SDK's settings: {error}") from None
+        self._offered: Sequence[str] = ()
         self._drawn: int | None = None
         self._given_back: int | None = None
+
+    async def connect(self, *, ensure_session: bool = True) -> None:
+        await super().connect(ensure_session=ensure_session)
+        if ensure_session:
+            self._offered = (await self.ensure_session()).get("tensor_transports") or ()
+
+    @property
+    def tensor_transport(self) -> TensorTransport:
+        """As the environment says; where it says nothing, bytes if the session was offered them."""
+        if not os.environ.get(TRANSPORT_ENV) and "http-binary" in self._offered:
+            return "http-binary"
+        return super().tensor_transport
 
     async def terminate_model(self, model_id: str, instance_types: list[str] | None = None) -> dict[str, Any]:
         """The SDK calls this for every model, when it closes: nothing is ended."""
@@ -199,34 +222,34 @@ def _pauses() -> Iterator[float]:
 
 
 def model_input(ids: Ids) -> ModelInput:
-    return ModelInput.from_ints(ids.tolist())
+    """Filled after it was made: the SDK looks at each token of what it makes one of, and again later."""
+    chunk = ModelInputChunk("encoded_text", [])
+    chunk.tokens = ids.tolist()
+    return ModelInput([chunk])
 
 
 def scored(sample: Sample) -> Datum:
     """What `forward` sends: every token but the first is a target."""
-    return Datum(model_input(sample.token_ids[:-1]), {"target_tokens": _ints(sample.token_ids[1:])})
+    return _datum(sample, {})
 
 
 def trained(sample: Sample, loss: LossConfig) -> Datum:
     """What `forward_backward` sends. Under mask 0 all numbers are 0: NaN cannot be sent."""
     taken = sample.mask > 0
     weights = np.where(taken, sample.mask * sample.advantages, 0)[1:]
-    inputs = {"target_tokens": _ints(sample.token_ids[1:])}
     if loss.name == "cross_entropy":
-        inputs["weights"] = _floats(weights)
-    else:
-        inputs["logprobs"] = _floats(np.where(taken, sample.logprobs, 0)[1:])
-        inputs["advantages"] = _floats(weights)
-        inputs["loss_mask"] = _floats(taken[1:])
-    return Datum(model_input(sample.token_ids[:-1]), inputs)
+        return _datum(sample, {"weights": weights})
+    logprobs = np.where(taken, sample.logprobs, 0)[1:]
+    return _datum(sample, {"logprobs": logprobs, "advantages": weights, "loss_mask": taken[1:]})
 
 
-def _ints(values: Ids) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64))
-
-
-def _floats(values: Any) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(values, np.float32))
+def _datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
+    datum = Datum(model_input(sample.token_ids[:-1]))
+    datum.loss_fn_inputs = {
+        "target_tokens": torch.from_numpy(sample.token_ids[1:].astype(np.int64)),
+        **{name: torch.from_numpy(values.astype(np.float32)) for name, values in inputs.items()},
+    }
+    return datum
 
 
 def logprobs_of(data: Sequence[Datum], result: Any) -> list[Floats]:

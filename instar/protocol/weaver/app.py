@@ -21,6 +21,7 @@ from instar.protocol.base import Operations, Workshop
 from instar.protocol.weaver.http import Answer, Call, Keys, endpoint, json_response, no_such_route
 from instar.protocol.weaver.running import Running
 from instar.protocol.weaver.sampling import Sampling
+from instar.protocol.weaver.tensors import TRANSPORTS
 from instar.protocol.weaver.training import MODE, Training
 
 log = logging.getLogger(__name__)
@@ -108,12 +109,12 @@ class _Service:
         return json_response({"items": [item], "pagination": {"total_count": 1, "limit": 100, "offset": 0}})
 
     async def create_session(self, call: Call) -> Response:
-        return json_response({"id": await self._workshop.create_session(call.owner)}, 201)
+        return json_response(_session(await self._workshop.create_session(call.owner)), 201)
 
     async def show_session(self, call: Call) -> Response:
         """Being asked for keeps a session alive."""
         self._workshop.heartbeat(call.path["session"], call.owner)
-        return json_response({"id": call.path["session"]})
+        return json_response(_session(call.path["session"]))
 
     async def log_metrics(self, call: Call) -> Response:
         """They go to the server's log: there is no other place for them."""
@@ -121,3 +122,8 @@ class _Service:
         for point in call.parse(Metrics).metrics:
             log.info("%s at step %d: %s = %g", point.model_id, point.step, point.name, point.value)
         return json_response({})
+
+
+def _session(session_id: str) -> dict[str, Any]:
+    """With what the SDK does not ask for, but a client may want to know."""
+    return {"id": session_id, "tensor_transports": TRANSPORTS}

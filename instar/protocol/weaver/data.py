@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
 from instar.protocol.weaver.http import parse
+from instar.protocol.weaver.tensors import Pack, Place, Placed
 from instar.types import NOT_SAMPLED, Floats, Sample
 
 NO_TARGET = -100
@@ -36,25 +37,35 @@ LOGPROBS_ONLY = "forward_logprob"
 OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
 """Names in `loss_fn_config`, and ours."""
 Ints = NDArray[np.int64]
+NO_PACK = Pack()
 
 
 class Chunk(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[int] | Placed
     type: str = "encoded_text"
 
 
 class ModelInput(msgspec.Struct):
     chunks: list[Chunk]
 
-    def tokens(self) -> Ints:
+    def tokens(self, pack: Pack = NO_PACK) -> Ints:
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
                 raise ProtocolError(f"chunks of type {chunk.type!r} are not taken, only 'encoded_text'")
-        tokens = [token for chunk in self.chunks for token in chunk.tokens]
         try:
-            return np.array(tokens, np.int64)
+            rows = [_row(chunk.tokens, pack) for chunk in self.chunks]
         except OverflowError:
             raise ProtocolError("a token is too large for 64 bits") from None
+        return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, np.int64), *rows])
+
+
+def _row(tokens: list[int] | Placed, pack: Pack) -> Ints:
+    if isinstance(tokens, list):
+        return np.array(tokens, np.int64)
+    row = pack.array(tokens.place)
+    if row.dtype.kind != "i":
+        raise ProtocolError(f"tokens are {row.dtype}, not whole numbers")
+    return row.astype(np.int64)
 
 
 class Datum(msgspec.Struct):
@@ -71,7 +82,10 @@ class PassInput(msgspec.Struct):
 
 
 class Tensor(msgspec.Struct):
-    data: list[float]
+    """One of the two: the numbers, or where they lie in the pack."""
+
+    data: list[float] | None = None
+    place: Place | None = msgspec.field(name="$tensor", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,7 @@ class Batch:
     datum_ids: list[str | None]
 
 
-def read_batch(given: PassInput, *, vocab_size: int, backward: bool) -> Batch:
+def read_batch(given: PassInput, pack: Pack = NO_PACK, *, vocab_size: int, backward: bool) -> Batch:
     """Raises ProtocolError for what cannot be honoured, by name."""
     if backward and given.loss_fn == LOGPROBS_ONLY:
         raise ProtocolError(f"loss_fn {LOGPROBS_ONLY!r} has no backward pass")
@@ -96,7 +110,7 @@ def read_batch(given: PassInput, *, vocab_size: int, backward: bool) -> Batch:
         )
     if not given.data:
         raise ProtocolError("data is empty")
-    read = [_read_datum(datum, given.loss_fn, i, vocab_size) for i, datum in enumerate(given.data)]
+    read = [_read_datum(datum, pack, given.loss_fn, i, vocab_size) for i, datum in enumerate(given.data)]
     return Batch(
         read_loss(given.loss_fn, given.loss_fn_config),
         [sample for sample, _ in read],
@@ -124,13 +138,15 @@ def read_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
         raise ProtocolError(f"loss_fn_config: {first['loc'][0]}: {first['msg']}") from None
 
 
-def _read_datum(datum: Datum, loss_fn: str, index: int, vocab_size: int) -> tuple[Sample, NDArray[np.bool_]]:
+def _read_datum(
+    datum: Datum, pack: Pack, loss_fn: str, index: int, vocab_size: int
+) -> tuple[Sample, NDArray[np.bool_]]:
     if datum.model_input is None:
         raise ProtocolError(f"datum {index} has no model_input; managed datasets are not offered here")
     if "router_replay" in datum.metadata:
         raise ProtocolError(f"datum {index}: router replay is not offered here")
-    tokens = datum.model_input.tokens()
-    inputs = _Inputs(datum.loss_fn_inputs, index, len(tokens))
+    tokens = datum.model_input.tokens(pack)
+    inputs = _Inputs(datum.loss_fn_inputs, pack, index, len(tokens))
     targets = inputs.ints("target_tokens")
     there = targets != NO_TARGET
     ids = np.append(tokens, targets[-1:][there[-1:]])
@@ -182,8 +198,9 @@ def _loss_inputs(inputs: _Inputs, loss_fn: str, scored: NDArray[np.bool_]) -> tu
 class _Inputs:
     """A datum's ``loss_fn_inputs``: tensors with one entry per token of its model input."""
 
-    def __init__(self, given: dict[str, msgspec.Raw], index: int, length: int) -> None:
+    def __init__(self, given: dict[str, msgspec.Raw], pack: Pack, index: int, length: int) -> None:
         self._given = given
+        self._pack = pack
         self._index = index
         self._length = length
 
@@ -199,19 +216,30 @@ class _Inputs:
                 )
 
     def floats(self, name: str) -> Floats:
-        return np.array(self._values(name), np.float32)
+        with np.errstate(over="ignore"):
+            values = self._values(name).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} has a number that is not finite")
+        return values
 
     def ints(self, name: str) -> Ints:
-        values = np.array(self._values(name), np.float64)
-        whole = values.astype(np.int64)
+        values = self._values(name)
+        with np.errstate(invalid="ignore"):
+            whole = values.astype(np.int64)
         if (whole != values).any():
             raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} has a number that is not whole")
         return whole
 
-    def _values(self, name: str) -> list[float]:
+    def _values(self, name: str) -> NDArray[Any]:
         if name not in self._given:
             raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} is missing")
-        values = parse(self._given[name], Tensor).data
+        tensor = parse(self._given[name], Tensor)
+        if tensor.place is not None:
+            values = self._pack.array(tensor.place)
+        elif tensor.data is not None:
+            values = np.array(tensor.data, np.float64)
+        else:
+            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} cannot be read: it has no data")
         if len(values) != self._length:
             raise ProtocolError(
                 f"datum {self._index}: loss_fn_inputs.{name} has {len(values)} entries for "

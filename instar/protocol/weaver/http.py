@@ -21,6 +21,7 @@ from instar.protocol.base import ProtocolError
 from instar.protocol.failures import as_protocol_error
 
 KEY_HEADER = "x-weaver-api-key"
+JSON, MULTIPART = "application/json", "multipart/form-data"
 CODES = {
     400: "invalid_request",
     401: "unauthorized",
@@ -43,11 +44,19 @@ class Call:
 
     owner: str
     path: dict[str, str]
+    content_type: str
     body: bytes
     identity: str | None
     """Of the call: the SDK sends one again with the same trace context, and another with another."""
 
+    @property
+    def kind(self) -> str:
+        """`JSON` or `MULTIPART`."""
+        return self.content_type.partition(";")[0].strip().lower()
+
     def parse(self, shape: type[T]) -> T:
+        if self.kind != JSON:
+            raise ProtocolError(f"only passes are taken as {self.kind}", 415)
         return parse(self.body or b"{}", shape)
 
 
@@ -78,8 +87,12 @@ def endpoint(answer: Answer, keys: Keys, max_body: int) -> Callable[[Request], A
     async def handle(request: Request) -> Response:
         try:
             owner = keys.owner(request.headers.get(KEY_HEADER))
+            content_type = request.headers.get("content-type", JSON)
+            identity = request.headers.get("traceparent")
             body = await _read(request, max_body)
-            call = Call(owner, request.path_params, body, request.headers.get("traceparent"))
+            call = Call(owner, request.path_params, content_type, body, identity)
+            if call.kind not in (JSON, MULTIPART):
+                raise ProtocolError(f"this server takes {JSON} and {MULTIPART}, not {call.kind!r}", 415)
             return await answer(call)
         except ClientDisconnect:
             return Response(status_code=400)
@@ -90,13 +103,6 @@ def endpoint(answer: Answer, keys: Keys, max_body: int) -> Callable[[Request], A
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0]
-    if kind != "application/json":
-        raise ProtocolError(
-            f"this server takes JSON alone, not {kind}: of the tensor transports it has 'default', not "
-            "'http-binary'",
-            415,
-        )
     too_large = ProtocolError(f"the request is larger than the {limit} bytes that this server takes", 413)
     if int(request.headers.get("content-length", 0)) > limit:
         raise too_large

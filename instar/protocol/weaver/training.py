@@ -18,6 +18,7 @@ from instar.protocol.weaver.data import PassInput, outputs, read_batch
 from instar.protocol.weaver.http import Call, json_response, parse
 from instar.protocol.weaver.order import Order
 from instar.protocol.weaver.running import Running, Work
+from instar.protocol.weaver.tensors import TRANSPORTS, Pack, unpacked
 from instar.types import new_id
 
 CREATE_DEADLINE = 50.0
@@ -127,9 +128,9 @@ class Training:
         }
 
     async def forward(self, call: Call) -> Response:
-        async def work(model: TrainingModel, given: Numbered) -> Any:
+        async def work(model: TrainingModel, given: Numbered, pack: Pack) -> Any:
             read = parse(given.forward_input, PassInput)
-            batch = read_batch(read, vocab_size=self._workshop.vocab_size, backward=False)
+            batch = read_batch(read, pack, vocab_size=self._workshop.vocab_size, backward=False)
             logprobs = await model.forward(batch.samples)
             metrics: dict[str, float] = {}
             if batch.loss is not None:
@@ -140,9 +141,9 @@ class Training:
         return await self._numbered("forward", call, work)
 
     async def forward_backward(self, call: Call) -> Response:
-        async def work(model: TrainingModel, given: Numbered) -> Any:
+        async def work(model: TrainingModel, given: Numbered, pack: Pack) -> Any:
             read = parse(given.forward_backward_input, PassInput)
-            batch = read_batch(read, vocab_size=self._workshop.vocab_size, backward=True)
+            batch = read_batch(read, pack, vocab_size=self._workshop.vocab_size, backward=True)
             assert batch.loss is not None
             done = await model.forward_backward(batch.samples, batch.loss)
             metrics = {**done.metrics, "loss": done.loss}
@@ -151,22 +152,25 @@ class Training:
         return await self._numbered("forward_backward", call, work)
 
     async def optim_step(self, call: Call) -> Response:
-        async def work(model: TrainingModel, given: Numbered) -> Any:
+        async def work(model: TrainingModel, given: Numbered, pack: Pack) -> Any:
             step = await model.optim_step(_adam(parse(given.adam_params, AdamFields)))
             return {"metrics": {**step.metrics, "grad_norm": step.grad_norm}}
 
         return await self._numbered("optim_step", call, work)
 
     async def _numbered(
-        self, kind: str, call: Call, work: Callable[[TrainingModel, Numbered], Awaitable[Any]]
+        self, kind: str, call: Call, work: Callable[[TrainingModel, Numbered, Pack], Awaitable[Any]]
     ) -> Response:
         """What is wrong with its content is an error of the operation, not of the request: its sequence id
         is used up either way, and the ones that follow wait for it."""
         model = self._model(call)
+        call, pack = unpacked(call, self._workshop.limits.max_body)
         given = call.parse(Payload).payload
-        if given.tensor_transport != "default":
-            raise ProtocolError(f"tensor transport {given.tensor_transport!r} is not offered, only 'default'")
-        return await self._in_turn(kind, call, model, lambda: work(model, given), given.seq_id)
+        if given.tensor_transport not in TRANSPORTS:
+            raise ProtocolError(
+                f"tensor transport {given.tensor_transport!r} is not offered, only {', '.join(TRANSPORTS)}"
+            )
+        return await self._in_turn(kind, call, model, lambda: work(model, given, pack), given.seq_id)
 
     async def export(self, call: Call) -> Response:
         model, given = self._model(call), call.parse(ExportSampler)

@@ -100,6 +100,31 @@ async def test_it_trains_as_the_local_backend_does(make: Make, model: ModelConfi
     await here.close()
 
 
+@pytest.mark.parametrize("transport", [None, "default", "http-binary"])
+async def test_tensors_go_as_bytes_unless_the_environment_says_otherwise(
+    make: Make, monkeypatch: pytest.MonkeyPatch, transport: str | None
+) -> None:
+    if transport is not None:
+        monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", transport)
+    backend, usual = make(), make()
+    await backend.start()
+    model = await backend._training()
+    assert model.service.tensor_transport == (transport or "http-binary")
+    found = await backend.forward_backward(tree_samples(), LossConfig())
+    monkeypatch.delenv("WEAVER_TENSOR_TRANSPORT", raising=False)
+    await usual.start()
+    wanted = await usual.forward_backward(tree_samples(), LossConfig())
+    assert found.loss == wanted.loss
+    for x, y in zip(found.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+async def test_a_transport_that_there_is_not_is_said_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", "carrier-pigeon")
+    with pytest.raises(ConfigError, match=r"WEAVER_TENSOR_TRANSPORT.*'carrier-pigeon'"):
+        await make().start()
+
+
 async def test_the_base_model_stays_at_hand(make: Make) -> None:
     backend = make()
     await backend.start()

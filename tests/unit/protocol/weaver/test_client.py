@@ -215,10 +215,6 @@ def test_what_is_not_offered_is_refused_by_name(connect: Connect) -> None:
     sampler = client.create_sampling_client(base_model=BASE)
     with pytest.raises(WeaverAPIError, match="topk_prompt_logprobs is not offered"):
         sampler.sample(prompt=ModelInput.from_ints([1]), topk_prompt_logprobs=3)
-    binary = create(connect(tensor_transport="http-binary"))
-    with pytest.raises(WeaverAPIError, match="'default', not 'http-binary'") as caught:
-        binary.forward_backward([spoken()], "cross_entropy")
-    assert caught.value.status_code == 415
 
 
 def test_keys_are_checked_and_keep_things_apart(connect: Connect, trainer: TrainingClient) -> None:

@@ -1,0 +1,216 @@
+"""The SDK's transport `http-binary`: what it sends is read as what it sends as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from weaver import ServiceClient, WeaverAPIError
+from weaver._payloads import prepare_forward_backward_operation
+from weaver.operations import WeaverOperationError
+from weaver.tensor_transport import MultipartLayout
+from weaver.training_client import TrainingClient
+from weaver.types import AdamParams, Datum, LoraConfig, ModelInput
+
+from instar.protocol.base import ProtocolError
+from instar.protocol.weaver.data import Batch, PassInput, read_batch
+from instar.protocol.weaver.http import MULTIPART, Call, parse
+from instar.protocol.weaver.tensors import unpacked
+from instar.protocol.weaver.training import Payload
+from tests.unit.protocol.weaver.conftest import BASE, KEY, Connect
+
+LIMIT = 100_000
+Manifest = dict[str, Any]
+ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
+
+
+def acted(first: int = 20, length: int = 12) -> Datum:
+    ids = list(range(first, first + length))
+    count = length - 1
+    inputs = {
+        "target_tokens": ids[1:],
+        "logprobs": np.linspace(-9, -8, count, dtype=np.float32).tolist(),
+        "advantages": np.linspace(-1, 2, count, dtype=np.float32).tolist(),
+        "loss_mask": [0.0, *[1.0] * (count - 1)],
+    }
+    return Datum(ModelInput.from_ints(ids[:-1]), inputs)
+
+
+def create(client: ServiceClient) -> TrainingClient:
+    return client.create_model(base_model=BASE, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False))
+
+
+def summed(given: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    return -sum((row.sum() for row in logprobs), torch.zeros(())), {}
+
+
+def learned(trainer: TrainingClient) -> list[Any]:
+    """What every kind of pass answers."""
+    data = [acted(20), acted(60, 30)]
+    data[0].datum_id = "first"
+    answers: list[Any] = [trainer.forward(data, "forward_logprob")]
+    for _ in range(2):
+        answers.append(trainer.forward_backward(data, "importance_sampling"))
+        answers.append(trainer.optim_step(ADAM))
+    answers.append(float(trainer.forward_backward_custom([acted(20)], summed)["loss"]))
+    return [*answers, trainer.optim_step(ADAM), trainer.forward(data, "forward_logprob")]
+
+
+@pytest.mark.parametrize("compression", ["raw", "zstd"])
+def test_it_trains_as_json_does(connect: Connect, compression: str) -> None:
+    binary = connect(tensor_transport="http-binary", tensor_compression=compression)
+    found, wanted = learned(create(binary)), learned(create(connect(tensor_transport="default")))
+    # Text, since a NaN is no equal of another.
+    assert json.dumps(found) == json.dumps(wanted)
+
+
+def test_a_failed_call_uses_its_number_up(connect: Connect) -> None:
+    trainer = create(connect(tensor_transport="http-binary"))
+    with pytest.raises(WeaverOperationError, match="outside the vocabulary"):
+        trainer.forward_backward([acted(10**6)], "importance_sampling")
+    with pytest.raises(WeaverOperationError, match="advantages has a number that is not finite"):
+        trainer.forward_backward(
+            [acted().with_loss_fn_inputs({"advantages": [float("nan")] * 11})], "importance_sampling"
+        )
+    trainer.forward_backward([acted()], "importance_sampling")
+
+
+def test_one_sent_again_is_the_same_and_another_is_refused(connect: Connect) -> None:
+    """A pack that did not get through is sent again by who called the SDK, if at all."""
+    client = connect(tensor_transport="http-binary")
+    trainer = create(client)
+
+    def send(data: Datum) -> str:
+        client._operation_seq_by_model[trainer.model_id] = 1
+        return trainer.forward_backward([data], "importance_sampling", wait=False).operation_id
+
+    first = send(acted())
+    assert send(acted()) == first
+    with pytest.raises(WeaverAPIError, match="one client at a time"):
+        send(acted(21))
+
+
+def test_only_passes_have_tensors(connect: Connect) -> None:
+    client = connect()
+    layout, body = made()
+    headers = {"content-type": layout.content_type, "X-WEAVER-API-KEY": KEY}
+    path = f"/api/v1/sessions/{client.session_id}/models"
+    answer = client.http._client.post(path, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["error"]) == (415, "unsupported_media_type")
+    headers["content-type"] = "text/plain"
+    assert client.http._client.post(path, content=body, headers=headers).status_code == 415
+    sampler = client.create_sampling_client(base_model=BASE)
+    place = {"dtype": "int64", "shape": [1], "size_bytes": 8, "offset": 0}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": {"$tensor": place}}]}
+    with pytest.raises(WeaverAPIError, match="or there is none"):
+        client.http.post(
+            f"/api/v1/sampling-sessions/{sampler.sampling_session_id}/logprobs", json={"prompt": prompt}
+        )
+
+
+# --- packs that are not what they should be --------------------------------------------------------
+
+
+def made(
+    change: Callable[[Manifest], object] = lambda manifest: None,
+    compression: Any = "raw",
+    pack: bytes | None = None,
+) -> tuple[MultipartLayout, bytes]:
+    """A request of the SDK's, and its body with the manifest changed, or with another pack."""
+    prepared = prepare_forward_backward_operation(
+        model_id="m",
+        seq_id=1,
+        data=[acted()],
+        loss_fn="importance_sampling",
+        loss_fn_config=None,
+        request_metadata=None,
+        tensor_transport="http-binary",
+        tensor_compression=compression,
+    )
+    assert prepared.tensor_pack is not None
+    layout = MultipartLayout(prepared.body, prepared.tensor_pack)
+    content = prepared.tensor_pack.path.read_bytes() if pack is None else pack
+    prepared.close()
+    text = layout.prefix.split(b"\r\n")[4]
+    manifest = json.loads(text)
+    if pack is not None:
+        manifest["tensor_pack"] |= {"size_bytes": len(pack), "sha256": hashlib.sha256(pack).hexdigest()}
+    change(manifest)
+    prefix = layout.prefix.replace(text, json.dumps(manifest).encode())
+    return layout, prefix + content + layout.suffix
+
+
+def read(layout: MultipartLayout, body: bytes) -> Batch:
+    call, pack = unpacked(Call("owner", {}, layout.content_type, body, None), LIMIT)
+    given = parse(call.parse(Payload).payload.forward_backward_input, PassInput)
+    return read_batch(given, pack, vocab_size=100, backward=True)
+
+
+def place(manifest: Manifest) -> dict[str, Any]:
+    datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
+    return datum["loss_fn_inputs"]["advantages"]["$tensor"]
+
+
+def tokens(manifest: Manifest) -> dict[str, Any]:
+    datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
+    return datum["model_input"]["chunks"][0]["tokens"]["$tensor"]
+
+
+def test_an_unchanged_one_is_read() -> None:
+    for compression in ("raw", "zstd"):
+        (sample,) = read(*made(compression=compression)).samples
+        assert sample.token_ids.tolist() == list(range(20, 32))
+        assert sample.advantages[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(version=2), "version 2"),
+        (lambda m: m["tensor_pack"].update(size_bytes=9), "not the 9 it should"),
+        (lambda m: m["tensor_pack"].update(sha256="0" * 64), "SHA-256"),
+        (lambda m: m["tensor_pack"].update(codec="lz4"), "'lz4'"),
+        (lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=None), "decoded size"),
+        (lambda m: m["tensor_pack"].update(codec="zstd"), "cannot be decompressed"),
+        (lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=LIMIT + 1), "larger than"),
+        (lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=-1), "larger than"),
+        (lambda m: m["request"]["payload"].update(seq_id="one"), "cannot be read"),
+        (lambda m: place(m).update(dtype="object"), "object.*not known"),
+        (lambda m: place(m).update(format="pickle"), "pickle.*not known"),
+        (lambda m: place(m).update(shape=[1, 11]), "only rows"),
+        (lambda m: place(m).update(shape=[-11]), "only rows"),
+        (lambda m: place(m).update(shape=[12]), "is not 44 bytes"),
+        (lambda m: place(m).update(offset=-4), "outside the tensor pack"),
+        (lambda m: place(m).update(offset=10**9), "outside the tensor pack"),
+        (lambda m: place(m).update(shape=[2], size_bytes=8), "advantages has 2 entries for 11 tokens"),
+        (lambda m: tokens(m).update(dtype="float64"), "not whole numbers"),
+    ],
+)
+def test_a_wrong_one_is_refused(change: Callable[[Manifest], object], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message) as caught:
+        read(*made(change))
+    assert caught.value.category == "user"
+
+
+@pytest.mark.parametrize("size", [0, 100, 10_000_000])
+def test_no_more_is_decompressed_than_was_said(size: int) -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(size))
+    with pytest.raises(ProtocolError, match="does not decompress to the"):
+        read(*made(compression="zstd", pack=bomb))
+
+
+def test_a_body_that_was_cut_off_is_refused() -> None:
+    layout, body = made()
+    read(layout, body)
+    # What ends it is one line; without that line's end it is still whole.
+    for end in range(0, len(body) - 2, 7):
+        with pytest.raises(ProtocolError):
+            read(layout, body[:end])
+    with pytest.raises(ProtocolError, match="whole parts"):
+        unpacked(Call("owner", {}, MULTIPART, body, None), LIMIT)
