@@ -110,6 +110,9 @@ class Backend(ABC):
         """Continue from a saved state; gradients not yet applied are given up. At a service this begins a new
         session, so that what an earlier process left in the old one does not count."""
 
+    async def discard_state(self, path: Path) -> None:  # noqa: B027 - most keep it all in the folder
+        """Free what a saved state takes beyond its folder, which is removed afterwards."""
+
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
         """Compute on so many CPU cores from the next call on. Backends elsewhere ignore it."""
 

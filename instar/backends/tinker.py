@@ -267,6 +267,14 @@ class TinkerBackend(Backend):
 
         await asyncio.to_thread(write_folder, path, fill)
 
+    async def discard_state(self, path: Path) -> None:
+        cloud, saved = self._live().cloud, self._read_state(path)
+        try:
+            deleted = cloud.checkpoints().delete_checkpoint_from_tinker_path_async(saved)
+            await cloud.result(f"deleting {saved}", deleted)
+        except CloudFailure as failure:
+            raise BackendError(str(failure)) from None
+
     async def _saved(self, what: str, submit: Callable[[Any], Any]) -> str:
         """Where the service keeps it."""
         async with self._order:

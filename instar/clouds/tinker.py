@@ -147,6 +147,10 @@ class TinkerCloud:
             abandoned.set()
             raise
 
+    def checkpoints(self) -> Any:
+        """The SDK's client for what is kept at the service, on this connection. MinT has Tinker's own."""
+        return import_module("tinker").RestClient(self._holder)
+
     async def close(self, *, finish: bool) -> None:
         """``finish`` tells the service that the session is over; otherwise it ends there by itself when no
         heartbeat comes. What was saved or published stays. Does not raise."""

@@ -68,16 +68,20 @@ def discard_later(run_dir: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-def prune(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
-    """Remove all but the newest ``keep`` entries of a folder of numbered ones, and leftovers."""
+def outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> list[Path]:
+    """All but the newest ``keep`` entries of a folder of numbered ones."""
     if not folder.is_dir():
-        return
+        return []
+    entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [old for old in entries[:-keep] if old not in never]
+
+
+def prune(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
+    """Remove what is outdated, and leftovers."""
     for leftover in folder.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    entries = sorted(path for path in folder.iterdir() if path.is_dir())
-    for old in entries[:-keep]:
-        if old not in never:
-            shutil.rmtree(old, ignore_errors=True)
+    for old in outdated(folder, keep, never):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -18,7 +18,7 @@ from instar.backends.base import Backend, ForwardBackward, OptimStep
 from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
 from instar.engines.base import Engine
-from instar.errors import BackendLost, EngineError, EngineUnavailable
+from instar.errors import BackendError, BackendLost, EngineError, EngineUnavailable
 from instar.reference.penalty import Penalty
 from instar.store.base import Store
 from instar.sync.base import Sync
@@ -27,6 +27,7 @@ from instar.trainer.checkpoint import (
     checkpoint_path,
     discard_later,
     load_checkpoint,
+    outdated,
     prune,
     save_checkpoint,
 )
@@ -245,8 +246,16 @@ class Trainer:
         self.saved_version = version
         folder = self.config.run_dir / "checkpoints"
         keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
+        for old in outdated(folder, self.config.trainer.keep_checkpoints, keep):
+            await self._discard(old)
         prune(folder, self.config.trainer.keep_checkpoints, keep)
         return version
+
+    async def _discard(self, checkpoint: Path) -> None:
+        try:
+            await self.backend.discard_state(checkpoint / "backend")
+        except BackendError as error:
+            self.log(f"what {checkpoint.name} takes at the service could not be freed: {error}")
 
     async def _publish(self, step: int) -> int:
         self.doing = f"step {step}: publishing"

@@ -268,3 +268,24 @@ def test_a_failure_is_what_can_be_done_about_it() -> None:
     assert isinstance(CloudFailure("lost", "x").for_backend(), BackendLost)
     assert isinstance(CloudFailure("unavailable", "x").for_backend(), BackendUnavailable)
     assert isinstance(CloudFailure("settings", "x").for_backend(), ConfigError)
+
+
+async def test_a_discarded_state_is_gone_at_the_service(
+    make_backend: Callable[[], Backend], kept: Path, tmp_path: Path
+) -> None:
+    backend = await begun(make_backend)
+    for name in ("old", "new"):
+        await backend.save_state(tmp_path / name)
+    folders = {
+        name: kept
+        / json.loads((tmp_path / name / "state.json").read_text())["state"].removeprefix("tinker://")
+        for name in ("old", "new")
+    }
+    assert all(folder.is_dir() for folder in folders.values())
+    await backend.discard_state(tmp_path / "old")
+    assert not folders["old"].exists()
+    assert folders["new"].is_dir()
+    with pytest.raises(BackendError, match="deleting"):
+        await backend.discard_state(tmp_path / "old")
+    await backend.forward(tree_samples())
+    await backend.close()
