@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig
 from instar.errors import BackendError
 from instar.protocol.base import Adapter, CheckpointInfo, ProtocolError, TrainingModel
 from instar.protocol.checkpoints import ADAPTER, STATE, Checkpoints
+from instar.protocol.cores import Cores
 from instar.protocol.failures import told_to_clients
 from instar.types import Floats, Sample, new_id
 
@@ -60,6 +62,7 @@ class LocalModel(TrainingModel):
         base_model: str,
         adapter: Adapter,
         max_context: int,
+        cores: Cores,
     ) -> None:
         self.model_id = new_id("model")
         self.session_id = session_id
@@ -69,21 +72,22 @@ class LocalModel(TrainingModel):
         self._checkpoints = checkpoints
         self._base_model = base_model
         self._max_context = max_context
+        self._cores = cores
         self._ended = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         self._check(samples)
-        with told_to_clients():
+        with told_to_clients(), self._computing():
             return await self._backend.forward(samples)
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         self._check(samples)
-        with told_to_clients():
+        with told_to_clients(), self._computing():
             return await self._backend.forward_backward(samples, loss)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStep:
         self._check()
-        with told_to_clients():
+        with told_to_clients(), self._computing():
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
@@ -125,6 +129,9 @@ class LocalModel(TrainingModel):
         """What was asked for before is still done."""
         self._ended = True
         await self._backend.close()
+
+    def _computing(self) -> AbstractContextManager[None]:
+        return self._cores.training(self._backend.use_cores)
 
     def _check(self, samples: Sequence[Sample] = ()) -> None:
         if self._ended:

@@ -38,7 +38,8 @@ class _Seat:
 
 class Samplers:
     """At most ``most`` engines. A policy that no engine has takes the seat of the one unused longest, which
-    costs the reading of an adapter."""
+    costs the reading of an adapter. The engines at work divide the memory for keys and values among them; one
+    that is at rest keeps what it has until another begins."""
 
     def __init__(self, model: ModelConfig, base: Any, *, most: int, threads: int | None) -> None:
         self._model = model
@@ -56,7 +57,9 @@ class Samplers:
         context = self.info.max_context
         config = LocalEngineConfig(threads=threads)
         room = default_kv_tokens(self._weights.kv_shape, config.max_batch * context)
-        self._config = config.model_copy(update={"kv_tokens": max(context, room // most)})
+        self._kv_tokens = max(context, room)
+        self._config = config.model_copy(update={"kv_tokens": self._kv_tokens})
+        self._cores: int | None = None
         self._seats: OrderedDict[str, _Seat] = OrderedDict()
         self._seating = asyncio.Lock()
         self._freed = asyncio.Event()
@@ -92,6 +95,11 @@ class Samplers:
         except EngineError as error:
             raise ProtocolError(str(error)) from error
         return ids
+
+    def use_cores(self, count: int) -> None:
+        self._cores = count
+        for seat in self._seats.values():
+            seat.engine.use_cores(count)
 
     async def close(self) -> None:
         seats = [*self._seats.values()]
@@ -132,7 +140,21 @@ class Samplers:
         seat = self._seats[key]
         self._seats.move_to_end(key)
         seat.users += 1
+        if seat.users == 1:
+            self._begin()
         return seat
+
+    def _begin(self) -> None:
+        """One more is at work."""
+        for seat in self._seats.values():
+            if seat.users == 0:
+                seat.engine.rest()
+        self._divide_memory()
+
+    def _divide_memory(self) -> None:
+        at_work = [seat.engine for seat in self._seats.values() if seat.users]
+        for engine in at_work:
+            engine.use_kv_tokens(max(self.info.max_context, self._kv_tokens // len(at_work)))
 
     async def _seat(self, key: str, adapter: Path | None) -> None:
         """Those who need a seat come in turn."""
@@ -152,6 +174,8 @@ class Samplers:
                 del self._seats[key]
             if seat.users == 0:
                 await seat.engine.close()
+        if seat.users == 0:
+            self._divide_memory()
 
     def _has_room(self) -> bool:
         return len(self._seats) < self._most or any(seat.users == 0 for seat in self._seats.values())
@@ -173,7 +197,10 @@ class Samplers:
 
     def _new_engine(self) -> LocalEngine:
         weights = self._weights.share()
-        return LocalEngine(self._model, self._config, tokenizer=self._tokenizer, weights=weights)
+        engine = LocalEngine(self._model, self._config, tokenizer=self._tokenizer, weights=weights)
+        if self._cores is not None:
+            engine.use_cores(self._cores)
+        return engine
 
 
 def _nth_seed(params: SamplingParams, index: int) -> SamplingParams:

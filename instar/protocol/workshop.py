@@ -21,6 +21,7 @@ from instar.protocol.base import (
     Workshop,
 )
 from instar.protocol.checkpoints import ADAPTER, Checkpoints
+from instar.protocol.cores import Cores
 from instar.protocol.failures import told_to_clients
 from instar.protocol.models import LocalModel, ModelMaker
 from instar.protocol.samplers import BASE, Samplers
@@ -80,6 +81,7 @@ class LocalWorkshop(Workshop):
             most=self.limits.max_samplers,
             threads=self._threads,
         )
+        self._cores = Cores(self._samplers.use_cores)
         self.max_context = self._samplers.info.max_context
         self.vocab_size = self._samplers.info.vocab_size
         self.tokenizer_path = str(self._samplers.folder)
@@ -132,6 +134,7 @@ class LocalWorkshop(Workshop):
             base_model=self.base_model,
             adapter=adapter,
             max_context=self.max_context,
+            cores=self._cores,
         )
         if session_id not in self._sessions:
             await model.end()
@@ -181,12 +184,12 @@ class LocalWorkshop(Workshop):
                 f"from 1 to {self.limits.max_operations} replies may be asked for, not {count}"
             )
         key, adapter = self._policy(sampler, owner)
-        with told_to_clients():
+        with told_to_clients(), self._cores.sampling():
             return await self._samplers.sample(key, adapter, prompt, params, count)
 
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
         key, adapter = self._policy(sampler, owner)
-        with told_to_clients():
+        with told_to_clients(), self._cores.sampling():
             return await self._samplers.logprobs(key, adapter, tokens)
 
     def _policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:

@@ -141,6 +141,14 @@ class LocalEngine(Engine):
         if self._threads is None:
             self._commands.put(lambda: torch.set_num_threads(count))
 
+    def use_kv_tokens(self, count: int) -> None:
+        """How many tokens the KV cache may hold from now on: at least those of one context."""
+        self._commands.put(lambda: self._scheduler.limit(count))
+
+    def rest(self) -> None:
+        """Give the KV cache's memory back, unless there is something to do."""
+        self._commands.put(self._scheduler.rest)
+
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)

@@ -69,6 +69,10 @@ class KVRows:
         rows, capacity = self.grown(1, length)
         return rows * capacity > self._max_tokens or self.tokens > 4 * self._max_rows * length
 
+    def limit(self, max_tokens: int) -> None:
+        """What is allocated already stays until it is empty."""
+        self._max_tokens = max_tokens
+
     def ensure(self, rows: int, length: int) -> None:
         have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
         new_rows, new_length = self.grown(rows, length)

@@ -117,6 +117,15 @@ class Scheduler:
                 request.computed = 0
         self._changes += 1
 
+    def limit(self, kv_tokens: int) -> None:
+        self._kv_tokens = kv_tokens
+        self._rows.limit(kv_tokens)
+
+    def rest(self) -> None:
+        if not self.busy:
+            self._rows.reset()
+            self._prefixes.clear()
+
     def step(self) -> list[Emission]:
         """Admit, run the model once, sample. Returns the tokens made, in no order between requests."""
         self._admit()

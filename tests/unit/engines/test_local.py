@@ -111,6 +111,35 @@ async def test_next_turn_computes_only_its_new_tokens(engine: LocalEngine, tiny:
     )
 
 
+async def test_at_rest_it_gives_its_memory_back_and_begins_anew(engine: LocalEngine) -> None:
+    reply = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=1))
+    await anext(reply)
+    engine.rest()  # it is at work: nothing happens
+    assert len([chunk async for chunk in reply]) == 199
+    await collect(engine, PROMPT, max_tokens=4, seed=2)
+    before = (await engine.status()).cached_tokens
+    assert before == len(PROMPT) - 1
+    engine.rest()
+    await collect(engine, PROMPT, max_tokens=4, seed=2)
+    assert (await engine.status()).cached_tokens == before
+
+
+async def test_its_memory_can_be_limited_while_it_runs(engine: LocalEngine) -> None:
+    async def load() -> int:
+        """Replies at once at most, of 32."""
+        most = 0
+        replies = [asyncio.create_task(collect(engine, PROMPT, max_tokens=64, seed=n)) for n in range(32)]
+        while not all(reply.done() for reply in replies):
+            most = max(most, (await engine.status()).running)
+            await asyncio.sleep(0.001)
+        return most
+
+    engine.use_kv_tokens(1024)
+    assert await load() == 1024 // 128
+    engine.use_kv_tokens(32 * 512)
+    assert await load() == 32
+
+
 async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
     """A whole group at once, the prefix longer than a prefill piece."""
     prompts = [PROMPT + [50 + n // 4] * 3 for n in range(16)]

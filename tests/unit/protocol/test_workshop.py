@@ -286,6 +286,31 @@ async def test_a_policy_in_use_keeps_its_engine(opened: Open) -> None:
         np.testing.assert_allclose(sampled.logprobs, told[len(PROMPT) :], atol=1e-5)
 
 
+async def test_engines_at_work_divide_the_memory_and_those_at_rest_give_it_up(
+    workshop: LocalWorkshop,
+) -> None:
+    model = await new_model(workshop)
+    path = (await model.export("v")).path
+    long = SamplingParams(max_tokens=150, seed=1)
+    await workshop.sample(None, "me", PROMPT, long, 8)
+    base = workshop._samplers._seats[""].engine._scheduler
+    whole = base._kv_tokens
+    assert base._rows.tokens > 0
+    await workshop.sample(path, "me", PROMPT, long, 8)
+    await until(lambda: base._rows.tokens == 0)
+    (version,) = [seat.engine._scheduler for key, seat in workshop._samplers._seats.items() if key]
+    assert version._kv_tokens == whole
+    both = [asyncio.create_task(workshop.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
+    await until(lambda: base._kv_tokens == version._kv_tokens == whole // 2)
+    await asyncio.gather(*both)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - an engine's thread sets no event
+            await asyncio.sleep(0.001)
+
+
 async def test_a_sampler_replaced_under_its_name_is_another_policy(workshop: LocalWorkshop) -> None:
     model = await new_model(workshop)
     info = await model.export("latest")

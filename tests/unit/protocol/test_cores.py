@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import torch
+
+from instar.protocol.cores import Cores
+
+ALL = torch.get_num_threads()
+HALF = max(1, ALL // 2)
+
+
+def test_each_side_has_all_cores_while_it_computes_alone() -> None:
+    samplers: list[int] = []
+    model: list[int] = []
+    cores = Cores(samplers.append)
+    with cores.sampling():
+        pass
+    with cores.training(model.append):
+        pass
+    with cores.sampling():
+        pass
+    assert model == [ALL]
+    assert samplers == [HALF, ALL], "half while the model computes, and all again"
+
+
+def test_each_side_has_half_of_them_while_both_compute() -> None:
+    samplers: list[int] = []
+    model, other = list[int](), list[int]()
+    cores = Cores(samplers.append)
+    with cores.sampling(), cores.sampling():
+        with cores.training(model.append):
+            assert samplers == [HALF]
+            with cores.training(other.append):
+                pass
+            assert samplers == [HALF], "one of two models computes on"
+        assert samplers == [HALF, ALL]
+    assert (model, other) == ([HALF], [HALF])
+    with cores.training(model.append):
+        assert model == [HALF, ALL]
