@@ -59,8 +59,8 @@ class _Service:
         return answer({"status": "ok"})
 
     async def config(self, call: Call) -> Response:
-        """Clients take their own defaults for what is not said."""
-        return answer({"pjwt_auth_enabled": not is_tinkers(call.http.headers)})
+        """Clients take their own defaults for what is not said. Older ones write JSON unless told."""
+        return answer({"pjwt_auth_enabled": not is_tinkers(call.http.headers), "proto_write_fwdbwd": True})
 
     async def dynamic_config(self, call: Call) -> Response:
         return answer({})

@@ -33,6 +33,20 @@ def step(training: Any) -> float:
     return both.result().metrics["loss:sum"]
 
 
+def both_ways(service: Any, training: Any) -> list[list[float]]:
+    """What a pass answers: first as the server asks for it to be sent, in protobuf, then in JSON."""
+    answers: list[list[float]] = []
+    asked_for = service.holder.get_client_config()
+    assert asked_for.proto_write_fwdbwd
+    for config in (asked_for, asked_for.model_copy(update={"proto_write_fwdbwd": False})):
+        service.holder._client_config = config
+        data = [datum(weights=[0.5, 0.25, 1.0, 1.0, 2.0])]
+        done = training.forward_backward(data, "cross_entropy").result()
+        answers.append([done.metrics["loss:sum"], *done.loss_fn_outputs[0]["logprobs"].data])
+    service.holder._client_config = asked_for
+    return answers
+
+
 def own_loss(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     return -torch.cat(logprobs).sum(), {"mine": 1.0}
 
@@ -48,6 +62,8 @@ def main(name: str) -> dict[str, Any]:
     told["straight"] = [step(training), step(training)]
     resumed = service.create_training_client_from_state_with_optimizer(path)
     told["resumed"] = [step(resumed), step(resumed)]
+    told["both_ways"] = both_ways(service, training)
+    training.optim_step(ADAM).result()
     told["custom"] = training.forward_backward_custom([datum()], own_loss).result().metrics["mine"]
     training.optim_step(ADAM).result()
     old = training.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]

@@ -105,6 +105,8 @@ def test_mints_own_sdk(model: Path, tmp_path: Path) -> None:
     assert told["losses"] == sorted(told["losses"], reverse=True)
     assert told["losses"][0] == pytest.approx(-sum(told["forward"]), rel=1e-5)
     assert told["resumed"] == pytest.approx(told["straight"], rel=1e-6)
+    protobuf, as_json = told["both_ways"]
+    assert as_json == protobuf
     assert told["custom"] == 1.0
     assert told["ppo"] == pytest.approx(-2.5, rel=1e-4)
     assert told["scored"][0] is None

@@ -101,9 +101,9 @@ def test_sampling(raw: Raw) -> None:
 
 def test_a_key_of_another_form_is_exchanged_for_a_token(url: str) -> None:
     with Raw(url, KEY) as raw:
-        assert raw.post("client/config", {"sdk_version": "0.36.0"}).json() == {"pjwt_auth_enabled": False}
+        assert not raw.post("client/config", {"sdk_version": "0.36.0"}).json()["pjwt_auth_enabled"]
     with Raw(url, MINT_KEY) as raw:
-        assert raw.post("client/config", {"sdk_version": "0.22.0"}).json() == {"pjwt_auth_enabled": True}
+        assert raw.post("client/config", {"sdk_version": "0.22.0"}).json()["pjwt_auth_enabled"]
         session = raw.session()
         token = raw.post("auth/token", {}).json()["jwt"]
     with Raw(url, token) as raw:
