@@ -165,7 +165,7 @@ def _read_datum(
         sample_key=f"datum {index}",
         session_id="",
         token_ids=ids.astype(np.int32),
-        mask=np.nan_to_num(_shifted(np.where(scored, mask, 0), size)),
+        mask=_shifted(np.where(scored, mask, 0), size, first=0.0),
         logprobs=_shifted(logprobs, size),
         advantages=_shifted(advantages, size),
         versions=np.full(size, NOT_SAMPLED, np.int32),
@@ -257,9 +257,10 @@ def _check_ids(ids: Ints, index: int, vocab_size: int) -> None:
         )
 
 
-def _shifted(values: Floats, size: int) -> Floats:
-    """Per token of the sample what ``values`` has per target; NaN for the first token."""
-    shifted = np.full(size, np.nan, np.float32)
+def _shifted(values: Floats, size: int, *, first: float = np.nan) -> Floats:
+    """Per token of the sample what ``values`` has per target, after the ``first`` token's."""
+    shifted = np.empty(size, np.float32)
+    shifted[:1] = first
     shifted[1:] = values[: max(size - 1, 0)]
     return shifted
 
