@@ -149,7 +149,7 @@ class TinkerCloud:
 
     def checkpoints(self) -> Any:
         """The SDK's client for what is kept at the service, on this connection. MinT has Tinker's own."""
-        return import_module("tinker").RestClient(self._holder)
+        return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
     async def close(self, *, finish: bool) -> None:
         """``finish`` tells the service that the session is over; otherwise it ends there by itself when no
