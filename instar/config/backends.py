@@ -101,7 +101,7 @@ class VerlBackendConfig(Section):
     micro_batch_tokens: Positive = 8192
     """Most tokens in one forward and backward pass of a rank; a longer sample has one to itself."""
     deadline: Seconds = 3600.0
-    """Of one call to the workers; then they are given up, and the last saved state is loaded into new ones."""
+    """Of one call to the workers; then they are given up, and new ones load the last saved state."""
     python: str | None = None
     """Interpreter to run the trainer with. Default: the running one."""
 

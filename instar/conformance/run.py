@@ -33,8 +33,8 @@ SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 OTHER_KERNELS = {"verl": 10.0}
-"""Times the tolerance, where another implementation computes: it sums in another order, and Adam enlarges what
-differs in small gradients. The services' protocols end at the local backend itself."""
+"""Times the tolerance, where another implementation computes: it sums in another order, and Adam enlarges
+what differs in small gradients. The services' protocols end at the local backend itself."""
 PLAY_DEADLINE = 900.0
 Say = Callable[[str], None]
 
