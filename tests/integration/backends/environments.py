@@ -16,6 +16,7 @@ TORCH = "torch==2.13.0"
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
+    "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8"],
     # Some of what verl needs is pinned, or pip goes through years of versions to find a set that fits.
     "verl": [
         TORCH,

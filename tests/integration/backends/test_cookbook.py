@@ -1,0 +1,80 @@
+"""Someone else's program: the cookbook's RL recipe, as its package has it, trains at our Tinker server."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from instar.models import DEFAULT_MODEL, resolve_model
+from tests.integration.backends.command import Service, serving
+from tests.integration.backends.environments import interpreter
+
+RECIPE = "tinker_cookbook.recipes.math_rl.train"
+SECONDS = 600
+REWARD = "env/all/reward/total"
+
+
+def run_recipe(service: Service, model: str, log: Path, **settings: object) -> list[dict[str, Any]]:
+    """Additions, answered in a few tokens; what it logged of every step."""
+    settings = {
+        "env": "arithmetic",
+        "model_name": model,
+        "renderer_name": "qwen3_instruct",
+        "lora_rank": 8,
+        "learning_rate": 3e-4,
+        "groups_per_batch": 6,
+        "group_size": 8,
+        "max_tokens": 8,
+        "log_path": log,
+        "behavior_if_log_dir_exists": "resume",
+        **settings,
+    }
+    command = [str(interpreter("cookbook")), "-m", RECIPE]
+    command += [f"{name}={value}" for name, value in settings.items()]
+    # Whatever it would fetch, the test is to fail and not to wait.
+    env = {**os.environ, **service.environment, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=env, cwd=log.parent)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(1500)
+def test_the_cookbooks_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
+    model = str(resolve_model(DEFAULT_MODEL))
+    log = tmp_path / "log"
+    with serving("tinker", model, tmp_path, "--dtype", "fp32", "--context", "512") as service:
+        first = run_recipe(service, model, log, max_steps=3, save_every=2)
+        # It finds its last checkpoint and goes on with the optimizer's state; another loss, and several
+        # steps a batch.
+        whole = run_recipe(service, model, log, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2)
+    assert whole[:3] == first
+    assert [step["progress/batch"] for step in whole] == list(range(6))
+    assert all(math.isfinite(step["grad_norm"]) for step in whole)
+    assert first[0]["grad_norm"] > 0
+    # What it sampled with is what it then trains.
+    assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first)
+    assert mean(step[REWARD] for step in whole[-2:]) > whole[0][REWARD] + 0.01
+    kept = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+    assert [(saved["name"], saved["batch"]) for saved in kept] == [
+        ("000002", 2),
+        ("final", 3),
+        ("000004", 4),
+        ("000006", 6),
+        ("final", 6),
+    ]
+    last = tmp_path / "served" / kept[-1]["sampler_path"].removeprefix("tinker://") / "adapter"
+    moved = [
+        value.any()
+        for name, value in load_file(last / "adapter_model.safetensors").items()
+        if ".lora_B." in name
+    ]
+    assert len(moved) > 100
+    assert all(moved), "an adapter begins with zeros there"
