@@ -14,9 +14,10 @@ import torch
 
 
 class Cores:
-    def __init__(self, samplers: Callable[[int], None]) -> None:
-        """``samplers`` is told how many are the samplers', whenever that changes."""
-        self._count = torch.get_num_threads()
+    def __init__(self, samplers: Callable[[int], None], count: int | None = None) -> None:
+        """``samplers`` is told how many are the samplers', whenever that changes. ``count`` there are; by
+        default as many as torch has threads now."""
+        self._count = count or torch.get_num_threads()
         self._samplers = samplers
         self._training = self._sampling = 0
 
