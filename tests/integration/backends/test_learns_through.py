@@ -3,18 +3,22 @@ with gateway, cloud engine, trainer and rollout in processes of their own."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
-from tests.integration.backends.command import PROTOCOLS, serving, train
+from tests.integration.backends.command import INSTAR, PROTOCOLS, serving, train
+from tests.integration.backends.environments import ROOT, interpreter
 from tests.tiny import make_tiny_model
 from tests.torture import tortured
 from tests.unit.test_learns import run_config
 
 RANK = 8
+STEPS = 30
 FOLLOWED = 6
 """Steps over which the losses are compared."""
 
@@ -29,9 +33,11 @@ def test_a_random_model_learns(name: str, tmp_path: Path) -> None:
     """The task and the model of tests/unit/test_learns.py, and what it asks of them."""
     model = make_tiny_model(tmp_path / "model", seed=0, std=0.2)
     settings = run_config(tmp_path, seed=0).model_dump(mode="json", exclude={"engine", "backend", "dir"})
+    settings["trainer"]["steps"] = STEPS
     with serving(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
         steps = train({**settings, "backend": service.backend(RANK)}, tmp_path / "run", service)
     rewards = [step["reward_mean"] for step in steps]
+    assert len(rewards) == STEPS
     assert rewards[0] < 0.2
     assert mean(rewards[-3:]) > 0.8, [round(reward, 2) for reward in rewards]
 
@@ -64,3 +70,12 @@ def test_the_losses_follow_those_of_local(
     assert len(expected) == FOLLOWED
     assert max(expected) - min(expected) > 0.01, "training changes the loss by more than is tolerated"
     assert [step["loss"] for step in steps] == pytest.approx(expected, abs=1e-4, rel=0)
+
+
+def test_the_recipe_can_be_run_in_mints_environment() -> None:
+    """tests/unit/cli/test_recipes.py has the others."""
+    python = f"backend.python={interpreter('mint')}"
+    command = [*INSTAR, "config", "check", str(ROOT / "recipes" / "mint.yaml"), "--set", python]
+    env = {**os.environ, "MINT_API_KEY": "sk-mint-a-key-of-the-tests"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0, done.stderr
