@@ -78,6 +78,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Ends the reply; the sampled stop token is part of it."""
+    score: bool = True
+    """False: nobody will look at the logprobs or train on them, so an engine that would have to ask for them
+    apart leaves them missing."""
 
     @property
     def truncates(self) -> bool:

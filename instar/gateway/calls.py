@@ -78,6 +78,7 @@ class Calls:
             seed=request.seed,
             stop=request.stop,
             stop_token_ids=(*self.renderer.stop_token_ids, *stop_token_ids),
+            score=request.logprobs or state.session.channel is not Channel.VAL,
             **{name: value for name, value in wanted.items() if value is not None},
         )
 

@@ -181,7 +181,7 @@ class CloudEngine(Engine):
         """(of the full softmax, of the distribution sampled from). A service does not say which one its
         numbers are of, so they are not used. A greedy reply's are known by scoring it, and can be trained
         on; of other ones the second are not to be had, so the first are not asked for."""
-        if params.temperature > 0 or not ids:
+        if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         whole = np.concatenate([prompt, np.asarray(ids, np.int32)])
         scores = await self.score(served.client, whole)
