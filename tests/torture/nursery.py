@@ -18,6 +18,8 @@ from typing import NoReturn
 
 import msgspec
 
+from tests.torture.certificates import few_certificates
+
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
 """For its imports, and for the end of a child that is waited for."""
@@ -40,7 +42,7 @@ class Nursery:
         self._process = subprocess.Popen(
             [python, "-m", "tests.torture.nursery", *modules],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **few_certificates(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -40,6 +40,7 @@ class Served:
     model: Path
     folder: Path
     nursery: Nursery
+    session_ttl: float = 60.0
 
     def __post_init__(self) -> None:
         self.key = f"tml-{secrets.token_urlsafe(32)}"
@@ -52,7 +53,7 @@ class Served:
 
     def start(self) -> None:
         """It may take a moment until it answers."""
-        arguments = [self.protocol, str(self.model), str(self.kept), str(self.port)]
+        arguments = [self.protocol, str(self.model), str(self.kept), str(self.port), str(self.session_ttl)]
         env = {"INSTAR_PROTOCOL_KEYS": self.key}
         self.nursery.start(Life("tests.torture.service_server:main", arguments, env, str(self.output)))
 

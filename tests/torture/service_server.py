@@ -1,4 +1,4 @@
-"""A protocol's server as a process that can be killed. Its keys are in INSTAR_PROTOCOL_KEYS."""
+"""A protocol's server as a process that can be killed. Its key is in INSTAR_PROTOCOL_KEYS."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from instar.config import ModelConfig
 from instar.protocol.base import Limits
 from instar.protocol.serve import serve_protocol
 
-LIMITS = Limits(max_models=10_000, session_ttl=60.0)
+MOST_MODELS = 10_000
 """Trainers that are killed leave their models behind, more of them in a minute than people do in a day."""
 
 
 def main() -> None:
-    protocol, model, folder, port = sys.argv[1:]
+    """``session_ttl`` seconds after the last word of a client its session is forgotten."""
+    protocol, model, folder, port, session_ttl = sys.argv[1:]
     asyncio.run(
         serve_protocol(
             protocol,
@@ -27,7 +28,11 @@ def main() -> None:
             folder=Path(folder),
             keys=[os.environ["INSTAR_PROTOCOL_KEYS"]],
             port=int(port),
-            limits=LIMITS,
+            limits=Limits(max_models=MOST_MODELS, session_ttl=float(session_ttl)),
             threads=1,
         )
     )
+
+
+if __name__ == "__main__":
+    main()
