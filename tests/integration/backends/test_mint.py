@@ -1,5 +1,4 @@
-"""MinT's adapters, in MinT's own environment, against SkyRL's server, which implements the protocol on another
-framework."""
+"""MinT's adapters, in MinT's own environment, against SkyRL's server: the protocol on another framework."""
 
 from __future__ import annotations
 
