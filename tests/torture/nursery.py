@@ -129,7 +129,8 @@ def main() -> None:
         if pid == 0:
             live(msgspec.json.decode(line, type=Life))
         print(pid, flush=True)
-        sys.stdin.buffer.readline()
+        if not sys.stdin.buffer.readline():  # who asked for the child is gone
+            os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 

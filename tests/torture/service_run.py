@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import re
 import secrets
 import socket
@@ -44,9 +46,7 @@ class Served:
 
     def __post_init__(self) -> None:
         self.key = f"tml-{secrets.token_urlsafe(32)}"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.output = self.folder / "server.txt"
         self.kept = self.folder / "checkpoints"
@@ -62,10 +62,32 @@ class Served:
         assert self.nursery.pid is not None
         return self.nursery.pid
 
+    def wait(self) -> None:
+        """Until it takes connections."""
+        until = time.monotonic() + DEADLINE
+        while not _is_taken(self.port):
+            assert time.monotonic() < until, "the server does not come up"
+            time.sleep(0.05)
+
     def restart(self) -> None:
         """After a kill."""
         assert self.nursery.wait() == -9, self.output.read_text()
         self.start()
+
+
+def _free_port() -> int:
+    """Below those that the system gives to whoever asks for any: it is to be free still when the server comes
+    back."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class ServiceRun(Trained):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from instar.conformance.served import PROTOCOLS
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
 from tests.torture.killer import RECOVERY, Moment, fired, make_plan, name_other
@@ -21,7 +22,6 @@ from tests.torture.service_run import STEPS, Served, ServiceRun
 from tests.torture.test_crash import AT_ONCE, Say, side_by_side
 from tests.torture.tortured import Fingerprint
 
-PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
 MODULES = {
     "tinker": ("instar.backends.tinker", "tinker"),
     "mint": ("instar.backends.tinker",),

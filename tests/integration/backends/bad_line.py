@@ -125,7 +125,10 @@ class BadLine:
         ) as answer:
             kind = answer.headers.get("content-type")
             kept = {} if kind is None else {"content-type": kind}
-            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+            response = web.Response(status=answer.status, body=await answer.read(), headers=kept)
+            if answer.headers.get("connection") == "close":
+                response.force_close()
+            return response
 
 
 def _place(request: web.Request) -> str:

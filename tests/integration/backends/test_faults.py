@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from instar.clouds.base import SERVICES
+from instar.conformance.served import PROTOCOLS
 from tests.integration.backends.bad_line import FAULTS, PASSING
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
@@ -30,7 +31,6 @@ FORGETS = 2.5
 """Seconds after which the service forgets a session that says nothing."""
 HALVES = {"tinker": "even", "mint": "odd", "weaver": "faults"}
 """Tinker's and MinT's adapter is the same, and so is what they ask for: half of the faults for each SDK."""
-PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
 CALLS = {
     "tinker": ("forward_backward", "optim_step", "save_weights", "load_weights", "asample", "create_model"),
     "mint": ("forward", "forward_backward", "optim_step", "save_weights", "load_weights", "asample"),
@@ -55,6 +55,7 @@ def play(service: str, what: str, model: Path, nursery: Nursery, folder: Path, t
     """What the program tells; the service's server runs beside it."""
     served = Served(PROTOCOLS[service], model, folder, nursery, ttl)
     served.start()
+    served.wait()
     python = str(interpreter("mint")) if service == "mint" else sys.executable
     command = [python, "-m", "tests.integration.backends.faults_program", service, served.url]
     env = {
