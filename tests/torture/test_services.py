@@ -24,10 +24,10 @@ from tests.torture.tortured import Fingerprint
 
 MODULES = {
     "tinker": ("instar.backends.tinker", "tinker"),
-    "mint": ("instar.backends.tinker",),
+    "mint": ("instar.backends.tinker", "tinker"),
     "weaver": ("instar.backends.weaver",),
 }
-"""What a trainer of the service imports; MinT's changes the environment when it is, so that waits."""
+"""What a trainer of the service imports. MinT's own part changes the environment, so that waits."""
 KILLS = {"tinker": 60, "weaver": 60, "mint": 40}
 """At random moments; with those of `test_crash.py` more than 200."""
 VICTIMS = {"trainer": 3, "server": 1}

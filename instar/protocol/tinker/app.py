@@ -59,8 +59,8 @@ class _Service:
         return answer({"status": "ok"})
 
     async def config(self, call: Call) -> Response:
-        """Clients take their own defaults for what is not said. Older ones write JSON unless told. They open a
-        connection for this alone and leave it to their garbage collector, so it is closed from here."""
+        """Clients take their own defaults for what is not said. Older ones write JSON unless told. They open
+        a connection for this alone and leave it to their garbage collector, so it is closed from here."""
         told = {"pjwt_auth_enabled": not is_tinkers(call.http.headers), "proto_write_fwdbwd": True}
         response = answer(told)
         response.headers["connection"] = "close"
