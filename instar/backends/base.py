@@ -15,13 +15,17 @@ where lp is the new logprob of token i given the tokens before it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from instar.config import AdamConfig, LossConfig
 from instar.errors import BackendError
 from instar.types import Artifact, ArtifactKind, Floats, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEFAULT_BETA = 0.05
 DEFAULT_CLIP: dict[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
@@ -42,6 +46,8 @@ class BackendCapabilities:
     """Fields of the optimizer that it honours; another one must have its neutral value."""
     reference: bool = False
     """Whether ``reference_logprobs`` works."""
+    live: bool = False
+    """Whether ``tensors`` works."""
     grad_norm: bool = True
     """Whether ``optim_step`` reports it; NaN otherwise."""
 
@@ -98,6 +104,12 @@ class Backend(ABC):
     async def publish(self, path: Path) -> Artifact:
         """Make the current weights something that engines can load: an adapter folder or full weights at
         ``path``, or a sampler at a service, named after it."""
+
+    def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
+        """The weights an engine would serve, one after another: named and shaped as in the model's own files,
+        an adapter merged in from full precision, in the model's dtype, whole on this process where they are
+        sharded. Each is valid until the next is asked for. No other call may be under way meanwhile."""
+        raise BackendError("this backend does not hand out its weights")
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:

@@ -28,12 +28,22 @@ from instar.config.base import (
     Section,
     Unit,
 )
+from instar.config.cluster import (
+    ClusterConfig,
+    LocalClusterConfig,
+    PlacementConfig,
+    RayClusterConfig,
+    RouteName,
+    SyncConfig,
+)
 from instar.config.engines import (
     CloudEngineConfig,
     EngineConfig,
     LocalEngineConfig,
+    MixedEngineConfig,
     ScriptedEngineConfig,
     UpstreamEngineConfig,
+    VllmEngineConfig,
 )
 from instar.config.gateway import (
     GatewayConfig,
@@ -42,7 +52,9 @@ from instar.config.gateway import (
 )
 from instar.config.model import (
     ModelConfig,
+    PostgresStoreConfig,
     SqliteStoreConfig,
+    StoreConfig,
 )
 from instar.config.rollout import (
     AgentConfig,
@@ -68,6 +80,7 @@ from instar.config.trainer import (
     BaseReferenceConfig,
     CompletionsReferenceConfig,
     EngineReferenceConfig,
+    OffPolicyConfig,
     ReferenceConfig,
     TrainerConfig,
 )
@@ -83,6 +96,7 @@ __all__ = [
     "CloudConfig",
     "CloudEngineConfig",
     "CloudSection",
+    "ClusterConfig",
     "CommandAgentConfig",
     "CompletionsReferenceConfig",
     "DType",
@@ -94,22 +108,29 @@ __all__ = [
     "GatewayConfig",
     "JsonlTasksConfig",
     "LocalBackendConfig",
+    "LocalClusterConfig",
     "LocalEngineConfig",
     "LoraConfig",
     "LossConfig",
     "LossName",
     "MintBackendConfig",
+    "MixedEngineConfig",
     "ModelConfig",
     "ModelRoute",
     "NonNegative",
+    "OffPolicyConfig",
+    "PlacementConfig",
     "PluginConfig",
     "Positive",
+    "PostgresStoreConfig",
     "PythonTasksConfig",
+    "RayClusterConfig",
     "ReasoningGymTasksConfig",
     "RedactConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RouteName",
     "RuleRewardConfig",
     "RunConfig",
     "SamplingConfig",
@@ -117,11 +138,14 @@ __all__ = [
     "Seconds",
     "Section",
     "SqliteStoreConfig",
+    "StoreConfig",
+    "SyncConfig",
     "TasksConfig",
     "TinkerBackendConfig",
     "TrainerConfig",
     "Unit",
     "UpstreamEngineConfig",
     "VerlBackendConfig",
+    "VllmEngineConfig",
     "WeaverBackendConfig",
 ]

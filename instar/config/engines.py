@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from instar.config.base import PluginConfig, Positive, Section, by_word
+from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, by_word
 
 
 class LocalEngineConfig(Section):
@@ -79,8 +79,74 @@ class CloudEngineConfig(Section):
     """Interpreter to run this role with. Default: the backend's."""
 
 
+class VllmEngineConfig(Section):
+    """Samples with vLLM: servers that Instar starts and watches over, or ones that run already. vLLM lives in
+    an environment of its own, whose interpreter is `python`."""
+
+    type: Literal["vllm"] = "vllm"
+    policy: Literal["auto", "adapter", "merged"] = "auto"
+    """How a policy is served. `adapter`: each version is a LoRA adapter of its own beside the base weights,
+    and a request ends under the version it began with. `merged`: the adapter is merged into the weights that
+    are served, and requests in flight go on under them. `auto`: `merged` on a CPU, where adapters cost more
+    than half of the speed, and where all weights are trained; else `adapter`."""
+    count: Positive = 1
+    """How many servers to start; the gateway spreads the sessions over them."""
+    servers: list[str] = []
+    """Addresses of servers that run already, without `/v1`. Then none is started, and `count` is theirs."""
+    api_key_env: str | None = None
+    """Environment variable with the key of `servers`. A server that Instar starts gets a key of its own."""
+    max_batch: Positive = 256
+    """Most replies generated at once by one server."""
+    gpu_memory: Unit | None = None
+    """Share of the GPU's memory for one server. Default: 0.9, or 0.4 with the trainer on the same GPU."""
+    kv_gib: Annotated[float, Field(gt=0)] = 1.0
+    """Size of the KV cache on a CPU, in GiB."""
+    tensor_parallel: Positive = 1
+    """GPUs that one server spreads the model over."""
+    eager: bool | None = None
+    """Do without compiling: starts sooner, samples slower. Default: on a CPU only."""
+    args: list[str] = []
+    """Further arguments of `vllm serve`."""
+    env: dict[str, str] = {}
+    """Further environment variables of the servers."""
+    start_timeout: Seconds = 600.0
+    """How long a server may take to come up."""
+    python: str | None = None
+    """Interpreter that has vLLM. Default: the running one."""
+
+
+class MixedEngineConfig(Section):
+    """Engines of several kinds that serve the same model as one."""
+
+    type: Literal["mixed"] = "mixed"
+    parts: Annotated[
+        list[
+            Annotated[
+                LocalEngineConfig | ScriptedEngineConfig | VllmEngineConfig | PluginConfig,
+                Field(discriminator="type"),
+                by_word("local"),
+            ]
+        ],
+        Field(min_length=1),
+    ]
+    """The kinds, each with its own `count`."""
+    python: str | None = None
+    """Unused: every part names its own."""
+
+    @property
+    def count(self) -> int:
+        """Processes of all parts."""
+        return sum(1 if isinstance(part, PluginConfig) else part.count for part in self.parts)
+
+
 EngineConfig = Annotated[
-    LocalEngineConfig | ScriptedEngineConfig | UpstreamEngineConfig | CloudEngineConfig | PluginConfig,
+    LocalEngineConfig
+    | ScriptedEngineConfig
+    | UpstreamEngineConfig
+    | CloudEngineConfig
+    | VllmEngineConfig
+    | MixedEngineConfig
+    | PluginConfig,
     Field(discriminator="type"),
     by_word("local"),
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from instar.config.base import DType, Positive, Section
+from pydantic import Field
+
+from instar.config.base import DType, Positive, Seconds, Section, by_word
 
 
 class ModelConfig(Section):
@@ -30,3 +32,24 @@ class SqliteStoreConfig(Section):
     type: Literal["sqlite"] = "sqlite"
     path: Path | None = None
     """The database file. Default: `store.db` in the run's folder."""
+
+
+class PostgresStoreConfig(Section):
+    """A PostgreSQL server, for runs that write from several hosts. Needs `instar[postgres]`."""
+
+    type: Literal["postgres"] = "postgres"
+    url: str = "postgresql:///instar"
+    """Its address, as libpq takes it. A password is better left to `password_env` or to a `.pgpass` file."""
+    password_env: str = "INSTAR_POSTGRES_PASSWORD"
+    """Environment variable with the password, where the server asks for one."""
+    db_schema: str = "instar"
+    """The schema that holds the tables; made where there is none. Runs of one schema see each other."""
+    pool: Positive = 4
+    """Connections for reading, per process."""
+    timeout: Seconds = 30.0
+    """Of one statement, and of connecting; also how long a lost connection is tried again."""
+
+
+StoreConfig = Annotated[
+    SqliteStoreConfig | PostgresStoreConfig, Field(discriminator="type"), by_word("sqlite")
+]

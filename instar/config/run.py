@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 
 from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
+from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
 from instar.config.gateway import GatewayConfig, ModelRoute
-from instar.config.model import ModelConfig, SqliteStoreConfig
+from instar.config.model import ModelConfig, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig
 from instar.config.trainer import TrainerConfig
 
@@ -28,7 +29,7 @@ class RunConfig(Section):
     agent_id: str = "default"
     """Which agent the recorded sessions belong to."""
     model: ModelConfig = ModelConfig()
-    store: SqliteStoreConfig = SqliteStoreConfig()
+    store: StoreConfig = SqliteStoreConfig()
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
     upstreams: dict[str, UpstreamEngineConfig] = {}
@@ -38,6 +39,8 @@ class RunConfig(Section):
     counts. Default: the run's engine answers every name."""
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
+    sync: SyncConfig = SyncConfig()
+    cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
     """Agents to run on tasks. `instar train` needs it, `instar serve` does not."""
     reward: RewardConfig = AgentRewardConfig()
@@ -49,6 +52,8 @@ class RunConfig(Section):
 
     @property
     def store_path(self) -> Path:
+        """Of the SQLite store."""
+        assert isinstance(self.store, SqliteStoreConfig)
         return self.store.path or self.run_dir / "store.db"
 
     @model_validator(mode="after")

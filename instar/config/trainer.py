@@ -75,6 +75,22 @@ ReferenceConfig = Annotated[
 ]
 
 
+class OffPolicyConfig(Section):
+    """What is done about tokens that another policy than the trained one has sampled: an older version, or
+    the same weights in an engine that computes a little differently."""
+
+    proximal: Literal["behavior", "recompute"] = "behavior"
+    """What the loss's ratio is taken to. `behavior`: the logprobs that the engine recorded. `recompute`:
+    those of the trained policy as the step begins (decoupled PPO), computed by the backend; the rest of the
+    way, from the engine's, is then an importance weight in the advantages."""
+    truncate: Annotated[float, Field(gt=0)] | None = None
+    """Largest importance weight of a token (truncated importance sampling); needs `proximal: recompute`.
+    Default: 2."""
+    drop_above: Annotated[float, Field(gt=1)] | None = None
+    """Leave out tokens whose importance weight is above this or below its inverse; needs
+    `proximal: recompute`. Default: none are."""
+
+
 class TrainerConfig(Section):
     """The background trainer."""
 
@@ -90,6 +106,7 @@ class TrainerConfig(Section):
     max_staleness: NonNegative | None = None
     """Versions that a trained token may be behind; older samples are dropped with that reason. Default: 1
     in `async` mode; `sync` mode allows only 0."""
+    off_policy: OffPolicyConfig = OffPolicyConfig()
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None
     """The loss to take instead where the backend does not compute `loss`, with a warning in the log and the

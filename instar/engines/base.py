@@ -8,14 +8,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
 
 import msgspec
 
 from instar.errors import EngineError
-from instar.types import ArtifactKind, Floats, Ids, Policy, SamplingParams, TokenChunk
+from instar.types import ArtifactKind, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
 Prompt = Sequence[int] | Ids
 """Token ids. An int32 array is passed on as it is."""
+
+
+Route = Literal["ipc", "nccl", "ray"]
+"""How weights reach an engine without files."""
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """A part of a policy's weights, or a word about how they come, on the way to an engine."""
+
+    policy: Policy
+    route: Route
+    body: Json
+    """What the two ends of the route have agreed on: `instar.sync` writes it, the engine's end reads it."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -33,6 +47,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """False: a whole reply is stamped with one version."""
     scores: bool = False
     """Whether ``logprobs`` works."""
+    routes: tuple[Route, ...] = ()
+    """Ways that ``stage`` takes weights on."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -74,6 +90,16 @@ class Engine(ABC):
     async def load(self, policy: Policy) -> None:
         """Serve this policy from the next token on. Requests in flight go on under it; keys and
         values computed under the old weights are never read by a request that begins later."""
+
+    async def stage(self, transfer: Transfer) -> Json:
+        """Take in a part of a policy's weights beside those that are served; requests notice nothing. Parts
+        of another policy that were staged before are given up. Returns what the sender is to know."""
+        raise EngineError(f"the {self.info.kind} engine does not take weights over {transfer.route}")
+
+    async def commit(self, policy: Policy) -> None:
+        """Serve what was staged, in the way of ``load``. On an error the engine serves what it did before,
+        and where that is gone nothing at all until something is loaded; ``status`` is true either way."""
+        raise EngineError(f"the {self.info.kind} engine has no weights staged")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...

@@ -12,12 +12,12 @@ import aiohttp
 import msgspec
 
 from instar import errors
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
 from instar.engines.checks import as_ids
 from instar.engines.wire import decode_line, joined, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.plain_http import PlainClient, PlainResponse
-from instar.types import Floats, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
 
 CONNECT_SECONDS = 10.0
 LOAD_SECONDS = 600.0
@@ -110,6 +110,14 @@ class RemoteEngine(Engine):
 
     async def load(self, policy: Policy) -> None:
         await self._call("POST", "/load", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
+
+    async def stage(self, transfer: Transfer) -> Json:
+        return msgspec.json.decode(
+            await self._call("POST", "/stage", LOAD_SECONDS, msgspec.json.encode(transfer)), type=Json
+        )
+
+    async def commit(self, policy: Policy) -> None:
+        await self._call("POST", "/commit", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
 
     async def status(self) -> EngineStatus:
         return msgspec.json.decode(await self._call("GET", "/status", STATUS_SECONDS), type=EngineStatus)

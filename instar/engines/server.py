@@ -3,6 +3,8 @@
     POST /generate  params + prompt ids   → one JSON TokenChunk per line, as they are sampled
     POST /logprobs  token ids             → their logprobs
     POST /load      {policy}              → {}
+    POST /stage     Transfer              → what the sender is to know
+    POST /commit    {policy}              → {}
     GET  /info, /status, /healthz
 
 The body of /generate is, one after the other: 4 bytes, little-endian, the length of what follows; the
@@ -30,7 +32,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from instar.engines.base import Engine
+from instar.engines.base import Engine, Transfer
 from instar.engines.checks import check_request, check_scored
 from instar.engines.wire import encode_line, joined, pack_floats, unpack_ids, unpack_request
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
@@ -62,6 +64,8 @@ def create_engine_app(engine: Engine, token: str | None = None) -> Starlette:
             Route("/generate", _Generate(engine), methods=["POST"]),
             Route("/logprobs", _answer(routes.logprobs), methods=["POST"]),
             Route("/load", _answer(routes.load), methods=["POST"]),
+            Route("/stage", _answer(routes.stage), methods=["POST"]),
+            Route("/commit", _answer(routes.commit), methods=["POST"]),
             Route("/info", _answer(routes.info)),
             Route("/status", _answer(routes.status)),
             Route("/healthz", _answer(routes.healthz)),
@@ -161,14 +165,18 @@ class _Routes:
         self._engine = engine
 
     async def load(self, request: Request) -> Response:
-        try:
-            body = msgspec.json.decode(await _read_body(request.receive), type=LoadBody)
-        except msgspec.DecodeError as error:
-            raise _BadBody(str(error)) from error
+        body = await _decoded(request, LoadBody)
         if body.policy.artifact.kind not in self._engine.info.artifacts:
             taken = ", ".join(self._engine.info.artifacts)
             return _error(400, EngineError(f"this engine loads {taken}, not {body.policy.artifact.kind}"))
         await self._engine.load(body.policy)
+        return _json({})
+
+    async def stage(self, request: Request) -> Response:
+        return _json(await self._engine.stage(await _decoded(request, Transfer)))
+
+    async def commit(self, request: Request) -> Response:
+        await self._engine.commit((await _decoded(request, LoadBody)).policy)
         return _json({})
 
     async def logprobs(self, request: Request) -> Response:
@@ -203,6 +211,13 @@ async def _read_body(receive: Receive) -> bytes | bytearray:
         if len(body) > MAX_BODY:
             raise _BadBody(f"the body is larger than {MAX_BODY} bytes")
     return body
+
+
+async def _decoded(request: Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await _read_body(request.receive), type=kind)
+    except msgspec.DecodeError as error:
+        raise _BadBody(str(error)) from error
 
 
 class _BadBody(EngineError):

@@ -11,6 +11,15 @@ from instar.types import ArtifactKind, Policy
 
 
 class Sync(ABC):
+    live = False
+    """Whether ``push`` takes the weights from the backend itself, which then publishes nothing: the policy's
+    artifact is ``live``, and it can be pushed for as long as the weights are those of its version."""
+
+    @property
+    @abstractmethod
+    def route(self) -> str:
+        """What it is and how it was come to, for the log."""
+
     @abstractmethod
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         """Load the policy on every engine. One outcome per engine, in order; a failure on one does

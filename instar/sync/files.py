@@ -27,6 +27,10 @@ class FileSync(Sync):
         self._first_wait = first_wait
         self._random = random.Random(seed)
 
+    @property
+    def route(self) -> str:
+        return "files: the engines read what was published"
+
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         return list(await asyncio.gather(*(self._load(policy, engine) for engine in engines)))
 

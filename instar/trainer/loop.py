@@ -32,7 +32,7 @@ from instar.trainer.checkpoint import (
     save_checkpoint,
 )
 from instar.trainer.monitor import Monitor, read_steps
-from instar.types import Json, Policy, StepState
+from instar.types import Artifact, Json, Policy, StepState
 
 Engines = Callable[[], Awaitable[list[Engine]]]
 MOST_LOSSES = 5
@@ -269,7 +269,11 @@ class Trainer:
 
     async def _make_head(self, version: int) -> None:
         """The current weights, under this version."""
-        policy = Policy(self.policy_id, version, await self.backend.publish(self._policy_path(version)))
+        if self.sync.live:
+            artifact = Artifact("live")
+        else:
+            artifact = await self.backend.publish(self._policy_path(version))
+        policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
         self._note_expiry(policy)
         await self._push(policy)

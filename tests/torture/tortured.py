@@ -144,6 +144,7 @@ class Tortured(Trained):
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         super().__init__(Path(config["dir"]), config["trainer"]["steps"])
         self.folder = folder
+        self.config = config
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(config))
         self.process: subprocess.Popen[bytes] | None = None

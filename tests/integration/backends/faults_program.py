@@ -33,8 +33,8 @@ from instar.types import Policy, Sample, SamplingParams
 from tests.integration.backends.bad_line import EVERYWHERE, FAULTS, LASTING, BadLine, Fault
 
 ADAM = AdamConfig(lr=0.01)
-AT_ONCE = 20
-DEADLINE, SHORT_DEADLINE = 150.0, 6.0
+AT_ONCE = 8
+DEADLINE, SHORT_DEADLINE = 150.0, 8.0
 """Of a call; the short one where the line does not answer. The SDKs themselves wait for up to 90 s."""
 IDLE = 5.0
 """Seconds without a word, after which the service has forgotten the session."""

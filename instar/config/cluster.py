@@ -1,0 +1,65 @@
+"""Where a run's roles live, and how weights get from one to another."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from instar.config.base import Positive, Seconds, Section, by_word
+
+RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout"]
+
+
+class LocalClusterConfig(Section):
+    """Every role is a process on this machine."""
+
+    type: Literal["local"] = "local"
+
+
+class PlacementConfig(Section):
+    """What one process of a role is given."""
+
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    """CPU cores that Ray counts for it."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs; a share of one may be given."""
+    resources: dict[str, float] = {}
+    """Resources of your own naming that its node must have, `{node-a: 0.01}` for instance."""
+
+
+class RayClusterConfig(Section):
+    """Every role is an actor on a Ray cluster, placed by its resources and started again elsewhere when its
+    node is lost. Needs `instar[ray]`, and a PostgreSQL store once there are several nodes."""
+
+    type: Literal["ray"] = "ray"
+    address: str | None = None
+    """Of the cluster, `host:6379` or `auto`. Default: `RAY_ADDRESS`, else one is started on this machine."""
+    placement: dict[RoleName, PlacementConfig] = {}
+    """What a process of each role is given. Default: one core, and a GPU for engines and the trainer where
+    the nodes have them."""
+    env: list[str] = []
+    """Names of further environment variables to hand on to the roles."""
+    node_timeout: Seconds = 30.0
+    """How long a node may be out of reach before its roles are started elsewhere."""
+
+
+ClusterConfig = Annotated[
+    LocalClusterConfig | RayClusterConfig, Field(discriminator="type"), by_word("local")
+]
+
+RouteName = Literal["auto", "files", "ipc", "nccl", "ray"]
+
+
+class SyncConfig(Section):
+    """How published weights reach the engines."""
+
+    route: RouteName = "auto"
+    """`files`: the engines read what was published, or are sent it where they cannot see the folder. `ipc`:
+    from GPU memory of the trainer, on the same GPU. `nccl`: over NCCL, between GPUs. `ray`: through Ray's
+    object store. `auto`: by what the two ends are; the log says which."""
+    chunk_mib: Positive = 256
+    """Most weights in flight at once, in MiB, on the routes that go without files."""
+    deadline: Seconds = 120.0
+    """For one engine to serve a version, with all attempts. Then it stays on what it serves, and is tried
+    again while the trainer waits for data."""
