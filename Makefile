@@ -6,13 +6,15 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format integration bench bench-gateway bench-fidelity docs clean
+.PHONY: help install demo test check format integration integration-clients integration-backends \
+	integration-scale integration-rest bench bench-gateway bench-fidelity docs clean
 
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
 	@echo "make test         run the tests"
 	@echo "make check        lint, types, import contracts, generated docs"
-	@echo "make integration  slower tests with real servers and crashes"
+	@echo "make integration  slower tests with real servers and crashes; or a part of them: integration-clients,"
+	@echo "                  integration-backends, integration-scale (vLLM, Ray), integration-rest"
 	@echo "make bench        measure the engine"
 	@echo "make bench-gateway   measure the gateway against its peers"
 	@echo "make bench-fidelity  measure how much of what agents do becomes exact training data"
@@ -47,8 +49,27 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# All of the slower tests; `make integration-backends`, for one, runs a part of them.
+CLIENTS := tests/integration/agents tests/integration/clients tests/integration/test_bench_gateway.py
+BACKENDS := tests/integration/backends tests/torture/test_services.py
+SCALE := $(wildcard tests/integration/vllm tests/integration/sync tests/integration/ray)
+REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) tests/torture/test_crash.py
+SLOW = $(BIN)/python -m pytest --durations=20 --durations-min=5
+
 integration: install
-	$(BIN)/python -m pytest tests/integration tests/torture
+	$(SLOW) $(CLIENTS) $(BACKENDS) $(SCALE) $(REST)
+
+integration-clients: install
+	$(SLOW) $(CLIENTS)
+
+integration-backends: install
+	$(SLOW) $(BACKENDS)
+
+integration-scale: install
+	$(SLOW) $(SCALE)
+
+integration-rest: install
+	$(SLOW) $(REST)
 
 bench: install
 	$(BIN)/python bench/engine.py

@@ -4,6 +4,7 @@ end in the store."""
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import time
@@ -18,7 +19,8 @@ from tests.torture.killer import IN_RECOVERY, POINTS, RECOVERY, Moment, fired, m
 from tests.torture.tortured import Fingerprint, Tortured, settings
 
 STEPS = 6
-KILLS = 50
+KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
+"""At random moments."""
 MOST_RESTARTS = 4
 """Kills of one role under one supervisor, which gives up on a role that keeps dying."""
 AT_ONCE = 2

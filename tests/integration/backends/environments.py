@@ -42,17 +42,24 @@ def interpreter(name: str) -> Path:
         FOLDER.mkdir(parents=True, exist_ok=True)
         fresh = FOLDER / f".{name}-{os.getpid()}"
         try:
-            _install(fresh, PACKAGES[name])
+            install(fresh, *PACKAGES[name])
             fresh.rename(folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return folder / "bin" / "python"
 
 
-def _install(folder: Path, packages: list[str]) -> None:
-    """Nothing in it is run but by its interpreter, so it may be moved afterwards."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=INSTALL_SECONDS)
-    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *packages]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+def install(folder: Path, *requirements: str) -> None:
+    """Nothing in it is run but by its interpreter, so it may be moved afterwards. By uv, which has what it
+    unpacked once at hand for the next environment."""
+    _uv("venv", "--python", sys.executable, str(folder))
+    _uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
+
+
+def _uv(*arguments: str) -> None:
+    # Where pip is told to look for packages, such as a build of torch without CUDA, uv is to look too.
+    env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "UV_SYSTEM_CERTS": "1", **os.environ}
+    command = [sys.executable, "-m", "uv", *arguments[:1], "--quiet", *arguments[1:]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_SECONDS)
     if done.returncode:
-        raise RuntimeError(f"{packages} could not be installed: {done.stderr[-1000:]}")
+        raise RuntimeError(f"{' '.join(arguments)} failed: {done.stderr[-1000:]}")

@@ -17,6 +17,7 @@ import pytest
 import tinker
 from tinker.lib.retryable_exception import RetryableException
 
+from tests.integration.backends.environments import interpreter
 from tests.sdk_leaks import LEAKS, collected
 from tests.tiny import make_tiny_model
 from tests.unit.protocol.tinker.raw import Raw
@@ -26,7 +27,6 @@ from tests.unit.protocol.tinker.test_training import next_tokens, step
 pytestmark = [LEAKS, pytest.mark.timeout(300)]  # processes that each import torch
 INSTAR = str(Path(sys.executable).with_name("instar"))
 ROOT = Path(__file__).resolve().parents[3]
-MINT = Path(os.environ.get("INSTAR_MINT_PYTHON") or ROOT / ".cache" / "envs" / "mint" / "bin" / "python")
 KEY, MINT_KEY = "tml-0123456789abcdef", "sk-0123456789abcdefgh"
 
 
@@ -96,7 +96,6 @@ def test_killed_in_mid_step_and_started_again(model: Path, tmp_path: Path) -> No
             again.close("success").result(10)
 
 
-@pytest.mark.skipif(not MINT.is_file(), reason="no environment with MinT; INSTAR_MINT_PYTHON names one")
 def test_mints_own_sdk(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (url, _):
         told = _mint(url, MINT_KEY, str(model))
@@ -122,7 +121,7 @@ def _mint(url: str, key: str, name: str) -> dict[str, Any]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "MINT_"))}
     program = Path(__file__).with_name("mint_sdk.py")
     done = subprocess.run(
-        [str(MINT), str(program), name],
+        [str(interpreter("mint")), str(program), name],
         env=clean | {"MINT_BASE_URL": url, "MINT_API_KEY": key},
         capture_output=True,
         text=True,

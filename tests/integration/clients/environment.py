@@ -7,17 +7,17 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tests.integration.backends.environments import install
+
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 CACHE = Path(__file__).parents[3] / ".cache" / "clients"
-INSTALL_TIMEOUT = 540
 RUN_TIMEOUT = 100
 
 
@@ -46,23 +46,12 @@ def installed() -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         fresh = CACHE / f".{folder.name}-{os.getpid()}"
         try:
-            _install(fresh)
+            # The list is complete, so there is nothing to resolve.
+            install(fresh, "--no-deps", "-r", str(REQUIREMENTS))
             fresh.rename(folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return folder / "bin" / "python"
-
-
-def _install(folder: Path) -> None:
-    """Nothing in it is run but by its interpreter, so it may be moved afterwards."""
-    deadline = INSTALL_TIMEOUT
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=deadline)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # The list is complete, so there is nothing to resolve.
-    command = [*pip, "--no-deps", "-r", str(REQUIREMENTS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline)
-    if done.returncode:
-        raise RuntimeError(f"the clients could not be installed: {done.stderr[-1000:]}")
 
 
 async def run_client(
