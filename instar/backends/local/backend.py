@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,12 +26,15 @@ from instar.backends.local import losses, state
 from instar.backends.local.memory import keep_freed_pages
 from instar.backends.local.model import TrainedModel, load_frozen, load_model
 from instar.backends.local.pack import Pack, pack, split
+from instar.backends.served import adapts_tied_head, served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
 from instar.errors import BackendError, NonFinite
 from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
 
+AT_A_TIME = 8
+"""Tensors that are handed out at once."""
 GLOBAL_RNG = threading.Lock()
 """Torch's generator is one for the process: backends beside each other draw and restore in turn."""
 
@@ -87,7 +91,15 @@ class LocalBackend(Backend):
             artifacts=frozenset({"weights" if self._config.lora is None else "adapter"}),
             full_finetuning=True,
             reference=True,
+            live=not adapts_tied_head(self._model.causal),
         )
+
+    async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
+        weights = await self._run(lambda: served_weights(self._model.causal, self._model.dtype))
+        # A few at a time: going to the thread and back costs more than merging a small layer on a GPU.
+        while part := await self._run(lambda: list(islice(weights, AT_A_TIME))):
+            for named in part:
+                yield named
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         return await self._run(lambda: self._forward(samples, self._model))

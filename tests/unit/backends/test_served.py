@@ -1,0 +1,85 @@
+"""The weights that a backend hands out live are those that its files would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from instar.backends.base import Backend
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from tests.unit.backends.conformance import tree_samples
+
+
+def make_backend(folder: Path, lora: LoraConfig | None, dtype: str = "fp32") -> LocalBackend:
+    model = ModelConfig.model_validate({"name": str(folder), "dtype": dtype, "device": "cpu"})
+    return LocalBackend(model, LocalBackendConfig(lora=lora))
+
+
+async def trained(backend: Backend) -> dict[str, Tensor]:
+    for _ in range(2):
+        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.optim_step(AdamConfig(lr=1e-2))
+    return {name: tensor.clone() async for name, tensor in backend.tensors()}
+
+
+def logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, ids[1:, None])[:, 0]
+
+
+async def test_an_adapter_is_merged_under_the_names_of_the_files(model_folder: Path) -> None:
+    backend = make_backend(model_folder, LoraConfig(rank=4))
+    assert backend.capabilities.live
+    tensors = await trained(backend)
+    files = load_file(model_folder / "model.safetensors")
+    assert tensors.keys() == files.keys()
+    assert {name: t.shape for name, t in tensors.items()} == {name: t.shape for name, t in files.items()}
+    merged = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    merged.load_state_dict(tensors, strict=False)
+    sample = tree_samples()[0]
+    ids = torch.from_numpy(sample.token_ids).long()
+    (expected,) = await backend.forward([sample])
+    told = torch.from_numpy(expected[1:])
+    assert (logprobs(merged, ids) - told).abs().max() < 1e-4
+    assert (logprobs(plain, ids) - told).abs().max() > 1e-2
+    await backend.close()
+
+
+async def test_all_weights_are_those_of_the_published_folder(model_folder: Path, tmp_path: Path) -> None:
+    backend = make_backend(model_folder, None, dtype="bf16")
+    tensors = await trained(backend)
+    await backend.publish(tmp_path / "v1")
+    files = load_file(tmp_path / "v1" / "model.safetensors")
+    assert tensors.keys() == files.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, files[name]), name
+    await backend.close()
+
+
+async def test_small_updates_are_merged_from_full_precision(model_folder: Path) -> None:
+    """bf16(base + delta), which differs from bf16(base) + bf16(delta)."""
+    backend = make_backend(model_folder, LoraConfig(rank=4), dtype="bf16")
+    tensors = await trained(backend)
+    layer = backend._model.causal.get_submodule("model.layers.0.mlp.up_proj")
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    exact = layer.base_layer.weight.float() + layer.scaling["default"] * b @ a
+    assert torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], exact.to(torch.bfloat16))
+    await backend.close()
+
+
+@pytest.mark.parametrize(("targets", "live"), [(["lm_head", "q_proj"], False), (["q_proj"], True)])
+async def test_an_adapter_on_a_tied_output_layer_cannot_be_merged(
+    model_folder: Path, targets: list[str], live: bool
+) -> None:
+    backend = make_backend(model_folder, LoraConfig(rank=4, targets=targets))
+    assert backend.capabilities.live is live
+    await backend.close()
