@@ -15,7 +15,7 @@ from rich.console import Console
 from instar.backends.resolve import resolve_run
 from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import get_model
-from instar.cluster.local import serving
+from instar.cluster.run import serving
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import ensure_agent_key
 
@@ -68,5 +68,5 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"Everything is recorded in {run.folder.path}. Ctrl-C stops.", highlight=False)
         ended = asyncio.create_task(stop.wait())
-        await asyncio.wait({ended, run.supervisor.failure}, return_when=asyncio.FIRST_COMPLETED)
-        run.supervisor.raise_failure()
+        await asyncio.wait({ended, run.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
+        run.cluster.raise_failure()

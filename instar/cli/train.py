@@ -19,7 +19,7 @@ from instar.backends.factory import check_run
 from instar.cli.config_file import DEMO, load_config
 from instar.cli.display import Display
 from instar.cli.model import get_model
-from instar.cluster.local import LiveRun, train
+from instar.cluster.run import LiveRun, train
 from instar.config import RunConfig
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json

@@ -21,9 +21,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instar.cluster.base import FATAL
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, teacher_config, teacher_names
-from instar.cluster.supervisor import FATAL
+from instar.cluster.supervisor import ROLE_URL
 from instar.config import CloudEngineConfig, RunConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
-ENGINE_URL = "INSTAR_ENGINE_URL"
-"""Where an engine listens itself."""
 ENGINE_URLS = "INSTAR_ENGINE_URLS"
 """Where all of them do, with spaces between."""
 TEACHER_URLS = "INSTAR_TEACHER_URLS"
@@ -204,7 +203,7 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
         serve(app, listener, stop=context.stop),
         refresh(),
         share_cores(context.config, store, other, served.use_cores, among=among),
-        context.heartbeat(store, doing, os.environ[ENGINE_URL]),
+        context.heartbeat(store, doing, os.environ[ROLE_URL]),
     )
     await served.close()
     await store.close()
@@ -244,7 +243,7 @@ async def gateway(context: Context) -> None:
                 max_head=2 * limits.max_header,
                 head_timeout=limits.read_timeout,
             ),
-            context.heartbeat(store, lambda: "serving", os.environ[GATEWAY_URL]),
+            context.heartbeat(store, lambda: "serving", os.environ[ROLE_URL]),
         )
     if connected is not None:
         await connected.close()

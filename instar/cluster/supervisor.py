@@ -1,8 +1,7 @@
-"""Starts each role of a run as a process of its own, and starts it again when it dies.
+"""Starts each role of a run as a process on this machine, and starts it again when it dies.
 
-The sockets that the engine and the gateway listen on belong to the supervisor and are handed down, so
-an address outlives the process behind it: a client that connects during a restart waits instead of
-being refused.
+The sockets that roles listen on belong to the supervisor and are handed down, so an address outlives the
+process behind it.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from instar.cluster.base import BACKOFF, FATAL, FORGIVEN_AFTER, Address, Cluster, Role, describe
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
-FATAL = 70
-"""Exit code of a role whose failure another start would not cure."""
-BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-FORGIVEN_AFTER = 120.0
-"""Seconds of running after which earlier restarts are forgotten."""
+ROLE_URL = "INSTAR_ROLE_URL"
+"""Where a role listens itself, as others reach it."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,34 +42,56 @@ def url_of(server: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-@dataclass
-class Role:
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    log: Path
+@dataclass(eq=False)
+class Child(Role):
+    """A role as a process of this machine."""
+
+    argv: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     fds: Sequence[int] = ()
+    server: socket.socket | None = None
     process: asyncio.subprocess.Process | None = None
-    restarts: int = 0
-    stopping: bool = False
-    exit: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    restarting: bool = False
+    """Whether its end is wanted for a new start."""
 
     def tail(self, lines: int = 12) -> str:
-        if not self.log.is_file():
+        path = Path(self.log)
+        if not path.is_file():
             return ""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+    def send(self, number: int) -> None:
+        if self.process and self.process.returncode is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """With all that it started."""
+        if self.process and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
-class Supervisor:
-    def __init__(self, folder: RunFolder, *, log: Callable[[str], None]) -> None:
+class Supervisor(Cluster):
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        log: Callable[[str], None],
+        url: Callable[[socket.socket], str] = url_of,
+    ) -> None:
+        """``url``: how others reach a socket of this machine."""
+        super().__init__(log=log)
         self.folder = folder
-        self.log = log
-        self.roles: dict[str, Role] = {}
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._url = url
+        self._children: dict[str, Child] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         # Nothing is ever written: a role that reads the end of it knows that this process is gone. Only
         # this process has the end to write to, so that holds however it ends.
         self._lifeline, self._alive = os.pipe()
+
+    @property
+    def roles(self) -> Mapping[str, Child]:
+        return self._children
 
     async def start(
         self,
@@ -82,11 +101,10 @@ class Supervisor:
         python: str | None = None,
         env: Mapping[str, str] | None = None,
         without: Collection[str] = (),
-        server: socket.socket | None = None,
-    ) -> Role:
-        """``name`` tells processes of the same role apart. ``without``: variables of this process that it
-        does not inherit."""
+        listen: Address | None = None,
+    ) -> Child:
         name = name or role
+        child = Child(role, name, log=str(self.folder.log(name)), fds=[self._lifeline])
         argv = [
             python or sys.executable,
             "-m",
@@ -97,120 +115,112 @@ class Supervisor:
             f"--lifeline={self._lifeline}",
             *arguments,
         ]
-        fds = [self._lifeline]
-        if server is not None:
-            argv.append(f"--fd={server.fileno()}")
-            fds.append(server.fileno())
+        told: dict[str, str] = {}
+        if listen is not None:
+            child.server = self._listen(name, listen)
+            child.url = told[ROLE_URL] = self._url(child.server)
+            argv.append(f"--fd={child.server.fileno()}")
+            child.fds = [self._lifeline, child.server.fileno()]
         inherited = {key: value for key, value in os.environ.items() if key not in without}
-        started = Role(name, argv, {**inherited, **(env or {})}, self.folder.log(name), fds)
-        self.roles[name] = started
-        await self._spawn(started)
-        watcher = asyncio.create_task(self._watch(started))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
-        return started
+        child.argv, child.env = argv, {**inherited, **(env or {}), **told}
+        self._children[name] = child
+        await self._run(child)
+        return child
 
-    async def _spawn(self, role: Role) -> None:
-        with role.log.open("ab") as log:
-            role.process = await asyncio.create_subprocess_exec(
-                *role.argv,
-                env=dict(role.env),
+    def _listen(self, name: str, address: Address) -> socket.socket:
+        """A role that is started anew keeps the socket of the one before."""
+        before = self._children.get(name)
+        return before.server if before and before.server else listen(*address)
+
+    async def _run(self, child: Child) -> None:
+        await self._spawn(child)
+        self._watchers[child.name] = asyncio.create_task(self._watch(child))
+
+    async def _spawn(self, child: Child) -> None:
+        with self.folder.log(child.name).open("ab") as log:
+            child.process = await asyncio.create_subprocess_exec(
+                *child.argv,
+                env=dict(child.env),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=tuple(role.fds),
+                pass_fds=tuple(child.fds),
                 start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
             )
 
-    async def _watch(self, role: Role) -> None:
+    async def _watch(self, child: Child) -> None:
         while True:
-            assert role.process is not None
+            assert child.process is not None
             began = time.monotonic()
-            code = await role.process.wait()
-            if role.stopping or code == 0:
-                role.exit.set_result(code)
-                return
-            if time.monotonic() - began > FORGIVEN_AFTER:
-                role.restarts = 0
-            if code == FATAL or role.restarts >= len(BACKOFF):
-                self._fail(role, code)
-                return
-            pause = BACKOFF[role.restarts]
-            role.restarts += 1
-            self.log(f"{role.name} ended with {_describe(code)}; starting it again")
-            await asyncio.sleep(pause)
-            if role.stopping:
-                role.exit.set_result(code)
-                return
+            code = await child.process.wait()
+            if not child.restarting:
+                if child.stopping or code == 0:
+                    child.exit.set_result(code)
+                    return
+                if time.monotonic() - began > FORGIVEN_AFTER:
+                    child.restarts = 0
+                if code == FATAL or child.restarts >= len(BACKOFF):
+                    self._give_up(child, code)
+                    return
+                pause = BACKOFF[child.restarts]
+                child.restarts += 1
+                self.log(f"{child.name} ended with {describe(code)}; starting it again")
+                await asyncio.sleep(pause)
+                if child.stopping:
+                    child.exit.set_result(code)
+                    return
+            child.restarting = False
             try:
-                await self._spawn(role)
+                await self._spawn(child)
             except OSError as error:
-                self.log(f"{role.name} cannot be started: {error}")
-                self._fail(role, code)
+                self.log(f"{child.name} cannot be started: {error}")
+                self._give_up(child, code)
                 return
 
-    def _fail(self, role: Role, code: int) -> None:
-        role.exit.set_result(code)
-        if not self.failure.done():
-            what = role.tail(1) if code == FATAL else f"{_describe(code)}, and again after each restart"
-            cause = f"{role.name}: {what}\n(log: {role.log})"
-            if code != FATAL:
-                cause = f"{cause}\n{role.tail()}"
-            self.failure.set_exception(InstarError(cause))
+    def _give_up(self, child: Child, code: int) -> None:
+        child.exit.set_result(code)
+        what = child.tail(1) if code == FATAL else f"{describe(code)}, and again after each restart"
+        cause = f"{child.name}: {what}\n(log: {child.log})"
+        if code != FATAL:
+            cause = f"{cause}\n{child.tail()}"
+        self.fail(InstarError(cause))
 
-    async def wait(self, role: str) -> int:
-        """Until the role has ended. Raises the first cause when any role cannot go on."""
-        ended = self.roles[role].exit
-        await asyncio.wait({ended, self.failure}, return_when=asyncio.FIRST_COMPLETED)
-        if self.failure.done():
-            self.failure.result()
-        return ended.result()
+    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+        if child := self._children.get(name):
+            child.stopping, child.restarting = True, False
+            child.send(number)
 
-    def raise_failure(self) -> None:
-        if self.failure.done():
-            self.failure.result()
+    def kill(self, name: str) -> None:
+        if child := self._children.get(name):
+            child.stopping, child.restarting = True, False
+            child.kill()
 
-    def signal(self, role: str, number: int = signal.SIGTERM) -> None:
-        """Ask a role to end in its own way; it is not started again, nor when it has just died."""
-        if found := self.roles.get(role):
-            found.stopping = True
-            if found.process and found.process.returncode is None:
-                found.process.send_signal(number)
-
-    async def stop(self, role: str, timeout: float = 10.0) -> None:
-        """Ask, wait, then kill the role and all it started."""
-        found = self.roles.get(role)
-        if found is None or found.exit.done():
+    async def restart(self, name: str, timeout: float = 10.0) -> None:
+        child = self._children[name]
+        child.stopping = False
+        if child.exit.done():
+            child.exit = asyncio.get_running_loop().create_future()
+            await self._run(child)
             return
-        self.signal(role)
-        try:
-            await asyncio.wait_for(asyncio.shield(found.exit), timeout)
-        except TimeoutError:
-            self.kill(role)
-            await found.exit
+        before = child.process
+        child.restarting = True
+        child.send(signal.SIGTERM)
+        deadline = time.monotonic() + timeout
+        # The watcher starts it again; one that waits out its pause does so too.
+        while child.process is before and not child.exit.done():
+            if time.monotonic() > deadline:
+                child.kill()
+            await asyncio.sleep(0.02)
 
-    def kill(self, role: str) -> None:
-        found = self.roles.get(role)
-        if found and found.process and found.process.returncode is None:
-            found.stopping = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(found.process.pid, signal.SIGKILL)
+    async def tail(self, name: str, lines: int = 12) -> str:
+        return self._children[name].tail(lines)
 
     async def close(self) -> None:
-        """Stop everything, the ones that others depend on last."""
-        for role in reversed(list(self.roles)):
-            await self.stop(role)
-        for watcher in list(self._watchers):
+        await super().close()
+        for watcher in self._watchers.values():
             watcher.cancel()
-        if self.failure.done():
-            self.failure.exception()  # retrieved, so that asyncio does not warn of it
-        else:
-            self.failure.cancel()
+        for child in self._children.values():
+            if child.server is not None:
+                child.server.close()
         os.close(self._alive)
         os.close(self._lifeline)
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"

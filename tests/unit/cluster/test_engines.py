@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 from instar.cli.display import roles_table
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names
-from instar.cluster.local import LiveRun, engine_status, serving, train
+from instar.cluster.run import LiveRun, engine_status, serving, train
+from instar.cluster.supervisor import Child
 from instar.config import RolloutConfig, RunConfig
 from instar.engines.remote import RemoteEngine
 from instar.errors import ConfigError
@@ -73,7 +74,8 @@ async def test_one_of_two_engines_dies_and_returns(run: LiveRun) -> None:
     headers = {"Authorization": f"Bearer {run.admin_key}"}
     async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=60) as http:
         await until(both_answer)
-        role = run.supervisor.roles["engine-0"]
+        role = run.cluster.roles["engine-0"]
+        assert isinstance(role, Child)
         assert role.process is not None
         os.kill(role.process.pid, signal.SIGKILL)
         for n in range(20):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from instar.cluster.layout import RunFolder
-from instar.cluster.local import train
+from instar.cluster.run import train
 from instar.config import RunConfig
 from instar.errors import ConfigError, InstarError
 

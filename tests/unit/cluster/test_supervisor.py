@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from instar.cluster.base import FATAL
 from instar.cluster.layout import RunFolder
-from instar.cluster.supervisor import FATAL, Supervisor, listen, url_of
+from instar.cluster.supervisor import Supervisor, listen, url_of
 from instar.config import RunConfig
 from instar.errors import InstarError
 
@@ -107,18 +108,54 @@ async def test_a_role_that_does_not_stop_is_killed_with_all_it_started(
     await until(lambda: not is_alive(int(child.read_text())))
 
 
-async def test_a_restarted_role_gets_the_same_socket(
+async def test_a_role_that_comes_back_gets_the_same_socket(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
-    server = listen("127.0.0.1", 0)
-    program = script('echo "$@" >> $FOLDER/arguments; ls /dev/fd >> $FOLDER/fds; exit 1')
-    role = await supervisor.start("gateway", python=program, server=server)
+    program = script('echo "$@" >> $FOLDER/arguments; echo $INSTAR_ROLE_URL >> $FOLDER/urls; exit 1')
+    role = await supervisor.start("gateway", python=program, listen=("127.0.0.1", 0))
     await until(lambda: role.restarts == 2)
+    assert role.server is not None
     first, second = (tmp_path / "arguments").read_text().splitlines()[:2]
     assert first == second
-    assert f"--fd={server.fileno()}" in first
-    assert (tmp_path / "fds").read_text().split().count(str(server.fileno())) >= 2
-    server.close()
+    assert f"--fd={role.server.fileno()}" in first
+    assert (tmp_path / "urls").read_text().splitlines()[:2] == [role.url, role.url]
+    _, writer = await asyncio.open_connection("127.0.0.1", int(role.url.rsplit(":", 1)[1]))
+    writer.close()  # it was accepted, with nobody there to answer yet
+
+
+async def test_a_role_is_restarted_alone_and_that_is_no_failure(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    program = script(
+        "echo x >> $FOLDER/starts; trap 'echo x >> $FOLDER/ends; exit 3' TERM; sleep 60 & wait"
+    )
+    role = await supervisor.start("gateway", python=program)
+    starts, ends = tmp_path / "starts", tmp_path / "ends"
+    for times in (1, 2):
+        await until(lambda: starts.exists() and starts.read_text() == times * "x\n")  # noqa: B023 - awaited
+        await asyncio.sleep(0.1)  # the trap is set
+        await supervisor.restart("gateway")
+        assert ends.read_text() == times * "x\n"
+    assert (role.restarts, role.exit.done()) == (0, False)
+    await until(lambda: starts.read_text() == 3 * "x\n")
+    await supervisor.stop("gateway")
+    assert role.exit.done()
+    await supervisor.restart("gateway")  # from its end, too
+    await until(lambda: starts.read_text() == 4 * "x\n")
+    assert not role.exit.done()
+
+
+async def test_a_role_that_does_not_end_is_killed_and_restarted(
+    supervisor: Supervisor, script: Script, tmp_path: Path
+) -> None:
+    program = script("trap '' TERM; echo $$ >> $FOLDER/starts; while :; do sleep 0.05; done")
+    await supervisor.start("engine", python=program)
+    starts = tmp_path / "starts"
+    await until(lambda: starts.exists() and starts.read_text() != "")
+    first = int(starts.read_text())
+    await supervisor.restart("engine", timeout=0.3)
+    await until(lambda: len(starts.read_text().split()) == 2)
+    assert not is_alive(first)
 
 
 def test_a_port_in_use_is_said_to_be() -> None:

@@ -1,4 +1,4 @@
-"""A whole run on this machine: its roles as processes, evaluation before and after, the end."""
+"""A whole run: its roles on a cluster, evaluation before and after, the end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
+from instar.cluster.base import Cluster
+from instar.cluster.factory import create_cluster
 from instar.cluster.layout import (
     RunFolder,
     engine_names,
@@ -24,12 +26,10 @@ from instar.cluster.layout import (
 from instar.cluster.role import (
     ADMIN_KEY,
     ENGINE_TOKEN,
-    ENGINE_URL,
     ENGINE_URLS,
     GATEWAY_URL,
     TEACHER_URLS,
 )
-from instar.cluster.supervisor import Supervisor, listen, url_of
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
@@ -54,14 +54,11 @@ class LiveRun:
 
     config: RunConfig
     folder: RunFolder
-    supervisor: Supervisor
+    cluster: Cluster
     store: Store
-    engine_urls: list[str]
-    engine_token: str
-    gateway_url: str
-    admin_key: str
+    engine_token: str = field(repr=False)
+    admin_key: str = field(repr=False)
     secrets: Secrets = field(repr=False)
-    teacher_urls: list[str] = field(default_factory=list[str])
     engine: Engine | None = None
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
@@ -72,6 +69,19 @@ class LiveRun:
     @property
     def run_id(self) -> str:
         return self.config.name
+
+    def urls(self, role: str) -> list[str]:
+        """Where the processes of a role are now."""
+        return [found.url for found in self.cluster.roles.values() if found.role == role]
+
+    @property
+    def engine_urls(self) -> list[str]:
+        return self.urls("engine")
+
+    @property
+    def gateway_url(self) -> str:
+        (url,) = self.urls("gateway")
+        return url
 
 
 @asynccontextmanager
@@ -101,33 +111,22 @@ async def serving(
     for left in await store.endpoints(config.name):
         # Of an earlier process. That its rollout had finished says nothing of this one's.
         await store.remove_endpoint(config.name, left.role, left.name)
-    engine_sockets = {name: listen("127.0.0.1", 0) for name in engine_names(config)}
-    gateway_socket = listen(config.gateway.host, config.gateway.port)
-    supervisor = Supervisor(folder, log=log)
+    cluster = await create_cluster(config, folder, log=log)
     run = LiveRun(
         config=config,
         folder=folder,
-        supervisor=supervisor,
+        cluster=cluster,
         store=store,
-        engine_urls=[url_of(server) for server in engine_sockets.values()],
         engine_token=secrets.token_urlsafe(24),
-        gateway_url=url_of(gateway_socket),
         admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
         secrets=keys,
     )
     try:
-        for name, server in engine_sockets.items():
-            env = {**_environment(run), **keys.env, ENGINE_URL: url_of(server)}
-            await supervisor.start(
-                "engine",
-                name=name,
-                python=config.engine.python,
-                env=env,
-                without=keys.withheld,
-                server=server,
-            )
-        await supervisor.start("gateway", env=_environment(run), server=gateway_socket)
-        await _until_up(run, (*run.engine_urls, run.gateway_url))
+        for name in engine_names(config):
+            await _start_engine(run, "engine", name, config.engine.python)
+        gateway = config.gateway
+        await cluster.start("gateway", env=_environment(run), listen=(gateway.host, gateway.port))
+        await _until_up(run, "engine", "gateway")
         yield run
     finally:
         run.phase = "stopping"
@@ -136,12 +135,22 @@ async def serving(
         await asyncio.gather(*run.watchers, return_exceptions=True)
         if run.engine is not None:
             await run.engine.close()
-        await supervisor.close()
-        for server in (*engine_sockets.values(), gateway_socket):
-            server.close()
+        await cluster.close()
         await store.close()
         os.close(lock)
         run.phase = "done"
+
+
+async def _start_engine(run: LiveRun, role: str, name: str, python: str | None) -> None:
+    """One process of the engine, or of the teacher."""
+    await run.cluster.start(
+        role,
+        name=name,
+        python=python,
+        env={**_environment(run), **run.secrets.env},
+        without=run.secrets.withheld,
+        listen=("127.0.0.1", 0),
+    )
 
 
 def _check_folder(folder: RunFolder, config: RunConfig, resume: bool) -> None:
@@ -160,35 +169,20 @@ def _environment(run: LiveRun) -> dict[str, str]:
     return {
         ADMIN_KEY: run.admin_key,
         ENGINE_TOKEN: run.engine_token,
-        ENGINE_URLS: " ".join(run.engine_urls),
-        TEACHER_URLS: " ".join(run.teacher_urls),
-        GATEWAY_URL: run.gateway_url,
+        ENGINE_URLS: " ".join(run.urls("engine")),
+        TEACHER_URLS: " ".join(run.urls("teacher")),
+        GATEWAY_URL: " ".join(run.urls("gateway")),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
 
 
-@asynccontextmanager
-async def _teaching(run: LiveRun) -> AsyncGenerator[None]:
-    """With the teacher up, where an engine is one. It ends with the run's other roles."""
-    sockets = {name: listen("127.0.0.1", 0) for name in teacher_names(run.config)}
-    try:
-        for name, server in sockets.items():
-            await run.supervisor.start(
-                "teacher",
-                name=name,
-                python=_teacher_python(run.config),
-                env={**_environment(run), **run.secrets.env, ENGINE_URL: url_of(server)},
-                without=run.secrets.withheld,
-                server=server,
-            )
-        run.teacher_urls = [url_of(server) for server in sockets.values()]
-        await _until_up(run, run.teacher_urls)
-        yield
-    finally:
-        for server in sockets.values():
-            server.close()
+async def _start_teacher(run: LiveRun) -> None:
+    """Where an engine is one. It ends with the run's other roles."""
+    for name in teacher_names(run.config):
+        await _start_engine(run, "teacher", name, _teacher_python(run.config))
+    await _until_up(run, "teacher")
 
 
 def _teacher_python(config: RunConfig) -> str | None:
@@ -196,23 +190,28 @@ def _teacher_python(config: RunConfig) -> str | None:
     return config.backend.python if isinstance(engine, CloudEngineConfig) else engine.python
 
 
-async def _until_up(run: LiveRun, urls: Iterable[str], timeout: float = 600.0) -> None:
+async def _until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
+    """Until every process of these roles answers."""
     import aiohttp
 
     deadline = time.monotonic() + timeout
     async with aiohttp.ClientSession() as client:
-        for url in urls:
+        for found in [found for found in run.cluster.roles.values() if found.role in roles]:
             while True:
-                run.supervisor.raise_failure()
+                run.cluster.raise_failure()
                 try:
                     # The socket is open from the start, so an early request waits in its queue.
-                    async with client.get(f"{url}/healthz", timeout=aiohttp.ClientTimeout(1.0)) as answer:
+                    async with client.get(
+                        f"{found.url}/healthz", timeout=aiohttp.ClientTimeout(1.0)
+                    ) as answer:
                         if answer.status == 200:
                             break
                 except (aiohttp.ClientError, TimeoutError):
                     pass
                 if time.monotonic() > deadline:
-                    raise InstarError(f"{url} did not answer within {timeout:.0f} s; see {run.folder.logs}")
+                    raise InstarError(
+                        f"{found.name} ({found.url}) did not answer within {timeout:.0f} s; see {found.log}"
+                    )
                 await asyncio.sleep(0.1)
 
 
@@ -239,8 +238,8 @@ async def train(
         if observe is not None:
             observe(run)
         try:
-            async with _teaching(run):
-                await _phases(run)
+            await _start_teacher(run)
+            await _phases(run)
         except InstarError as error:
             await _finish(run, "failed", str(error))
             raise
@@ -291,42 +290,41 @@ async def _phases(run: LiveRun) -> None:
 
 async def _train(run: LiveRun, stop: asyncio.Event) -> None:
     """The trainer's end is the end of training: rollout, if it still runs, is stopped then."""
-    supervisor = run.supervisor
+    cluster = run.cluster
     secrets = run.secrets
-    await supervisor.start(
+    await cluster.start(
         "trainer",
         python=run.config.backend.python,
         env={**_environment(run), **secrets.env},
         without=secrets.withheld,
     )
-    await supervisor.start("rollout", env=_environment(run), without=secrets.withheld)
-    ended = asyncio.create_task(supervisor.wait("trainer"))
+    await cluster.start("rollout", env=_environment(run), without=secrets.withheld)
+    ended = asyncio.create_task(cluster.wait("trainer"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not ended.done():
-        supervisor.signal("trainer")
+        cluster.signal("trainer")
     stopped.cancel()
     try:
         if (code := await ended) != 0:
-            role = supervisor.roles["trainer"]
             raise InstarError(
                 f"trainer: ended with exit code {code} while stopping; its last steps may not be saved\n"
-                f"(log: {role.log})\n{role.tail()}"
+                f"(log: {cluster.roles['trainer'].log})\n{await cluster.tail('trainer')}"
             )
     finally:
-        await supervisor.stop("rollout")
+        await cluster.stop("rollout")
 
 
 async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
-    await run.supervisor.start(
+    await run.cluster.start(
         "rollout", f"--evaluate={label}", env=_environment(run), without=run.secrets.withheld
     )
-    ended = asyncio.create_task(run.supervisor.wait("rollout"))
+    ended = asyncio.create_task(run.cluster.wait("rollout"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not ended.done():
-        await run.supervisor.stop("rollout")
+        await run.cluster.stop("rollout")
     await ended
 
 
@@ -348,10 +346,10 @@ def _interrupts(run: LiveRun) -> asyncio.Event:
 
     def interrupted() -> None:
         if stop.is_set():
-            for role in run.supervisor.roles:
-                run.supervisor.kill(role)
+            for role in run.cluster.roles:
+                run.cluster.kill(role)
             os._exit(130)
-        run.supervisor.log("stopping: the step under way is finished and saved (Ctrl-C again stops at once)")
+        run.cluster.log("stopping: the step under way is finished and saved (Ctrl-C again stops at once)")
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
