@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from instar.config.backends import AdamConfig, LossConfig, LossName
 from instar.config.base import NonNegative, Positive, Seconds, Section, Unit, by_word
@@ -87,8 +87,23 @@ class OffPolicyConfig(Section):
     """Largest importance weight of a token (truncated importance sampling); needs `proximal: recompute`.
     Default: 2."""
     drop_above: Annotated[float, Field(gt=1)] | None = None
-    """Leave out tokens whose importance weight is above this or below its inverse; needs
-    `proximal: recompute`. Default: none are."""
+    """Leave out tokens whose importance weight, before it is truncated, is above this or below its inverse;
+    needs `proximal: recompute`. Default: none are."""
+
+    @model_validator(mode="after")
+    def _weights_are_computed(self) -> Self:
+        for name in ("truncate", "drop_above"):
+            if (given := getattr(self, name)) is not None and self.proximal != "recompute":
+                raise ValueError(
+                    f"{name}: given {given:g}, and proximal is {self.proximal!r}, which weighs nothing; "
+                    f"leave {name} out, or set proximal to 'recompute'"
+                )
+        if self.truncate is not None and self.drop_above is not None and self.truncate >= self.drop_above:
+            raise ValueError(
+                f"truncate: given {self.truncate:g}, and drop_above is {self.drop_above:g}: what would be "
+                "truncated is left out before. truncate must be below drop_above"
+            )
+        return self
 
 
 class TrainerConfig(Section):
@@ -104,8 +119,11 @@ class TrainerConfig(Section):
     groups_per_step: Positive = 6
     """Groups consumed by one step."""
     max_staleness: NonNegative | None = None
-    """Versions that a trained token may be behind; older samples are dropped with that reason. Default: 1
-    in `async` mode; `sync` mode allows only 0."""
+    """Versions that a trained token may be behind; what becomes of older ones, `stale` says. Default: 1 in
+    `async` mode; `sync` mode allows only 0."""
+    stale: Literal["drop", "mask"] = "drop"
+    """What becomes of a sample with tokens too old. `drop`: it is dropped with that reason. `mask`: its other
+    tokens, sampled after a later update, are trained; it is dropped where there are none."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None

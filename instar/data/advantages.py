@@ -171,10 +171,12 @@ def normalize(samples: Sequence[Sample], how: Normalize) -> list[Sample]:
     ]
 
 
-def token_scales(samples: Sequence[Sample], how: Normalize) -> list[Floats]:
+def token_scales(samples: Sequence[Sample], how: Normalize, *, correct: bool = True) -> list[Floats]:
     """Per sample, what an advantage of 1 on each trained token comes to in this step: what is added to the
-    advantages later is scaled alike."""
-    ones = [correct_sampling(replace(sample, advantages=sample.mask)) for sample in samples]
+    advantages later is scaled alike. ``correct``: `correct_sampling` is part of it."""
+    ones = [replace(sample, advantages=sample.mask) for sample in samples]
+    if correct:
+        ones = [correct_sampling(sample) for sample in ones]
     return [sample.advantages for sample in normalize(ones, how)]
 
 

@@ -3,7 +3,8 @@
 A step consumes ``groups_per_step`` finished groups, lowest index first. Their samples are trained, or
 dropped with the step for a reason: all rewards of the group are equal and there is no reference to learn
 from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
-(``no_tokens``), the sample is too old (``stale``), the session was run again (``superseded``). A session
+(``no_tokens``), the sample is too old (``stale``; under `trainer.stale: mask`, all its tokens are), the
+session was run again (``superseded``). A session
 that ends after its group was consumed is dropped with the step that did (``late``). Outside of steps are
 dropped: groups too old as a whole (``stale``), and groups the rollout gave up. The same rows in the store
 make the same batch.
@@ -31,6 +32,7 @@ from instar.data.advantages import (
     token_scales,
 )
 from instar.data.linearize import linearize, with_advantage
+from instar.data.report import batch_report
 from instar.store.base import Store
 from instar.types import (
     Channel,
@@ -60,6 +62,8 @@ class Batch:
     """Of every group that the step consumes: samples trained, and those dropped with it."""
     drops: list[Claim]
     """Dropped outside of the step, or with an earlier one."""
+    began: list[float]
+    """Per sample, when its session did."""
     report: Json
 
 
@@ -84,10 +88,9 @@ class _Loaded:
     entries: list[_Entry]
     superseded: list[Session]
 
-    def is_stale(self, oldest: int) -> bool:
-        """Whether there are samples, and each has a token of a version before ``oldest``."""
-        lowest = [_lowest(sample) for entry in self.entries for sample in entry.samples]
-        return bool(lowest) and max(lowest) < oldest
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for entry in self.entries for sample in entry.samples]
 
     @property
     def session_ids(self) -> set[str]:
@@ -167,11 +170,11 @@ class Batcher:
         )
         loaded = {g.group_id: self._loaded.get(g.group_id) or await self._load(g) for g in groups}
         self._loaded = loaded
-        oldest = version - self.config.max_staleness
         fresh: list[_Loaded] = []
         drops: list[Claim] = []
         for found in loaded.values():
-            if found.is_stale(oldest):
+            samples = found.samples
+            if samples and not any(self._fresh(sample, version) for sample in samples):
                 drops += self._dropped(found, epoch, "stale", version=version)
                 self._settle(found, None)
             else:
@@ -267,14 +270,19 @@ class Batcher:
                 claims += self._dropped(found, epoch, "zero_signal", advantages, version)
             self._settle(found, step)
         claims = [replace(claim, step=step) for claim in claims]
-        corrected = [correct_sampling(sample) for sample in samples]
+        # Where the trainer recomputes logprobs, it weighs the whole way from what was sampled from.
+        correct = self.config.trainer.off_policy.proximal == "behavior"
         how = self.config.trainer.advantage.normalize
+        entries = [entry for found in groups for entry in found.entries]
+        began = {entry.session.session_id: entry.session.created_at for entry in entries}
+        report = batch_report(samples, claims, drops, version)
         return Batch(
-            samples=normalize(corrected, how),
-            scales=token_scales(samples, how),
+            samples=normalize([correct_sampling(s) for s in samples] if correct else samples, how),
+            scales=token_scales(samples, how, correct=correct),
             claims=claims,
             drops=drops,
-            report=_report(groups, samples, claims, drops, version) | {"zero_signal": zero_signal},
+            began=[began[sample.session_id] for sample in samples],
+            report=_group_report(groups, entries) | report | {"zero_signal": zero_signal},
         )
 
     def _advantages(self, entries: Sequence[_Entry]) -> Advantages:
@@ -291,7 +299,6 @@ class Batcher:
         self, found: _Loaded, advantages: Advantages, epoch: int, version: int
     ) -> tuple[list[Sample], list[Claim]]:
         """The samples of a group to train on, and a claim for everything in it."""
-        oldest = version - self.config.max_staleness
         samples: list[Sample] = []
         claims: list[Claim] = []
         for entry, advantage in zip(found.entries, advantages, strict=True):
@@ -299,14 +306,25 @@ class Batcher:
                 claims += self._drop_entry(entry, epoch, "no_reward", advantage, version)
                 continue
             for sample in entry.samples:
-                claim = self._claim(entry, sample, epoch, advantage, version)
-                if _lowest(sample) < oldest:
+                fresh = self._fresh(sample, version)
+                claim = self._claim(entry, fresh or sample, epoch, advantage, version)
+                if fresh is None:
                     claims.append(replace(claim, outcome=ClaimOutcome.DROPPED, reason="stale"))
                     continue
                 claims.append(claim)
-                samples.append(with_advantage(sample, advantage, entry.per_call))
+                samples.append(with_advantage(fresh, advantage, entry.per_call))
         claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
         return samples, claims
+
+    def _fresh(self, sample: Sample, version: int) -> Sample | None:
+        """The sample as it may be trained at this version; None where it is too old."""
+        oldest = version - self.config.max_staleness
+        if _lowest(sample) >= oldest:
+            return sample
+        if self.config.trainer.stale == "drop":
+            return None
+        left = replace(sample, mask=np.where(sample.versions >= oldest, sample.mask, np.float32(0)))
+        return left if left.trained_tokens else None
 
     def _dropped(
         self,
@@ -392,27 +410,11 @@ def _teaches(entries: Sequence[_Entry], advantages: Advantages) -> bool:
     return has_signal(advantages) or any(value != 0 for entry in entries for value in entry.per_call.values())
 
 
-def _report(
-    groups: Sequence[_Loaded],
-    samples: Sequence[Sample],
-    claims: Sequence[Claim],
-    drops: Sequence[Claim],
-    version: int,
-) -> Json:
-    entries = [entry for found in groups for entry in found.entries]
+def _group_report(groups: Sequence[_Loaded], entries: Sequence[_Entry]) -> Json:
     rewards = [entry.reward for entry in entries if entry.reward is not None]
-    staleness = [version - _lowest(sample) for sample in samples]
-    reasons = [claim.reason for claim in (*claims, *drops) if claim.outcome is ClaimOutcome.DROPPED]
     return {
         "reward_mean": float(np.mean(rewards)) if rewards else None,
         "groups": len(groups),
         "sessions": len(entries),
         "failed": sum(entry.failed for entry in entries),
-        "samples": len(samples),
-        "tokens": sum(sample.trained_tokens for sample in samples),
-        "sequence_tokens": sum(len(sample) for sample in samples),
-        "stale_dropped": reasons.count("stale"),
-        "late_dropped": reasons.count("late"),
-        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
-        "staleness_max": max(staleness, default=0),
     }

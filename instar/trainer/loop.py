@@ -17,6 +17,8 @@ from pathlib import Path
 from instar.backends.base import Backend, ForwardBackward, OptimStep
 from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
+from instar.data.off_policy import importance
+from instar.data.report import ages
 from instar.engines.base import Engine
 from instar.errors import BackendError, BackendLost, EngineError, EngineUnavailable
 from instar.reference.penalty import Penalty
@@ -31,6 +33,7 @@ from instar.trainer.checkpoint import (
     prune,
     save_checkpoint,
 )
+from instar.trainer.correction import correct
 from instar.trainer.monitor import Monitor, read_steps
 from instar.types import Artifact, Json, Policy, StepState
 
@@ -173,15 +176,9 @@ class Trainer:
         await self.store.drop(batch.drops)
         await self.store.claim_step(self.run_id, step, batch.claims)
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
-        metrics: Json = {**batch.report, "wait_seconds": waited}
+        metrics: Json = {**batch.report, **ages(batch.began, time.time()), "wait_seconds": waited}
         if batch.samples:
-            self.doing = f"step {step}: {len(batch.samples)} samples"
-            if self.penalty is not None:
-                samples, told = await self.penalty.apply(batch.samples, batch.scales)
-                batch = replace(batch, samples=samples)
-                metrics |= told
-            done, moved = await self._update(batch, step)
-            metrics |= {**done.metrics, **moved.metrics, "loss": done.loss, "grad_norm": moved.grad_norm}
+            metrics |= await self._learn(batch, step)
         else:
             self.log(f"step {step}: no group had any signal, so there was nothing to learn from")
         self.step = step
@@ -200,6 +197,29 @@ class Trainer:
             "elapsed": self.clock.seconds,
         }
         self.monitor.record("train", step, metrics)
+
+    async def _learn(self, batch: Batch, step: int) -> Json:
+        """Move the weights; returns what there is to report of it."""
+        self.doing = f"step {step}: {len(batch.samples)} samples"
+        off_policy = self.config.trainer.off_policy
+        batch, metrics = await correct(batch, self.backend, off_policy)
+        if not batch.samples:
+            self.log(f"step {step}: every token is beyond trainer.off_policy.drop_above, so none was learned")
+            return metrics
+        if self.penalty is not None:
+            samples, told = await self.penalty.apply(batch.samples, batch.scales)
+            batch = replace(batch, samples=samples)
+            metrics |= told
+        done, moved = await self._update(batch, step)
+        if off_policy.proximal == "behavior":
+            metrics |= importance(batch.samples, done.logprobs)
+        return {
+            **metrics,
+            **done.metrics,
+            **moved.metrics,
+            "loss": done.loss,
+            "grad_norm": moved.grad_norm,
+        }
 
     async def _update(self, batch: Batch, step: int) -> tuple[ForwardBackward, OptimStep]:
         """Issue both calls before awaiting the first: a remote backend pipelines them."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from instar.types import Json
 
@@ -27,15 +27,23 @@ class Monitor:
         self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            for name, value in _numbers(kind, values):
+                self._board.add_scalar(name, value, step)
             self._board.flush()
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every number, under its path: those of a histogram one by one."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(f"{prefix}/{name}", cast(Mapping[str, Any], value))
+        elif isinstance(value, int | float):
+            yield f"{prefix}/{name}", value
 
 
 def _has_board() -> bool:

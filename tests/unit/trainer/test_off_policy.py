@@ -1,0 +1,228 @@
+"""Steps on tokens that other policies have sampled, over a real backend."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LossConfig, OffPolicyConfig, RunConfig
+from instar.data.batcher import Batch, Batcher
+from instar.reference.base import Reference
+from instar.reference.penalty import Penalty
+from instar.store.sqlite import SqliteStore
+from instar.trainer.correction import correct
+from instar.trainer.monitor import read_steps
+from instar.types import Floats, GroupStatus, Reward, RewardSource, SessionStatus
+from tests.tiny import make_tiny_model
+from tests.unit.data.build import RUN, add_group, add_session, make_call, make_session
+from tests.unit.trainer.house import fill, make_config, open_house
+
+RECOMPUTE = {"proximal": "recompute", "truncate": 1.5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+async def first_batch(config: RunConfig) -> Batch:
+    store = SqliteStore(config.store_path)
+    batch = await Batcher(store, RUN, config).next_batch(1, 0, 0)
+    await store.close()
+    assert batch is not None
+    return batch
+
+
+async def end_with_reward(store: SqliteStore, session_id: str, value: float) -> None:
+    reward = Reward(session_id, value, RewardSource.RULE, "test")
+    await store.end_session(session_id, SessionStatus.COMPLETED, None, [reward])
+
+
+async def test_a_step_weighs_what_others_sampled(model: Path, tmp_path: Path) -> None:
+    """The recorded logprobs, -0.01 × token id, are far from the model's own. Of one update per batch the
+    loss's ratio is 1, so the loss is minus the sum of weighted advantages."""
+    config = make_config(tmp_path, model, off_policy=RECOMPUTE, steps=1, tensorboard=True)
+    await fill(config)
+    batch = await first_batch(config)
+    backend = LocalBackend(config.model, config.backend, seed=config.seed)  # pyright: ignore[reportArgumentType]
+    proximal = await backend.forward(batch.samples)
+    await backend.close()
+    expected, ratios = 0.0, []
+    for sample, logprobs in zip(batch.samples, proximal, strict=True):
+        for i in np.flatnonzero(sample.mask):
+            ratios.append(math.exp(float(logprobs[i]) + 0.01 * int(sample.token_ids[i])))
+            expected -= min(ratios[-1], 1.5) * float(sample.advantages[i])
+    async with open_house(config) as house:
+        await house.trainer.run()
+    (told,) = read_steps(config.run_dir)
+    assert told["loss"] == pytest.approx(expected, rel=1e-4)
+    assert told["ratio_max"] == pytest.approx(1.0, abs=1e-5), "the ratio is to the proximal policy"
+    assert told["importance_mean"] == pytest.approx(np.mean(ratios), rel=1e-4)
+    assert told["ess"] == pytest.approx(
+        np.sum(ratios) ** 2 / np.sum(np.square(ratios)) / len(ratios), rel=1e-4
+    )
+    assert told["staleness_tokens"] == {"0": len(ratios)}
+    assert told["age_seconds_max"] >= told["age_seconds_mean"] >= 0
+    assert told["proximal_seconds"] > 0
+    json.dumps(told, allow_nan=False)
+
+
+async def test_a_reply_sampled_across_an_update(model: Path, tmp_path: Path) -> None:
+    """What the trained policy itself has sampled weighs 1, whatever was sampled before it."""
+    config = make_config(tmp_path, model)
+    backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
+    await fill(config)
+    batch = await first_batch(config)
+    before = await backend.forward(batch.samples)
+    await backend.forward_backward(batch.samples, LossConfig())
+    await backend.optim_step(AdamConfig(lr=0.3))
+    after = await backend.forward(batch.samples)
+    mixed, old = [], []
+    for sample, first, second in zip(batch.samples, before, after, strict=True):
+        trained = np.flatnonzero(sample.mask)
+        logprobs = np.where(sample.mask > 0, second, np.nan).astype(np.float32)
+        logprobs[trained[0]] = first[trained[0]]
+        versions = np.where(sample.mask > 0, 1, -1).astype(np.int32)
+        versions[trained[0]] = 0
+        mixed.append(replace(sample, logprobs=logprobs, versions=versions))
+        old.append(trained[0])
+    batch = replace(batch, samples=mixed)
+    corrected, _ = await correct(batch, backend, OffPolicyConfig(proximal="recompute", truncate=1e9))
+    await backend.close()
+    moved = 0.0
+    for sample, found, place, first, second in zip(mixed, corrected.samples, old, before, after, strict=True):
+        weight = found.advantages[sample.mask > 0] / sample.advantages[sample.mask > 0]
+        expected = [
+            1.0 if i != place else math.exp(second[i] - first[i]) for i in np.flatnonzero(sample.mask)
+        ]
+        np.testing.assert_allclose(weight, expected, rtol=1e-4)
+        moved = max(moved, abs(math.log(expected[0])))
+    assert moved > 0.05, "the update changed something"
+
+
+class Told(Reference):
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    async def logprobs(self, samples: object) -> list[Floats]:
+        return [np.full(len(sample), self.value, np.float32) for sample in samples]  # type: ignore[attr-defined]
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_the_reference_penalty_is_of_the_proximal_policy_and_weighs_alike(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, model, off_policy=RECOMPUTE)
+    await fill(config)
+    batch = await first_batch(config)
+    backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
+    proximal = await backend.forward(batch.samples)
+    corrected, _ = await correct(batch, backend, config.trainer.off_policy)
+    await backend.close()
+    found, told = await Penalty(Told(-2.0), 0.5).apply(corrected.samples, corrected.scales)
+    gaps: list[float] = []
+    for sample, after, logprobs, scale in zip(batch.samples, found, proximal, batch.scales, strict=True):
+        for i in np.flatnonzero(sample.mask):
+            weight = min(math.exp(float(logprobs[i]) - float(sample.logprobs[i])), 1.5)
+            gaps.append(float(logprobs[i]) + 2.0)
+            expected = weight * (float(sample.advantages[i]) - 0.5 * gaps[-1] * float(scale[i]))
+            assert after.advantages[i] == pytest.approx(expected, rel=1e-4)
+    assert told["reference_kl"] == pytest.approx(np.mean(gaps), rel=1e-4)
+
+
+async def test_sampling_from_a_truncated_softmax_is_weighed_once(model: Path, tmp_path: Path) -> None:
+    """From what was sampled from straight to the proximal policy, and not from the full softmax again."""
+    config = make_config(tmp_path, model, off_policy=RECOMPUTE, advantage={"normalize": "none"})
+    await fill(config, groups=0)
+    store = SqliteStore(config.store_path)
+    group = await add_group(store, 0, [0.0], status=GroupStatus.OPEN)
+    session = make_session("warm", group_id=group, slot=1)
+    await store.open_session(session)
+    behavior = np.array([-0.5, -3.0], np.float32)
+    await store.add_calls(
+        [make_call("warm#0", [1, 2], [8, 9], session_id="warm", behavior_logprobs=behavior)]
+    )
+    await end_with_reward(store, "warm", 1.0)
+    await store.close_group(group, GroupStatus.READY)
+    await store.close()
+    batch = await first_batch(config)
+    np.testing.assert_allclose(batch.samples[1].advantages, [0, 0, 1, 1], atol=1e-4)
+    np.testing.assert_allclose(batch.scales[1], [0, 0, 1, 1])
+    backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
+    proximal = await backend.forward(batch.samples)
+    corrected, _ = await correct(batch, backend, config.trainer.off_policy)
+    await backend.close()
+    expected = [0.0, 0.0, *(min(math.exp(proximal[1][i + 2] - behavior[i]), 1.5) for i in range(2))]
+    np.testing.assert_allclose(corrected.samples[1].advantages, expected, rtol=1e-4)
+
+
+async def test_a_step_with_every_token_left_out_learns_nothing_and_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    off_policy = {"proximal": "recompute", "drop_above": 1.5, "truncate": 1.2}
+    config = make_config(tmp_path, model, off_policy=off_policy, steps=2)
+    await fill(config)
+    async with open_house(config) as house:
+        await house.trainer.run()
+        assert "forward_backward" not in house.fate.passed
+        assert any("trainer.off_policy.drop_above" in line for line in house.log)
+        assert house.trainer.step == 2
+    first, _ = read_steps(config.run_dir)
+    assert first["left_out_tokens"] == first["tokens"] > 0
+
+
+async def test_as_recorded_the_figures_come_from_the_update(model: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model, steps=1)
+    await fill(config)
+    async with open_house(config) as house:
+        await house.trainer.run()
+        assert "forward" not in house.fate.passed
+    (told,) = read_steps(config.run_dir)
+    assert told["importance_mean"] == pytest.approx(told["ratio_mean"], rel=1e-4)
+    assert 0 < told["ess"] <= 1
+    assert "proximal_seconds" not in told
+
+
+@pytest.mark.parametrize("stale", ["drop", "mask"])
+async def test_stale_tokens(model: Path, tmp_path: Path, stale: str) -> None:
+    config = make_config(tmp_path, model, stale=stale, max_staleness=1, advantage={"normalize": "none"})
+    await fill(config, groups=0)
+    store = SqliteStore(config.store_path)
+    group = await add_group(store, 0, [0.0], version=3, status=GroupStatus.OPEN)
+    await add_session(store, group, 1, 1.0, version=1)
+    turns = make_session("turns", group_id=group, slot=2)
+    await store.open_session(turns)
+    first = make_call("t#0", [1, 2], [7, 8], version=1, session_id="turns")
+    versions = np.array([1, 2, 3], np.int32)
+    second = make_call("t#1", [3], [9, 10, 11], parent=first, versions=versions, session_id="turns")
+    await store.add_calls([first, second])
+    await end_with_reward(store, "turns", 1.0)
+    await store.close_group(group, GroupStatus.READY)
+    batch = await Batcher(store, RUN, config).next_batch(1, 0, 3)
+    await store.close()
+    assert batch is not None
+    kept = {claim.sample_key: (claim.reason, claim.staleness) for claim in batch.claims}
+    assert kept[f"{group}/1/0"] == ("stale", 2), "nothing in it is fresh"
+    if stale == "drop":
+        assert kept[f"{group}/2/0"] == ("stale", 2)
+        assert len(batch.samples) == 1
+        assert batch.report["dropped"] == {"stale": 2}
+        return
+    assert kept[f"{group}/2/0"] == (None, 1), "of the lowest token that is trained"
+    sample = batch.samples[1]
+    assert sample.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert (sample.advantages != 0).tolist() == [False] * 6 + [True] * 2
+    assert sample.versions.tolist() == [-1, -1, 1, 1, -1, 1, 2, 3], "what sampled a token is not forgotten"
+    report = batch.report
+    assert report["dropped"] == {"stale": 1}
+    assert report["staleness_tokens"] == {"0": 3, "1": 1}
+    assert report["staleness_samples"] == {"0": 1, "1": 1}
+    assert report["version_shares"] == {"3": 0.75, "2": 0.25}
