@@ -14,7 +14,10 @@ from instar.config import PluginConfig, Section
 from instar.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
-    "stores": {"sqlite": "instar.store.sqlite:SqliteStore"},
+    "stores": {
+        "sqlite": "instar.store.sqlite:SqliteStore",
+        "postgres": "instar.store.postgres:PostgresStore",
+    },
     "engines": {
         "local": "instar.engines.local.engine:LocalEngine",
         "scripted": "instar.engines.scripted:ScriptedEngine",

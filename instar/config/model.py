@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from instar.config.base import DType, Positive, Seconds, Section, by_word
 
@@ -39,15 +41,29 @@ class PostgresStoreConfig(Section):
 
     type: Literal["postgres"] = "postgres"
     url: str = "postgresql:///instar"
-    """Its address, as libpq takes it. A password is better left to `password_env` or to a `.pgpass` file."""
+    """Its address, as libpq takes it, without a password: that is for `password_env` or a `.pgpass` file. A
+    connection pooler in between must keep sessions."""
     password_env: str = "INSTAR_POSTGRES_PASSWORD"
-    """Environment variable with the password, where the server asks for one."""
-    db_schema: str = "instar"
+    """Environment variable with the password, where the server asks for one; without it, `PGPASSWORD`."""
+    db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
     """The schema that holds the tables; made where there is none. Runs of one schema see each other."""
     pool: Positive = 4
     """Connections for reading, per process."""
     timeout: Seconds = 30.0
     """Of one statement, and of connecting; also how long a lost connection is tried again."""
+
+    @field_validator("url")
+    @classmethod
+    def _without_password(cls, url: str) -> str:
+        if re.search(r"://[^/?#]*:[^/?#]*@|\b(?:ssl)?password\s*=", url, re.IGNORECASE):
+            raise ValueError(
+                "it holds a password, and is kept with the run: leave it to password_env or ~/.pgpass"
+            )
+        return url
+
+    def password_variable(self, environment: Mapping[str, str]) -> str | None:
+        """The one that holds the password, where one does. No agent is to have it."""
+        return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
 
 StoreConfig = Annotated[

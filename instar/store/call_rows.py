@@ -260,7 +260,7 @@ def _to_call(rebuilt: _Rebuilt, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
 PART_COLUMNS = (
     "call_id, request_id, parent_id, link, base_id, base_tokens, base_messages, message_count, status, "
     "trainable, reason, tools_hash, prompt_ids, sampled_ids, reply, client_key, digests, "
-    "CASE WHEN digests = x'' THEN messages END AS messages"
+    "CASE WHEN length(digests) = 0 THEN messages END AS messages"
 )
 """What `decode_part` reads, of the table of calls."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from instar.errors import StoreError
@@ -19,9 +17,10 @@ from instar.store.call_rows import (
     decode_part,
     encode_call,
 )
-from instar.store.codec import load_message
+from instar.store.codec import Row, load_message
+from instar.store.database import Database
 from instar.store.rows import encode_session
-from instar.store.schema import CALLS, SESSIONS, Table
+from instar.store.schema import CALLS, SESSIONS
 from instar.store.writer import Joint
 from instar.types import Call, Channel, Session, SessionStatus, Tool
 
@@ -35,12 +34,6 @@ _CHAIN = """
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
 BASE_FACTS = ("call_id", "prompt_tokens", "sampled_tokens", "sequence_crc", "message_count")
-# One row for all, since each row that is stepped to gives other threads a turn.
-_BASES = (
-    f"SELECT json_group_array(json_array({', '.join(BASE_FACTS)})) FROM calls "
-    "WHERE call_id IN (SELECT value FROM json_each(?))"
-)
-ROWS_AT_ONCE = 32
 TAIL_KEY_BYTES = 16
 
 # The keys come as one value, so that the statement is the same for any number of them. The newest call
@@ -52,12 +45,14 @@ _BY_TAIL = f"""
       SELECT place + 1, substr(:keys, {TAIL_KEY_BYTES} * (place + 1) + 1, {TAIL_KEY_BYTES}) FROM wanted
       WHERE {TAIL_KEY_BYTES} * (place + 1) < length(:keys)
     )
-    SELECT (
-      SELECT s.session_id FROM calls CROSS JOIN sessions s ON s.session_id = calls.session_id
-      WHERE calls.tail_key = wanted.tail_key AND s.run_id = :run_id AND s.agent_id = :agent_id
-        AND s.channel = :live AND s.status = :open
-      ORDER BY calls.seq DESC LIMIT 1) AS session_id
-    FROM wanted WHERE session_id IS NOT NULL ORDER BY place LIMIT 1"""
+    SELECT session_id FROM (
+      SELECT place, (
+        SELECT s.session_id FROM calls CROSS JOIN sessions s
+        WHERE calls.tail_key = wanted.tail_key AND s.session_id = calls.session_id
+          AND s.run_id = :run_id AND s.agent_id = :agent_id AND s.channel = :live AND s.status = :open
+        ORDER BY calls.seq DESC LIMIT 1) AS session_id
+      FROM wanted) AS found
+    WHERE session_id IS NOT NULL ORDER BY place LIMIT 1"""
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -82,29 +77,51 @@ class AddCalls(Joint):
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
         self._opening = None if opening is None else encode_session(opening, key_hash)
 
-    def __call__(self, db: sqlite3.Connection) -> None:
-        try:
-            self.together(db, ())
-        except sqlite3.IntegrityError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_FOREIGNKEY:
-                raise
-            raise _without_session(db, self._calls) from error
+    def __call__(self, db: Database) -> None:
+        self._write(db, [self], check=True)
 
-    def together(self, db: sqlite3.Connection, others: Sequence[AddCalls]) -> None:
-        works = [self, *others]
+    def together(self, db: Database, others: Sequence[AddCalls]) -> None:
+        # Without a session, the foreign key refuses all; each by itself is then told why.
+        self._write(db, [self, *others], check=bool(db.for_update))
+
+    @staticmethod
+    def _write(db: Database, works: Sequence[AddCalls], *, check: bool) -> None:
         calls = [call for work in works for call in work._calls]
+        openings = [work._opening for work in works if work._opening is not None]
+        db.insert(SESSIONS, openings)
+        if check:
+            _hold_sessions(db, calls, {row["session_id"] for row in openings})
         _check_bases(db, calls)
-        if tools := dict(call.tools for call in calls if call.tools is not None):
-            db.executemany("INSERT OR IGNORE INTO tools (hash, body) VALUES (?, ?)", tools.items())
-        insert_rows(db, SESSIONS, [work._opening for work in works if work._opening is not None])
-        insert_rows(db, CALLS, [call.row for call in calls])
+        for tools in sorted({call.tools for call in calls if call.tools is not None}):
+            db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
+        db.insert(CALLS, [call.row for call in calls])
 
 
-def _check_bases(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> None:
+def _hold_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
+    """So that calls of one session are numbered in the order in which they are committed."""
+    wanted = {call.row["session_id"] for call in calls} - opened
+    if not wanted:
+        return
+    rows = db.execute(
+        f"SELECT session_id FROM sessions WHERE session_id IN ({db.json_texts.format('?')}) "
+        f"ORDER BY session_id{db.for_update}",
+        (json.dumps(sorted(wanted)),),
+    )
+    if missing := wanted - {row["session_id"] for row in rows}:
+        call = next(call.row for call in calls if call.row["session_id"] in missing)
+        raise StoreError(f"call {call['call_id']}: there is no session {call['session_id']}")
+
+
+def _check_bases(db: Database, calls: Sequence[EncodedCall]) -> None:
     wanted = [call.row["base_id"] for call in calls if call.row["base_id"] is not None]
     if not wanted:
         return
-    found = json.loads(db.execute(_BASES, (json.dumps(wanted),)).fetchone()[0])
+    # One row for all, since each row that is stepped to gives other threads a turn.
+    sql = (
+        f"SELECT {db.json_rows.format(', '.join(BASE_FACTS))} AS found FROM calls "
+        f"WHERE call_id IN ({db.json_texts.format('?')})"
+    )
+    found = json.loads(db.execute(sql, (json.dumps(wanted),)).fetchone()["found"])
     bases: dict[str, Mapping[str, Any]] = {
         facts[0]: dict(zip(BASE_FACTS, facts, strict=True)) for facts in found
     }
@@ -114,31 +131,6 @@ def _check_bases(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> None:
         bases.setdefault(call.row["call_id"], call.row)
 
 
-def _without_session(db: sqlite3.Connection, calls: Sequence[EncodedCall]) -> StoreError:
-    for call in calls:
-        named = (call.row["session_id"],)
-        if db.execute("SELECT 1 FROM sessions WHERE session_id = ?", named).fetchone() is None:
-            return StoreError(f"call {call.row['call_id']}: there is no session {named[0]}")
-    return StoreError("a call refers to a row that is not there")
-
-
-def insert_rows(db: sqlite3.Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """In statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
-    names, start, size = table.inserted, 0, ROWS_AT_ONCE
-    while start < len(rows):
-        while size > len(rows) - start:
-            size //= 2
-        values = [row[name] for row in rows[start : start + size] for name in names]
-        db.execute(_insert(table.name, names, size), values)
-        start += size
-
-
-@cache
-def _insert(table: str, names: tuple[str, ...], count: int) -> str:
-    row = f"({', '.join('?' for _ in names)})"
-    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
-
-
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -146,7 +138,7 @@ def _insert(table: str, names: tuple[str, ...], count: int) -> str:
 class Fetched:
     """Rows as read, to be decoded once the read transaction has ended."""
 
-    rows: list[sqlite3.Row]
+    rows: list[Row]
     wanted: list[str]
     tools: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -160,16 +152,16 @@ class Fetched:
         return [decode_part(row, tools) for row in self.rows]
 
 
-def fetch_call(db: sqlite3.Connection, call_id: str) -> Fetched:
+def fetch_call(db: Database, call_id: str) -> Fetched:
     rows = db.execute(_CHAIN, (call_id,)).fetchall()
     return _with_tools(db, Fetched(rows, [call_id] if rows else []))
 
 
-def fetch_calls(db: sqlite3.Connection, column: str, value: str) -> Fetched:
+def fetch_calls(db: Database, column: str, value: str) -> Fetched:
     """Those with this value in ``column``, and what they stand on."""
     own = db.execute(f"SELECT * FROM calls WHERE {column} = ? ORDER BY seq", (value,)).fetchall()
     there = {row["call_id"] for row in own}
-    outside: dict[str, sqlite3.Row] = {}
+    outside: dict[str, Row] = {}
     for base_id in {row["base_id"] for row in own} - there - {None}:
         for row in db.execute(_CHAIN, (base_id,)):
             if row["call_id"] not in there:
@@ -179,7 +171,7 @@ def fetch_calls(db: sqlite3.Connection, column: str, value: str) -> Fetched:
     return _with_tools(db, Fetched(rows, [row["call_id"] for row in own]))
 
 
-def fetch_parts(db: sqlite3.Connection, session_id: str) -> Fetched:
+def fetch_parts(db: Database, session_id: str) -> Fetched:
     rows = db.execute(
         f"SELECT {PART_COLUMNS} FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
     ).fetchall()
@@ -188,18 +180,18 @@ def fetch_parts(db: sqlite3.Connection, session_id: str) -> Fetched:
     return fetched
 
 
-def _with_tools(db: sqlite3.Connection, fetched: Fetched) -> Fetched:
+def _with_tools(db: Database, fetched: Fetched) -> Fetched:
     _add_tools(db, fetched, fetched.rows)
     return fetched
 
 
-def _add_tools(db: sqlite3.Connection, fetched: Fetched, rows: Iterable[sqlite3.Row]) -> None:
+def _add_tools(db: Database, fetched: Fetched, rows: Iterable[Row]) -> None:
     for digest in {row["tools_hash"] for row in rows} - {None}:
         body = db.execute("SELECT body FROM tools WHERE hash = ?", (digest,)).fetchone()
         fetched.tools[digest] = body["body"]
 
 
-def session_by_tail(db: sqlite3.Connection, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
+def session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
     """The keys are looked up in their order, and the first that is found ends it."""
     if not keys:
         return None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import sqlite3
 import time
 
 from instar.store.base import KeyRow
 from instar.store.codec import Row
+from instar.store.database import Database
 from instar.store.schema import KEYS
 
 SHORTEST_PREFIX = 8
 SECRET_BYTES = 32
 
 
-def put_key(db: sqlite3.Connection, key: KeyRow) -> None:
+def put_key(db: Database, key: KeyRow) -> None:
     row = {
         "key_hash": key.key_hash,
         "kind": key.kind,
@@ -26,13 +26,13 @@ def put_key(db: sqlite3.Connection, key: KeyRow) -> None:
     db.execute(KEYS.insert, row)
 
 
-def get_key(db: sqlite3.Connection, key_hash: str) -> KeyRow | None:
+def get_key(db: Database, key_hash: str) -> KeyRow | None:
     row = db.execute("SELECT * FROM keys WHERE key_hash = ?", (key_hash,)).fetchone()
     return _decode(row) if row else None
 
 
-def get_keys(db: sqlite3.Connection) -> list[KeyRow]:
-    return [_decode(row) for row in db.execute("SELECT * FROM keys ORDER BY created_at, rowid")]
+def get_keys(db: Database) -> list[KeyRow]:
+    return [_decode(row) for row in db.execute("SELECT * FROM keys ORDER BY created_at, key_hash")]
 
 
 def _decode(row: Row) -> KeyRow:
@@ -46,7 +46,7 @@ def _decode(row: Row) -> KeyRow:
     )
 
 
-def revoke_key(db: sqlite3.Connection, prefix_or_name: str) -> int:
+def revoke_key(db: Database, prefix_or_name: str) -> int:
     where = "name = :given AND name != ''"
     if len(prefix_or_name) >= SHORTEST_PREFIX:
         where = f"({where} OR substr(key_hash, 1, length(:given)) = :given)"
@@ -57,13 +57,13 @@ def revoke_key(db: sqlite3.Connection, prefix_or_name: str) -> int:
     return done.rowcount
 
 
-def get_secret(db: sqlite3.Connection, name: str) -> bytes | None:
+def get_secret(db: Database, name: str) -> bytes | None:
     row = db.execute("SELECT value FROM secrets WHERE name = ?", (name,)).fetchone()
     return row["value"] if row else None
 
 
-def make_secret(db: sqlite3.Connection, name: str) -> bytes:
+def make_secret(db: Database, name: str) -> bytes:
     """The one that is there, or a new one."""
     value = secrets.token_bytes(SECRET_BYTES)
-    db.execute("INSERT OR IGNORE INTO secrets (name, value) VALUES (?, ?)", (name, value))
+    db.execute("INSERT INTO secrets (name, value) VALUES (?, ?) ON CONFLICT (name) DO NOTHING", (name, value))
     return get_secret(db, name) or value

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from instar.errors import StoreError, StoreNewer
-from instar.store.connection import BUSY_TIMEOUT, corrupt, is_busy
+from instar.store.connection import BUSY_TIMEOUT, SqliteDatabase, corrupt, is_busy
 from instar.store.schema import APPLICATION_ID, INDEXES, TABLES, TRIGGERS, VERSION
 
 MIGRATIONS: Mapping[int, Sequence[str]] = {
@@ -41,7 +41,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
 
 
 def prepare(
-    connection: sqlite3.Connection,
+    connection: SqliteDatabase,
     path: Path,
     *,
     version: int = VERSION,
@@ -70,7 +70,7 @@ def prepare(
     _check_tables(connection, path)
 
 
-def check(connection: sqlite3.Connection, path: Path, *, version: int = VERSION) -> None:
+def check(connection: SqliteDatabase, path: Path, *, version: int = VERSION) -> None:
     """That a file opened for reading only is a store of this version."""
     found = _found_version(connection, path, version)
     if found == 0:
@@ -83,7 +83,7 @@ def check(connection: sqlite3.Connection, path: Path, *, version: int = VERSION)
     _check_tables(connection, path)
 
 
-def _found_version(connection: sqlite3.Connection, path: Path, version: int) -> int:
+def _found_version(connection: SqliteDatabase, path: Path, version: int) -> int:
     """The schema version of the file; 0 when it is empty. Refuses what is not ours or is newer."""
     found = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application = int(connection.execute("PRAGMA application_id").fetchone()[0])
@@ -103,7 +103,7 @@ def _found_version(connection: sqlite3.Connection, path: Path, version: int) -> 
     return found
 
 
-def _write_ahead(connection: sqlite3.Connection, path: Path) -> None:
+def _write_ahead(connection: SqliteDatabase, path: Path) -> None:
     """Switch to WAL. SQLite does not wait for a lock here, whatever the busy timeout."""
     deadline = time.monotonic() + BUSY_TIMEOUT
     while True:
@@ -121,13 +121,13 @@ def _write_ahead(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _create(connection: sqlite3.Connection) -> None:
+def _create(connection: SqliteDatabase) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     for statement in (*(table.create for table in TABLES), *INDEXES, *TRIGGERS):
         connection.execute(statement)
 
 
-def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+def _check_tables(connection: SqliteDatabase, path: Path) -> None:
     there = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if missing := sorted({table.name for table in TABLES} - there):
         raise corrupt(path, f"without its table {missing[0]}")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 
 from instar.errors import StoreError
 from instar.store.codec import plain
+from instar.store.database import Database
 from instar.store.rows import decode_policy
 from instar.types import Artifact, Policy, PolicyState
 
 
-def reserve_version(db: sqlite3.Connection, policy_id: str, run_id: str, step: int) -> int:
-    newest = db.execute("SELECT MAX(version) FROM policies WHERE policy_id = ?", (policy_id,)).fetchone()[0]
-    version = (newest or 0) + 1
+def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int:
+    db.hold(f"versions of {policy_id}")
+    row = db.execute(
+        "SELECT MAX(version) AS newest FROM policies WHERE policy_id = ?", (policy_id,)
+    ).fetchone()
+    version: int = (row["newest"] or 0) + 1
     db.execute(
         "INSERT INTO policies (policy_id, version, run_id, step, state, updated_at) "
         "VALUES (?, ?, ?, ?, ?, ?)",
@@ -22,7 +25,7 @@ def reserve_version(db: sqlite3.Connection, policy_id: str, run_id: str, step: i
     return version
 
 
-def publish(db: sqlite3.Connection, policy: Policy) -> None:
+def publish(db: Database, policy: Policy) -> None:
     """Publishing again replaces the artifact: a remote sampler is exported anew before it expires."""
     state = _state(db, policy.policy_id, policy.version)
     if state is PolicyState.TOMBSTONED:
@@ -43,7 +46,7 @@ def publish(db: sqlite3.Connection, policy: Policy) -> None:
     )
 
 
-def tombstone(db: sqlite3.Connection, policy_id: str, version: int, reason: str) -> None:
+def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
     if _state(db, policy_id, version) is PolicyState.TOMBSTONED:
         return
     db.execute(
@@ -52,16 +55,17 @@ def tombstone(db: sqlite3.Connection, policy_id: str, version: int, reason: str)
     )
 
 
-def _state(db: sqlite3.Connection, policy_id: str, version: int) -> PolicyState:
+def _state(db: Database, policy_id: str, version: int) -> PolicyState:
     row = db.execute(
-        "SELECT state FROM policies WHERE policy_id = ? AND version = ?", (policy_id, version)
+        f"SELECT state FROM policies WHERE policy_id = ? AND version = ?{db.for_update}",
+        (policy_id, version),
     ).fetchone()
     if row is None:
         raise StoreError(f"version {version} of {policy_id} was never reserved")
     return PolicyState(row["state"])
 
 
-def reserved_versions(db: sqlite3.Connection, policy_id: str) -> list[tuple[int, int]]:
+def reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]:
     rows = db.execute(
         "SELECT version, step FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
         (policy_id, PolicyState.RESERVED.value),
@@ -69,7 +73,7 @@ def reserved_versions(db: sqlite3.Connection, policy_id: str) -> list[tuple[int,
     return [(row["version"], row["step"]) for row in rows]
 
 
-def head(db: sqlite3.Connection, policy_id: str) -> Policy:
+def head(db: Database, policy_id: str) -> Policy:
     row = db.execute(
         "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1",
         (policy_id, PolicyState.PUBLISHED.value),
@@ -77,7 +81,7 @@ def head(db: sqlite3.Connection, policy_id: str) -> Policy:
     return decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
 
 
-def published(db: sqlite3.Connection, policy_id: str) -> list[tuple[Policy, int]]:
+def published(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
     rows = db.execute(
         "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
         (policy_id, PolicyState.PUBLISHED.value),

@@ -6,33 +6,37 @@ afterwards, so that no snapshot is held for long.
 
 from __future__ import annotations
 
-import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 from instar.errors import StoreError
-from instar.store.connection import connect, translate
+from instar.store.database import Database
 
 T = TypeVar("T")
-THREADS = 4
 
 
 class Readers:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self, connect: Callable[[], Database], name: str, *, threads: int, patience: float = 0.0
+    ) -> None:
+        """``name`` is the store's, for errors. A read whose connection is lost is done again on a new
+        one, for ``patience`` seconds."""
+        self._connect = connect
+        self._name = name
+        self._patience = patience
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        self._connections: list[Database] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="instar-store-reader")
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="instar-store-reader")
 
     def submit(self, read: Callable[[], T]) -> Future[T]:
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self._path} is closed")
+                raise StoreError(f"the store {self._name} is closed")
             return self._executor.submit(read)
 
     def close(self) -> None:
@@ -43,31 +47,46 @@ class Readers:
             connection.close()
         self._connections.clear()
 
-    def look_up(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
+    def look_up(self, fetch: Callable[[Database], T]) -> T:
         """A read of one statement, which is a snapshot by itself. In a thread of `submit`."""
-        try:
-            return fetch(self._connection())
-        except sqlite3.Error as error:
-            raise translate(error, self._path) from error
+        return self._fetch(fetch)
 
-    def snapshot(self, fetch: Callable[[sqlite3.Connection], T]) -> T:
+    def snapshot(self, fetch: Callable[[Database], T]) -> T:
         """A read of any number of statements. In a thread of `submit`."""
-        try:
-            connection = self._connection()
-            connection.execute("BEGIN")
-            try:
-                return fetch(connection)
-            finally:
-                if connection.in_transaction:
-                    connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise translate(error, self._path) from error
 
-    def _connection(self) -> sqlite3.Connection:
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        def read(db: Database) -> T:
+            db.begin_reading()
+            try:
+                return fetch(db)
+            finally:
+                db.rollback()
+
+        return self._fetch(read)
+
+    def _fetch(self, fetch: Callable[[Database], T]) -> T:
+        deadline = time.monotonic() + self._patience
+        while True:
+            db = self._connection()
+            try:
+                return fetch(db)
+            except db.errors as error:
+                if not db.is_lost(error):
+                    raise db.translate(error) from error
+                self._forget(db)
+                if time.monotonic() > deadline:
+                    raise db.translate(error) from error
+
+    def _connection(self) -> Database:
+        connection: Database | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = connect(self._path, read_only=True)
+            connection = self._connect()
             self._local.connection = connection
             with self._lock:
                 self._connections.append(connection)
         return connection
+
+    def _forget(self, connection: Database) -> None:
+        self._local.connection = None
+        with self._lock:
+            self._connections.remove(connection)
+        connection.close()

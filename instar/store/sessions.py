@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from instar.errors import StoreError
 from instar.store.base import Run, SessionRow
 from instar.store.codec import dump_json, load_json, plain
+from instar.store.database import Database
 from instar.store.rows import (
     decode_endpoint,
     decode_group,
@@ -40,7 +40,7 @@ _INSERT_REWARD = (
 )
 
 
-def put_run(db: sqlite3.Connection, run: Run) -> None:
+def put_run(db: Database, run: Run) -> None:
     row = encode_run(run)
     if not run.created_at:
         there = get_run(db, run.run_id)
@@ -48,21 +48,21 @@ def put_run(db: sqlite3.Connection, run: Run) -> None:
     db.execute(_UPSERT_RUN, row)
 
 
-def get_run(db: sqlite3.Connection, run_id: str) -> Run | None:
+def get_run(db: Database, run_id: str) -> Run | None:
     row = db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     return decode_run(row) if row else None
 
 
-def get_runs(db: sqlite3.Connection) -> list[Run]:
-    return [decode_run(row) for row in db.execute("SELECT * FROM runs ORDER BY created_at, rowid")]
+def get_runs(db: Database) -> list[Run]:
+    return [decode_run(row) for row in db.execute("SELECT * FROM runs ORDER BY created_at, run_id")]
 
 
-def open_group(db: sqlite3.Connection, row: dict[str, Any]) -> None:
+def open_group(db: Database, row: dict[str, Any]) -> None:
     db.execute(GROUPS.insert, row)
     refresh_consumed(db, [row["group_id"]])
 
 
-def close_group(db: sqlite3.Connection, group_id: str, status: GroupStatus, reason: str | None) -> None:
+def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | None) -> None:
     done = db.execute(
         "UPDATE groups SET status = ?, reason = ? WHERE group_id = ?",
         (status.value, plain(reason), group_id),
@@ -73,7 +73,7 @@ def close_group(db: sqlite3.Connection, group_id: str, status: GroupStatus, reas
 
 
 def get_groups(
-    db: sqlite3.Connection,
+    db: Database,
     run_id: str,
     channel: Channel,
     status: GroupStatus | None,
@@ -96,18 +96,16 @@ def get_groups(
     return [decode_group(row) for row in rows]
 
 
-def open_session(db: sqlite3.Connection, row: dict[str, Any]) -> None:
+def open_session(db: Database, row: dict[str, Any]) -> None:
     db.execute(SESSIONS.insert, row)
 
 
-def get_session(db: sqlite3.Connection, column: str, value: str) -> Session | None:
+def get_session(db: Database, column: str, value: str) -> Session | None:
     row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (value,)).fetchone()
     return decode_session(row) if row else None
 
 
-def get_session_by_external(
-    db: sqlite3.Connection, run_id: str, agent_id: str, external_id: str
-) -> Session | None:
+def get_session_by_external(db: Database, run_id: str, agent_id: str, external_id: str) -> Session | None:
     row = db.execute(
         "SELECT * FROM sessions WHERE run_id = ? AND agent_id = ? AND external_id = ? AND status = ? "
         "ORDER BY seq DESC LIMIT 1",
@@ -116,7 +114,7 @@ def get_session_by_external(
     return decode_session(row) if row else None
 
 
-def silent_sessions(db: sqlite3.Connection, run_id: str, before: float) -> list[str]:
+def silent_sessions(db: Database, run_id: str, before: float) -> list[str]:
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
@@ -129,14 +127,16 @@ def silent_sessions(db: sqlite3.Connection, run_id: str, before: float) -> list[
 
 
 def end_session(
-    db: sqlite3.Connection,
+    db: Database,
     session_id: str,
     status: SessionStatus,
     reason: str | None,
     rewards: Sequence[dict[str, Any]],
     metadata: Json | None,
 ) -> bool:
-    row = db.execute("SELECT status, metadata FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
+    row = db.execute(
+        f"SELECT status, metadata FROM sessions WHERE session_id = ?{db.for_update}", (session_id,)
+    ).fetchone()
     if row is None:
         raise StoreError(f"there is no session {session_id}")
     if row["status"] != SessionStatus.OPEN.value:
@@ -151,7 +151,7 @@ def end_session(
 
 
 def get_sessions(
-    db: sqlite3.Connection,
+    db: Database,
     run_id: str | None,
     group_id: str | None,
     channel: Channel | None,
@@ -160,16 +160,17 @@ def get_sessions(
 ) -> list[SessionRow]:
     given = {"run_id": run_id, "group_id": group_id, "channel": channel, "status": status}
     filters = {name: str(value) for name, value in given.items() if value is not None}
-    where = " AND ".join(f"{name} = :{name}" for name in filters) or "1"
+    where = " AND ".join(f"{name} = :{name}" for name in filters) or "TRUE"
+    newest = "" if limit is None else "LIMIT :newest"
     sql = f"""
         SELECT s.*,
           (SELECT COUNT(*) FROM calls WHERE calls.session_id = s.session_id) AS calls,
-          (SELECT COALESCE(SUM(sampled_tokens), 0) FROM calls
+          (SELECT CAST(COALESCE(SUM(sampled_tokens), 0) AS BIGINT) FROM calls
             WHERE calls.session_id = s.session_id) AS sampled,
           (SELECT value FROM rewards WHERE rewards.session_id = s.session_id AND call_id IS NULL
             ORDER BY seq DESC LIMIT 1) AS reward
-        FROM (SELECT * FROM sessions WHERE {where} ORDER BY seq DESC LIMIT :newest) AS s ORDER BY s.seq"""
-    rows = db.execute(sql, {**filters, "newest": -1 if limit is None else limit})
+        FROM (SELECT * FROM sessions WHERE {where} ORDER BY seq DESC {newest}) AS s ORDER BY s.seq"""
+    rows = db.execute(sql, filters if limit is None else {**filters, "newest": limit})
     return [
         SessionRow(
             decode_session(row), calls=row["calls"], sampled_tokens=row["sampled"], reward=row["reward"]
@@ -178,25 +179,25 @@ def get_sessions(
     ]
 
 
-def add_rewards(db: sqlite3.Connection, rewards: Sequence[dict[str, Any]]) -> None:
+def add_rewards(db: Database, rewards: Sequence[dict[str, Any]]) -> None:
     for reward in rewards:
         if db.execute(_INSERT_REWARD, reward).rowcount == 0:
             raise StoreError(f"there is no session {reward['session_id']} to reward")
 
 
-def get_rewards(db: sqlite3.Connection, session_id: str) -> list[Reward]:
+def get_rewards(db: Database, session_id: str) -> list[Reward]:
     rows = db.execute("SELECT * FROM rewards WHERE session_id = ? ORDER BY seq", (session_id,))
     return [decode_reward(row) for row in rows]
 
 
-def put_endpoint(db: sqlite3.Connection, endpoint: Endpoint) -> None:
+def put_endpoint(db: Database, endpoint: Endpoint) -> None:
     db.execute(_UPSERT_ENDPOINT, encode_endpoint(endpoint))
 
 
-def get_endpoints(db: sqlite3.Connection, run_id: str) -> list[Endpoint]:
+def get_endpoints(db: Database, run_id: str) -> list[Endpoint]:
     rows = db.execute("SELECT * FROM endpoints WHERE run_id = ? ORDER BY role, name", (run_id,))
     return [decode_endpoint(row) for row in rows]
 
 
-def remove_endpoint(db: sqlite3.Connection, run_id: str, role: str, name: str) -> None:
+def remove_endpoint(db: Database, run_id: str, role: str, name: str) -> None:
     db.execute("DELETE FROM endpoints WHERE run_id = ? AND role = ? AND name = ?", (run_id, role, name))

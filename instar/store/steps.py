@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sqlite3
+import json
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from instar.errors import Conflict, StoreError
 from instar.store.base import Progress
 from instar.store.codec import dump_json
+from instar.store.database import Database
 from instar.store.policies import head
 from instar.store.rows import decode_claim, decode_step
 from instar.store.schema import CLAIMS, STEPS
@@ -18,7 +20,7 @@ from instar.types import Channel, Claim, GroupStatus, Json, Step, StepState
 ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED)
 
 
-def claim_step(db: sqlite3.Connection, run_id: str, step: int, claims: Sequence[dict[str, Any]]) -> None:
+def claim_step(db: Database, run_id: str, step: int, claims: Sequence[dict[str, Any]]) -> None:
     there = _step(db, run_id, step)
     if there is not None and there.state is not StepState.RELEASED:
         raise Conflict(f"step {step} of run {run_id} is there already ({there.state})")
@@ -36,32 +38,28 @@ def claim_step(db: sqlite3.Connection, run_id: str, step: int, claims: Sequence[
     add_claims(db, claims)
 
 
-def add_claims(db: sqlite3.Connection, claims: Sequence[dict[str, Any]]) -> None:
-    for claim in claims:
-        try:
-            db.execute(CLAIMS.insert, claim)
-        except sqlite3.IntegrityError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
-                raise
-            raise _claimed_already(db, claim) from error
+def add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
+    for (run_id, epoch), theirs in groupby(claims, key=lambda claim: (claim["run_id"], claim["epoch"])):
+        _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in theirs])
+    db.insert(CLAIMS, claims)  # of two who come here at once, the index stops the second
     refresh_consumed(db, {claim["group_id"] for claim in claims})
 
 
-def _claimed_already(db: sqlite3.Connection, claim: dict[str, Any]) -> Conflict:
+def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequence[str]) -> None:
     row = db.execute(
-        "SELECT outcome, step FROM claims WHERE run_id = :run_id AND epoch = :epoch "
-        "AND sample_key = :sample_key",
-        claim,
+        "SELECT sample_key, outcome, step FROM claims WHERE run_id = ? AND epoch = ? "
+        f"AND sample_key IN ({db.json_texts.format('?')}) ORDER BY seq LIMIT 1",
+        (run_id, epoch, json.dumps(sample_keys)),
     ).fetchone()
-    taken = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
-    return Conflict(
-        f"sample {claim['sample_key']} is claimed already {taken} in epoch {claim['epoch']} "
-        f"of run {claim['run_id']}"
-    )
+    if row is not None:
+        taken = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
+        raise Conflict(
+            f"sample {row['sample_key']} is claimed already {taken} in epoch {epoch} of run {run_id}"
+        )
 
 
 def advance_step(
-    db: sqlite3.Connection,
+    db: Database,
     run_id: str,
     step: int,
     state: StepState,
@@ -92,9 +90,10 @@ def advance_step(
         refresh_consumed(db, _groups_of_step(db, run_id, step))
 
 
-def release_steps(db: sqlite3.Connection, run_id: str, after: int) -> list[int]:
+def release_steps(db: Database, run_id: str, after: int) -> list[int]:
     rows = db.execute(
-        "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step",
+        "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step"
+        f"{db.for_update}",
         (run_id, after, StepState.CLAIMED.value, StepState.SUBMITTED.value),
     ).fetchall()
     released = [int(row["step"]) for row in rows]
@@ -109,17 +108,20 @@ def release_steps(db: sqlite3.Connection, run_id: str, after: int) -> list[int]:
     return released
 
 
-def _step(db: sqlite3.Connection, run_id: str, step: int) -> Step | None:
-    row = db.execute("SELECT * FROM steps WHERE run_id = ? AND step = ?", (run_id, step)).fetchone()
+def _step(db: Database, run_id: str, step: int) -> Step | None:
+    """To be changed, or replaced."""
+    row = db.execute(
+        f"SELECT * FROM steps WHERE run_id = ? AND step = ?{db.for_update}", (run_id, step)
+    ).fetchone()
     return decode_step(row) if row else None
 
 
-def _groups_of_step(db: sqlite3.Connection, run_id: str, step: int) -> list[str | None]:
+def _groups_of_step(db: Database, run_id: str, step: int) -> list[str | None]:
     rows = db.execute("SELECT DISTINCT group_id FROM claims WHERE run_id = ? AND step = ?", (run_id, step))
     return [row["group_id"] for row in rows]
 
 
-def get_steps(db: sqlite3.Connection, run_id: str) -> list[Step]:
+def get_steps(db: Database, run_id: str) -> list[Step]:
     rows = db.execute(
         "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step",
         (run_id, StepState.RELEASED.value),
@@ -127,7 +129,7 @@ def get_steps(db: sqlite3.Connection, run_id: str) -> list[Step]:
     return [decode_step(row) for row in rows]
 
 
-def get_claims(db: sqlite3.Connection, run_id: str, step: int | None, session_id: str | None) -> list[Claim]:
+def get_claims(db: Database, run_id: str, step: int | None, session_id: str | None) -> list[Claim]:
     sql, values = "SELECT * FROM claims WHERE run_id = ?", list[Any]([run_id])
     for name, value in (("step", step), ("session_id", session_id)):
         if value is not None:
@@ -136,36 +138,44 @@ def get_claims(db: sqlite3.Connection, run_id: str, step: int | None, session_id
     return [decode_claim(row) for row in db.execute(sql + " ORDER BY seq", values)]
 
 
-def refresh_consumed(db: sqlite3.Connection, group_ids: Iterable[str | None]) -> None:
+def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
     """A group is consumed when it was dropped, or when it has claims and each is of a step that is
     committed or has published its version, or of no step at all. Claims of another run that trains on
     the same groups do not count. The last epoch with a claim is kept beside it."""
-    for group_id in group_ids:
-        db.execute(
-            """
-            UPDATE groups SET
-              claimed_epoch = COALESCE((SELECT MAX(c.epoch) FROM claims c
-                WHERE c.group_id = :group AND c.run_id = groups.run_id), -1),
-              consumed = status = :dropped_group OR (
-              EXISTS (SELECT 1 FROM claims c WHERE c.group_id = :group AND c.run_id = groups.run_id)
-              AND NOT EXISTS (
-                SELECT 1 FROM claims c LEFT JOIN steps s ON s.run_id = c.run_id AND s.step = c.step
-                WHERE c.group_id = :group AND c.run_id = groups.run_id AND c.step IS NOT NULL
-                  AND COALESCE(s.state, '') != :committed AND s.version IS NULL))
-            WHERE group_id = :group""",
-            {
-                "group": group_id,
-                "dropped_group": GroupStatus.DROPPED.value,
-                "committed": StepState.COMMITTED.value,
-            },
-        )
+    wanted = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
+    among = f"group_id IN ({db.json_texts.format(':groups')})"
+    if db.for_update:
+        # Held first: an UPDATE that waits would look at the claims as they were before it waited.
+        db.execute(f"SELECT 1 FROM groups WHERE {among} ORDER BY group_id{db.for_update}", {"groups": wanted})
+    db.execute(
+        f"""
+        UPDATE groups SET
+          claimed_epoch = COALESCE((SELECT MAX(c.epoch) FROM claims c
+            WHERE c.group_id = groups.group_id AND c.run_id = groups.run_id), -1),
+          consumed = CASE WHEN status = :dropped_group OR (
+            EXISTS (SELECT 1 FROM claims c
+              WHERE c.group_id = groups.group_id AND c.run_id = groups.run_id)
+            AND NOT EXISTS (
+              SELECT 1 FROM claims c LEFT JOIN steps s ON s.run_id = c.run_id AND s.step = c.step
+              WHERE c.group_id = groups.group_id AND c.run_id = groups.run_id AND c.step IS NOT NULL
+                AND COALESCE(s.state, '') != :committed AND s.version IS NULL))
+            THEN 1 ELSE 0 END
+        WHERE {among}""",
+        {
+            "groups": wanted,
+            "dropped_group": GroupStatus.DROPPED.value,
+            "committed": StepState.COMMITTED.value,
+        },
+    )
 
 
-def progress(db: sqlite3.Connection, run_id: str, channel: Channel) -> Progress:
+def progress(db: Database, run_id: str, channel: Channel) -> Progress:
     key = (run_id, channel.value)
     open_, ready, consumed = 0, 0, 0
     for row in db.execute(
-        "SELECT status, consumed, n FROM group_counts WHERE run_id = ? AND channel = ?", key
+        "SELECT status, consumed, CAST(SUM(n) AS BIGINT) AS n FROM group_counts "
+        "WHERE run_id = ? AND channel = ? GROUP BY status, consumed",
+        key,
     ):
         if row["consumed"]:
             consumed += row["n"]
@@ -173,13 +183,18 @@ def progress(db: sqlite3.Connection, run_id: str, channel: Channel) -> Progress:
             ready += row["n"]
         else:
             open_ += row["n"]
-    last = db.execute("SELECT MAX(idx) FROM groups WHERE run_id = ? AND channel = ?", key).fetchone()[0]
+    last = db.execute("SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?", key).fetchone()[
+        "idx"
+    ]
     committed = db.execute(
-        "SELECT COUNT(*) FROM steps WHERE run_id = ? AND state = ?", (run_id, StepState.COMMITTED.value)
-    ).fetchone()[0]
+        "SELECT COUNT(*) AS n FROM steps WHERE run_id = ? AND state = ?",
+        (run_id, StepState.COMMITTED.value),
+    ).fetchone()["n"]
     run = db.execute("SELECT policy_id FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     sessions = db.execute(
-        "SELECT status, n FROM session_counts WHERE run_id = ? AND channel = ? AND n > 0", key
+        "SELECT status, CAST(SUM(n) AS BIGINT) AS n FROM session_counts "
+        "WHERE run_id = ? AND channel = ? GROUP BY status HAVING SUM(n) > 0",
+        key,
     )
     return Progress(
         groups_open=open_,

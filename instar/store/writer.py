@@ -12,23 +12,20 @@ a commit are woken at once.
 from __future__ import annotations
 
 import asyncio
-import random
-import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from instar.errors import StoreError
-from instar.store.connection import BUSY_TIMEOUT, is_busy, translate
+from instar.store.database import Database
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
+Work = Callable[[Database], T]
 
 MAX_BATCH = 256
 GATHER = 0.0005
@@ -44,10 +41,10 @@ class Joint(ABC):
         """What needs no database, done before the transaction begins."""
 
     @abstractmethod
-    def __call__(self, db: sqlite3.Connection) -> None: ...
+    def __call__(self, db: Database) -> None: ...
 
     @abstractmethod
-    def together(self, db: sqlite3.Connection, others: Sequence[Any]) -> None:
+    def together(self, db: Database, others: Sequence[Any]) -> None:
         """This one and then ``others`` of its kind. Raises when any would fail; each is then done by
         itself."""
 
@@ -72,17 +69,14 @@ class _Job:
 class Writer:
     """Owns its connection. `commits` and `writes` tell how well writes are grouped."""
 
-    def __init__(
-        self, connection: sqlite3.Connection, path: Path, *, busy_timeout: float = BUSY_TIMEOUT
-    ) -> None:
-        # Waiting is done in `_begin`: SQLite's own wait sleeps up to 100 ms a time, and a process that
-        # writes without pause would then starve the others.
-        connection.execute("PRAGMA busy_timeout = 0")
+    def __init__(self, db: Database, name: str, *, patience: float = 0.0) -> None:
+        """``name`` is the store's, for errors. A transaction whose failure passes is tried again for
+        ``patience`` seconds."""
         self.commits = 0
         self.writes = 0
-        self._connection = connection
-        self._path = path
-        self._busy_timeout = busy_timeout
+        self._db = db
+        self._name = name
+        self._patience = patience
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
         self._grouped = 0
@@ -97,7 +91,7 @@ class Writer:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self._path} is closed")
+                raise StoreError(f"the store {self._name} is closed")
             self._queue.put(_Job(work, future))
         return future
 
@@ -117,11 +111,10 @@ class Writer:
             try:
                 self._commit([job for job in jobs if self._is_ready(job)])
             except Exception as error:  # noqa: BLE001 a writer that died would leave every caller waiting
-                for job in jobs:
-                    job.error = error
+                _fail(jobs, error)
             _wake(jobs)
             self._grouped = len(jobs)
-        self._connection.close()
+        self._db.close()
 
     def _next_batch(self) -> tuple[list[_Job], bool]:
         """Everything that is queued, waiting for the first; and whether to stop after it."""
@@ -152,39 +145,41 @@ class Writer:
         if not jobs:
             return
         try:
-            self._transact(jobs)
-        except sqlite3.Error as error:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            if len(jobs) == 1 or is_busy(error):
-                for job in jobs:
-                    job.error = translate(error, self._path)
+            self._persist(jobs)
+        except self._db.errors as error:
+            if len(jobs) == 1 or self._db.is_for_all(error):
+                _fail(jobs, self._db.translate(error))
             else:
                 # One write that does not fit on the disk must not take the others with it.
                 for job in jobs:
-                    job.result, job.error = None, None
                     self._commit([job])
+        except StoreError as error:
+            _fail(jobs, error)
+
+    def _persist(self, jobs: Sequence[_Job]) -> None:
+        """One transaction, tried again while what hinders it may pass and each attempt was undone."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return self._transact(jobs)
+            except self._db.errors as error:
+                self._db.rollback()
+                if not self._db.is_passing(error) or time.monotonic() > deadline:
+                    raise
+                if len(jobs) > 1 and not self._db.is_for_all(error):
+                    raise  # two groups in each other's way: one by one, they are not
 
     def _transact(self, jobs: Sequence[_Job]) -> None:
-        self._begin()
+        for job in jobs:
+            job.result, job.error = None, None
+        self._db.begin()
         for alike in _alike(jobs):
             if not self._together(alike):
                 for job in alike:
                     self._attempt(job)
-        self._connection.execute("COMMIT")
+        self._db.commit()
         self.commits += 1
         self.writes += len(jobs)
-
-    def _begin(self) -> None:
-        deadline = time.monotonic() + self._busy_timeout
-        while True:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                return
-            except sqlite3.OperationalError as error:
-                if not is_busy(error) or time.monotonic() > deadline:
-                    raise
-                time.sleep(random.uniform(0.0005, 0.003))
 
     def _together(self, jobs: Sequence[_Job]) -> bool:
         """False when they are to be done one by one."""
@@ -195,25 +190,30 @@ class Writer:
         return self._under_savepoint(lambda db: first.together(db, others)) is None
 
     def _attempt(self, job: _Job) -> None:
-        def work(db: sqlite3.Connection) -> None:
+        def work(db: Database) -> None:
             job.result = job.work(db)
 
         error = self._under_savepoint(work)
-        job.error = translate(error, self._path) if isinstance(error, sqlite3.Error) else error
+        job.error = self._db.translate(error) if isinstance(error, self._db.errors) else error
 
     def _under_savepoint(self, work: Work[None]) -> Exception | None:
         """What it raised, after undoing it."""
-        self._connection.execute("SAVEPOINT job")
+        self._db.execute("SAVEPOINT job")
         try:
-            work(self._connection)
+            work(self._db)
         except Exception as error:  # whatever a write raises belongs to its caller
-            if not self._connection.in_transaction:
-                raise  # a full disk made SQLite undo the whole transaction
-            self._connection.execute("ROLLBACK TO job")
-            self._connection.execute("RELEASE job")
+            if self._db.has_undone(error):
+                raise
+            self._db.execute("ROLLBACK TO job")
+            self._db.execute("RELEASE job")
             return error
-        self._connection.execute("RELEASE job")
+        self._db.execute("RELEASE job")
         return None
+
+
+def _fail(jobs: Sequence[_Job], error: Exception) -> None:
+    for job in jobs:
+        job.error = error
 
 
 def _alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:

@@ -86,13 +86,9 @@ async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
         for turn in range(20):
             await store.add_calls([make_call(f"{number}-{turn}")])
 
-    started = time.perf_counter()
     await asyncio.gather(*(client(number) for number in range(32)))
-    rate = 640 / (time.perf_counter() - started)
     assert len(await store.calls("s")) == 640
     assert store.commits - before <= 640 / 5
-    # Far below what it does on an idle machine (thousands), far above one commit per write.
-    assert rate > 200, f"{rate:.0f} durable writes/s"
 
 
 async def test_a_write_cancelled_before_its_turn_is_not_done(store: SqliteStore) -> None:

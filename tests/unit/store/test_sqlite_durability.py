@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from instar.errors import StoreError, StoreFull
-from instar.store.connection import connect
+from instar.store.connection import SqliteDatabase, connect
 from instar.store.sqlite import SqliteStore
 from instar.store.writer import Writer
 
@@ -97,11 +97,12 @@ async def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
     connection.close()
 
 
-def make_room(path: Path) -> sqlite3.Connection:
+def make_room(path: Path, busy_timeout: float = 30.0) -> SqliteDatabase:
     path.touch()
     connection = connect(path)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("CREATE TABLE things (body BLOB)")
+    connection.wait_in_begin(busy_timeout)
     return connection
 
 
@@ -111,7 +112,7 @@ def put(writer: Writer, size: int) -> asyncio.Future[int]:
 
 async def test_a_locked_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "room.db"
-    writer = Writer(make_room(path), path, busy_timeout=0.2)
+    writer = Writer(make_room(path, busy_timeout=0.2), str(path))
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreError, match=r"room\.db stayed locked by another process"):
@@ -129,7 +130,7 @@ async def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
     connection.execute("PRAGMA max_page_count = 100")
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
-    writer = Writer(connection, path)
+    writer = Writer(connection, str(path))
     sizes = [10, 20, 10_000_000, 30, 20_000_000, 40]
     futures = [put(writer, size) for size in sizes]
     blocker.execute("ROLLBACK")

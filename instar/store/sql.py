@@ -1,0 +1,292 @@
+"""A store over SQL: every method as a function of the database, which the variants open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from instar.errors import StoreError
+from instar.store import calls as call_queries
+from instar.store import keys as key_queries
+from instar.store import policies, sessions, steps
+from instar.store.base import CallPart, KeyRow, Progress, Run, SessionRow, Store
+from instar.store.database import Database
+from instar.store.reader import Readers
+from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
+from instar.store.writer import Writer
+from instar.types import (
+    Call,
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Endpoint,
+    Group,
+    GroupStatus,
+    Json,
+    Policy,
+    Reward,
+    Session,
+    SessionStatus,
+    Step,
+    StepState,
+)
+
+T = TypeVar("T")
+
+
+class SqlStore(Store):
+    """Usable from any event loop. A caller that is cancelled while its write is under way may find it
+    written; cancelled before, not."""
+
+    def __init__(self, name: str, writer: Writer | None, readers: Readers) -> None:
+        """``name`` tells people which store it is. Without a writer it is for reading only."""
+        self._name = name
+        self._writer = writer
+        self._readers = readers
+
+    @property
+    def commits(self) -> int:
+        """Transactions committed by this process, each one wait for the disk."""
+        return self._writer.commits if self._writer else 0
+
+    async def close(self) -> None:
+        """Finish what is queued. Closing twice is allowed."""
+        if self._writer is not None:
+            await asyncio.to_thread(self._writer.close)
+        await asyncio.to_thread(self._readers.close)
+
+    async def _write(self, work: Callable[[Database], T]) -> T:
+        if self._writer is None:
+            raise StoreError(f"{self._name} was opened for reading only")
+        return await self._writer.submit(work)
+
+    async def _read(self, fetch: Callable[[Database], T]) -> T:
+        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.snapshot(fetch)))
+
+    async def _look_up(self, fetch: Callable[[Database], T]) -> T:
+        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.look_up(fetch)))
+
+    async def _decoded(
+        self,
+        fetch: Callable[[Database], call_queries.Fetched],
+        decode: Callable[[call_queries.Fetched], T],
+    ) -> T:
+        return await asyncio.wrap_future(self._readers.submit(lambda: decode(self._readers.snapshot(fetch))))
+
+    # runs
+
+    async def put_run(self, run: Run) -> None:
+        await self._write(lambda db: sessions.put_run(db, run))
+
+    async def run(self, run_id: str) -> Run | None:
+        return await self._read(lambda db: sessions.get_run(db, run_id))
+
+    async def runs(self) -> list[Run]:
+        return await self._read(sessions.get_runs)
+
+    # groups and sessions
+
+    async def open_group(self, group: Group) -> None:
+        row = encode_group(group)
+        await self._write(lambda db: sessions.open_group(db, row))
+
+    async def close_group(self, group_id: str, status: GroupStatus, reason: str | None = None) -> None:
+        await self._write(lambda db: sessions.close_group(db, group_id, status, reason))
+
+    async def groups(
+        self,
+        run_id: str,
+        channel: Channel,
+        status: GroupStatus | None = None,
+        *,
+        unclaimed_in_epoch: int | None = None,
+    ) -> list[Group]:
+        return await self._read(
+            lambda db: sessions.get_groups(db, run_id, channel, status, unclaimed_in_epoch)
+        )
+
+    async def open_session(self, session: Session, key_hash: str | None = None) -> None:
+        row = encode_session(session, key_hash)
+        await self._write(lambda db: sessions.open_session(db, row))
+
+    async def session(self, session_id: str) -> Session | None:
+        return await self._look_up(lambda db: sessions.get_session(db, "session_id", session_id))
+
+    async def session_by_key(self, key_hash: str) -> Session | None:
+        return await self._look_up(lambda db: sessions.get_session(db, "key_hash", key_hash))
+
+    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+        return await self._look_up(
+            lambda db: sessions.get_session_by_external(db, run_id, agent_id, external_id)
+        )
+
+    async def session_by_tail(self, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
+        return await self._look_up(lambda db: call_queries.session_by_tail(db, run_id, agent_id, keys))
+
+    async def silent_sessions(self, run_id: str, before: float) -> list[str]:
+        return await self._look_up(lambda db: sessions.silent_sessions(db, run_id, before))
+
+    async def end_session(
+        self,
+        session_id: str,
+        status: SessionStatus,
+        reason: str | None = None,
+        rewards: Sequence[Reward] = (),
+        metadata: Json | None = None,
+    ) -> bool:
+        if status is SessionStatus.OPEN:
+            raise StoreError(f"session {session_id} cannot end as open")
+        rows = [encode_reward(reward) for reward in rewards]
+        return await self._write(
+            lambda db: sessions.end_session(db, session_id, status, reason, rows, metadata)
+        )
+
+    async def sessions(
+        self,
+        run_id: str | None = None,
+        *,
+        group_id: str | None = None,
+        channel: Channel | None = None,
+        status: SessionStatus | None = None,
+        limit: int | None = None,
+    ) -> list[SessionRow]:
+        """The reward of a row is the session's latest, rewards of single calls left aside."""
+        return await self._read(
+            lambda db: sessions.get_sessions(db, run_id, group_id, channel, status, limit)
+        )
+
+    # calls
+
+    async def add_calls(
+        self,
+        calls: Sequence[Call],
+        *,
+        opening: Session | None = None,
+        key_hash: str | None = None,
+        tail_keys: Mapping[str, bytes] | None = None,
+    ) -> None:
+        await self._write(call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}))
+
+    async def call(self, call_id: str) -> Call | None:
+        decoded = await self._decoded(
+            lambda db: call_queries.fetch_call(db, call_id), call_queries.Fetched.decode
+        )
+        return decoded[0] if decoded else None
+
+    async def calls(self, session_id: str) -> list[Call]:
+        return await self._decoded(
+            lambda db: call_queries.fetch_calls(db, "session_id", session_id), call_queries.Fetched.decode
+        )
+
+    async def calls_of_request(self, request_id: str) -> list[Call]:
+        return await self._decoded(
+            lambda db: call_queries.fetch_calls(db, "request_id", request_id), call_queries.Fetched.decode
+        )
+
+    async def graph_rows(self, session_id: str) -> list[CallPart]:
+        return await self._decoded(
+            lambda db: call_queries.fetch_parts(db, session_id), call_queries.Fetched.decode_parts
+        )
+
+    # rewards
+
+    async def add_rewards(self, rewards: Sequence[Reward]) -> None:
+        rows = [encode_reward(reward) for reward in rewards]
+        await self._write(lambda db: sessions.add_rewards(db, rows))
+
+    async def rewards(self, session_id: str) -> list[Reward]:
+        return await self._read(lambda db: sessions.get_rewards(db, session_id))
+
+    # policies
+
+    async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
+        return await self._write(lambda db: policies.reserve_version(db, policy_id, run_id, step))
+
+    async def publish(self, policy: Policy) -> None:
+        await self._write(lambda db: policies.publish(db, policy))
+
+    async def tombstone(self, policy_id: str, version: int, reason: str) -> None:
+        await self._write(lambda db: policies.tombstone(db, policy_id, version, reason))
+
+    async def reserved_versions(self, policy_id: str) -> list[tuple[int, int]]:
+        return await self._read(lambda db: policies.reserved_versions(db, policy_id))
+
+    async def head(self, policy_id: str) -> Policy:
+        return await self._read(lambda db: policies.head(db, policy_id))
+
+    async def published(self, policy_id: str) -> list[tuple[Policy, int]]:
+        return await self._read(lambda db: policies.published(db, policy_id))
+
+    # training steps
+
+    async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            if claim.run_id != run_id or claim.step not in (None, step):
+                raise StoreError(f"claim of {claim.sample_key} is not one of step {step} of run {run_id}")
+        rows = [encode_claim(claim, step) for claim in claims]
+        await self._write(lambda db: steps.claim_step(db, run_id, step, rows))
+
+    async def drop(self, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
+                raise StoreError(f"claim of {claim.sample_key} is no drop with a reason")
+        rows = [encode_claim(claim, claim.step) for claim in claims]
+        await self._write(lambda db: steps.add_claims(db, rows))
+
+    async def advance_step(
+        self,
+        run_id: str,
+        step: int,
+        state: StepState,
+        *,
+        state_path: str | None = None,
+        version: int | None = None,
+        metrics: Json | None = None,
+    ) -> None:
+        await self._write(
+            lambda db: steps.advance_step(db, run_id, step, state, state_path, version, metrics)
+        )
+
+    async def release_steps(self, run_id: str, after: int) -> list[int]:
+        return await self._write(lambda db: steps.release_steps(db, run_id, after))
+
+    async def steps(self, run_id: str) -> list[Step]:
+        return await self._read(lambda db: steps.get_steps(db, run_id))
+
+    async def claims(
+        self, run_id: str, *, step: int | None = None, session_id: str | None = None
+    ) -> list[Claim]:
+        return await self._read(lambda db: steps.get_claims(db, run_id, step, session_id))
+
+    async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress:
+        return await self._read(lambda db: steps.progress(db, run_id, channel))
+
+    # keys and secrets
+
+    async def put_key(self, key: KeyRow) -> None:
+        await self._write(lambda db: key_queries.put_key(db, key))
+
+    async def key(self, key_hash: str) -> KeyRow | None:
+        return await self._look_up(lambda db: key_queries.get_key(db, key_hash))
+
+    async def keys(self) -> list[KeyRow]:
+        return await self._read(key_queries.get_keys)
+
+    async def revoke_key(self, prefix_or_name: str) -> int:
+        return await self._write(lambda db: key_queries.revoke_key(db, prefix_or_name))
+
+    async def secret(self, name: str) -> bytes:
+        found = await self._look_up(lambda db: key_queries.get_secret(db, name))
+        return found or await self._write(lambda db: key_queries.make_secret(db, name))
+
+    # roles that are up
+
+    async def put_endpoint(self, endpoint: Endpoint) -> None:
+        await self._write(lambda db: sessions.put_endpoint(db, endpoint))
+
+    async def endpoints(self, run_id: str) -> list[Endpoint]:
+        return await self._read(lambda db: sessions.get_endpoints(db, run_id))
+
+    async def remove_endpoint(self, run_id: str, role: str, name: str) -> None:
+        await self._write(lambda db: sessions.remove_endpoint(db, run_id, role, name))

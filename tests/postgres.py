@@ -1,0 +1,147 @@
+"""A PostgreSQL server of the tests' own, in a folder that goes with it."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+PASSWORD = "correct horse"
+"""Of the user `instar`, who needs it on TCP and not on the socket."""
+
+
+def binaries() -> Path:
+    """The folder of the newest server; skips where there is none."""
+    homes = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda home: int(home.parent.name))
+    found = shutil.which("postgres")
+    homes = [*homes, Path(found).resolve().parent] if found else homes
+    for home in reversed(homes):
+        if (home / "initdb").exists() and (home / "postgres").exists():
+            return home
+    pytest.skip("no PostgreSQL server is installed (Debian: postgresql)")
+
+
+class PostgresServer:
+    """Started when made. ``fsync`` is for figures: without it, a crash of the machine loses rows, one of the
+    server does not."""
+
+    def __init__(self, *, fsync: bool = False) -> None:
+        self.bin = binaries()
+        self.folder = Path(tempfile.mkdtemp(prefix="instar-pg-", dir="/tmp"))
+        self.as_user = _unprivileged()
+        self.port = _free_port()
+        self._fsync = fsync
+        self._process: subprocess.Popen[bytes] | None = None
+        password = self.folder / "password"
+        password.write_text(PASSWORD)
+        if self.as_user is not None:
+            for path in (self.folder, password):
+                shutil.chown(path, self.as_user, pwd.getpwnam(self.as_user).pw_gid)
+        self._run(
+            "initdb", "--pgdata", str(self.folder / "data"), "--username=instar", f"--pwfile={password}",
+            "--auth-local=trust", "--auth-host=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync",
+            "--no-instructions",
+        )  # fmt: skip
+        self.start()
+
+    @property
+    def socket_url(self) -> str:
+        return f"postgresql://instar@/postgres?host={self.folder}&port={self.port}"
+
+    @property
+    def tcp_url(self) -> str:
+        """Asks for the password."""
+        return f"postgresql://instar@127.0.0.1:{self.port}/postgres"
+
+    def new_schema(self) -> str:
+        """A name that is not taken."""
+        return f"test_{secrets.token_hex(6)}"
+
+    def query(self, sql: str, *values: object, schema: str = "public") -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.socket_url, autocommit=True) as connection:
+            connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
+            found = connection.execute(sql.encode(), values or None)
+            return found.fetchall() if found.description else []
+
+    def start(self, timeout: float = 30.0) -> None:
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": self.port,
+            "unix_socket_directories": self.folder,
+            "shared_buffers": "16MB",
+            "max_connections": 100,
+            "fsync": "on" if self._fsync else "off",
+            "full_page_writes": "on" if self._fsync else "off",
+            "logging_collector": "off",
+        }
+        arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self.bin / "postgres"), "-D", str(self.folder / "data"), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                **self._identity(),
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                psycopg.connect(self.socket_url).close()
+                return
+            except psycopg.OperationalError:
+                said = (self.folder / "log").read_text(errors="replace")
+                assert self._process.poll() is None, said
+                assert time.monotonic() < deadline, said
+                time.sleep(0.02)
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGINT is a good end; SIGQUIT a crash, after which it has to recover."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(30)
+            self._process = None
+
+    def remove(self) -> None:
+        self.stop(signal.SIGQUIT)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(self.bin / program), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            **self._identity(),
+        )
+        assert done.returncode == 0, done.stderr
+
+    def _identity(self) -> dict[str, Any]:
+        if self.as_user is None:
+            return {"cwd": self.folder}
+        entry = pwd.getpwnam(self.as_user)
+        return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": [], "cwd": self.folder}
+
+
+def _unprivileged() -> str | None:
+    """PostgreSQL does not run as root."""
+    if os.getuid() != 0:
+        return None
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in known else "nobody"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
