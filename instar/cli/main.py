@@ -84,6 +84,36 @@ def serve(
 
 
 @app.command()
+def simulate(
+    file: ConfigFile,
+    engines: Annotated[int | None, typer.Option(min=1, help="Default: those of the YAML.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: the YAML's.")] = None,
+    workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Take the times of a finished run.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: the run's.")] = None,
+    sweep: Annotated[bool, typer.Option(help="Look for a better number of engines and staleness.")] = True,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a run's throughput, idle times and staleness on a virtual clock, in seconds."""
+    from instar.cli.simulate import run_simulate
+
+    run_simulate(
+        file,
+        overrides=overrides or [],
+        engines=engines,
+        max_staleness=max_staleness,
+        workload=workload,
+        measured=measured,
+        seed=seed,
+        sweep=sweep,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def report(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Write the report of a run again: curves as PNG, and a page."""
     from instar.cli.report import run_report

@@ -75,6 +75,10 @@ from instar.config.rollout import (
 from instar.config.run import (
     RunConfig,
 )
+from instar.config.simulate import (
+    DistributionConfig,
+    SimulateConfig,
+)
 from instar.config.trainer import (
     AdvantageConfig,
     BaseReferenceConfig,
@@ -100,6 +104,7 @@ __all__ = [
     "CommandAgentConfig",
     "CompletionsReferenceConfig",
     "DType",
+    "DistributionConfig",
     "EngineConfig",
     "EngineReferenceConfig",
     "EvalConfig",
@@ -137,6 +142,7 @@ __all__ = [
     "ScriptedEngineConfig",
     "Seconds",
     "Section",
+    "SimulateConfig",
     "SqliteStoreConfig",
     "StoreConfig",
     "SyncConfig",

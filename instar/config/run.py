@@ -14,6 +14,7 @@ from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngin
 from instar.config.gateway import GatewayConfig, ModelRoute
 from instar.config.model import ModelConfig, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig
+from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
 
 
@@ -45,6 +46,8 @@ class RunConfig(Section):
     """Agents to run on tasks. `instar train` needs it, `instar serve` does not."""
     reward: RewardConfig = AgentRewardConfig()
     eval: EvalConfig | None = None
+    simulate: SimulateConfig | None = None
+    """For `instar simulate` alone."""
 
     @property
     def run_dir(self) -> Path:

@@ -1,0 +1,243 @@
+"""`instar simulate`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from instar.cli.config_file import load_config
+from instar.cli.run_store import store_of
+from instar.config import (
+    CloudEngineConfig,
+    LocalEngineConfig,
+    MixedEngineConfig,
+    RunConfig,
+    SimulateConfig,
+    VllmEngineConfig,
+)
+from instar.errors import ConfigError
+from instar.simulate.base import Outcome, Plant, Speed, Work
+from instar.simulate.bound import Bound, bound
+from instar.simulate.measure import measure, with_sessions
+from instar.simulate.pipeline import simulate
+from instar.simulate.recommend import Advice, recommend
+from instar.simulate.sessions import draw_sessions, read_workload
+from instar.trainer.monitor import read_steps
+from instar.types import Json
+
+DRAWN = 20_000
+"""Sessions drawn, where none are given: they are played over again after that."""
+UNLIMITED = 1024
+"""Replies at once of an engine that does not say its limit."""
+
+
+def run_simulate(
+    file: Path,
+    *,
+    overrides: Sequence[str] = (),
+    engines: int | None,
+    max_staleness: int | None,
+    workload: Path | None,
+    measured: Path | None,
+    seed: int | None,
+    sweep: bool,
+    as_json: bool,
+) -> None:
+    config = load_config(file, overrides)
+    if config.simulate is None and workload is None and measured is None:
+        raise ConfigError(
+            "nothing is known of this run's times: give --from RUN_DIR of a run like it, --workload FILE, "
+            "or a section `simulate` (docs/simulate.md)"
+        )
+    plant = plant_of(config, engines=engines, max_staleness=max_staleness)
+    chosen = config.seed if seed is None else seed
+    work = asyncio.run(work_of(config, workload=workload, measured=measured, seed=chosen))
+    console = Console(stderr=True)
+    with console.status("simulating") as status:
+        outcome = simulate(
+            work,
+            plant,
+            seed=chosen,
+            tell=lambda done: status.update(f"simulating: step {done} of {plant.steps}"),
+        )
+        advice = _advice(config, work, plant, chosen, status.update) if sweep else None
+    limit = bound(work, plant)
+    if as_json:
+        print(json.dumps(as_record(outcome, limit, advice, plant)), flush=True)
+    else:
+        _show(Console(), outcome, limit, advice, plant)
+
+
+def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: int | None = None) -> Plant:
+    """The parts of a run that are simulated."""
+    rollout = config.rollout
+    if rollout is None:
+        raise ConfigError("rollout: needed to simulate; name its group_size and concurrency")
+    if max_staleness and config.trainer.mode == "sync":
+        raise ConfigError(f"--max-staleness: given {max_staleness}; it is 0 when trainer.mode is sync")
+    return Plant(
+        engines=engines or engine_count(config),
+        max_batch=_max_batch(config),
+        concurrency=rollout.concurrency,
+        group_size=rollout.group_size,
+        groups_per_step=config.trainer.groups_per_step,
+        steps=config.trainer.steps,
+        max_staleness=config.max_staleness if max_staleness is None else max_staleness,
+        group_policy=rollout.group_policy,
+        refills=rollout.refills,
+        retries=rollout.retries,
+        timeout=rollout.timeout,
+        failed_counts=rollout.failed_reward is not None,
+    )
+
+
+def engine_count(config: RunConfig) -> int:
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig) and engine.servers:
+        return len(engine.servers)
+    return int(getattr(engine, "count", 1))
+
+
+def _max_batch(config: RunConfig) -> int:
+    match config.engine:
+        case LocalEngineConfig() | VllmEngineConfig() as engine:
+            return engine.max_batch
+        case MixedEngineConfig(parts=parts):
+            return min((int(getattr(part, "max_batch", UNLIMITED)) for part in parts), default=UNLIMITED)
+        case CloudEngineConfig() as engine:
+            return engine.max_in_flight
+        case _:
+            return UNLIMITED
+
+
+async def work_of(
+    config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
+) -> Work:
+    """What the simulated run has to do: given by the section `simulate`, then by what was measured, then by
+    a workload file."""
+    given = config.simulate or SimulateConfig()
+    path = workload or given.workload
+    if measured is not None:
+        async with store_of(measured, read_only=True) as (ran, store):
+            work = await measure(
+                store,
+                ran.name,
+                read_steps(measured),
+                engines=engine_count(ran),
+                max_batch=_max_batch(config),
+            )
+        work = replace(
+            work, pause=given.pause, crashes_per_hour=given.crashes_per_hour, restart=given.restart
+        )
+    else:
+        drawn = [] if path else draw_sessions(given, random.Random(seed), DRAWN)
+        work = Work(
+            sessions=drawn,
+            latency=given.latency,
+            speed=Speed(given.speed),
+            train_base=given.train_base,
+            train_per_token=given.train_per_token,
+            publish=given.publish,
+            pause=given.pause,
+            failures=given.failures,
+            zero_signal=given.zero_signal,
+            crashes_per_hour=given.crashes_per_hour,
+            restart=given.restart,
+        )
+    return with_sessions(work, read_workload(path)) if path else work
+
+
+def _advice(config: RunConfig, work: Work, plant: Plant, seed: int, tell: Callable[[str], None]) -> Advice:
+    given = config.simulate or SimulateConfig()
+    return recommend(
+        work,
+        plant,
+        most_engines=max(given.most_engines, plant.engines),
+        most_staleness=max(given.most_staleness, plant.max_staleness),
+        sync=config.trainer.mode == "sync",
+        seed=seed,
+        tell=tell,
+    )
+
+
+def as_record(outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plant) -> Json:
+    """The prediction as one JSON object."""
+    record: Json = {
+        "engines": plant.engines,
+        "max_staleness": plant.max_staleness,
+        "seconds": round(outcome.seconds, 3),
+        "steps": outcome.steps,
+        "finished": outcome.finished,
+        "samples": outcome.samples,
+        "samples_per_hour": round(outcome.samples_per_hour, 1),
+        "bound": round(limit.samples_per_hour, 1),
+        "bound_by": limit.limit,
+        "of_bound": round(outcome.samples_per_hour / limit.samples_per_hour, 4),
+        "engines_idle": round(outcome.engines_idle, 4),
+        "engines_used": round(outcome.engines_used, 4),
+        "trainer_idle": round(outcome.trainer_idle, 4),
+        "sessions_at_once": round(outcome.in_flight, 2),
+        "staleness": {str(version): outcome.staleness[version] for version in sorted(outcome.staleness)},
+        "staleness_mean": round(outcome.staleness_mean, 3),
+        "dropped": dict(outcome.dropped),
+        "crashes": outcome.crashes,
+    }
+    if advice is not None:
+        record["recommended"] = {
+            "engines": advice.engines,
+            "max_staleness": advice.max_staleness,
+            "why": advice.why,
+        }
+    return record
+
+
+def _show(console: Console, outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plant) -> None:
+    table = Table(title=f"{plant.engines} engines, max_staleness {plant.max_staleness}", show_header=False)
+    rate = outcome.samples_per_hour
+    table.add_row("samples per hour", f"{rate:,.0f}")
+    table.add_row(
+        "the most by any schedule",
+        f"{limit.samples_per_hour:,.0f} ({limit.limit}); this is {rate / limit.samples_per_hour:.0%} of it",
+    )
+    table.add_row("steps", f"{outcome.steps} in {outcome.seconds:,.1f} s, {outcome.samples:,} samples")
+    if not outcome.finished:
+        table.add_row("", "[red]it comes to a standstill: no step can be filled any more[/]")
+    table.add_row(
+        "engines idle", f"{outcome.engines_idle:.0%}, at {outcome.engines_used:.0%} of their best speed"
+    )
+    table.add_row("trainer idle", f"{outcome.trainer_idle:.0%}")
+    table.add_row("sessions at once", f"{outcome.in_flight:.1f} of {plant.concurrency}")
+    staleness = ", ".join(
+        f"{version}: {count / max(1, outcome.samples):.0%}"
+        for version, count in sorted(outcome.staleness.items())
+    )
+    table.add_row("staleness", staleness or "–")
+    dropped = ", ".join(f"{reason} {count}" for reason, count in outcome.dropped.most_common())
+    table.add_row("not trained on", dropped or "none")
+    console.print(table)
+    if advice is None:
+        return
+    tried = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
+    for one in advice.tried:
+        chosen = (one.engines, one.max_staleness) == (advice.engines, advice.max_staleness)
+        tried.add_row(
+            str(one.engines),
+            str(one.max_staleness),
+            f"{one.outcome.samples_per_hour:,.0f}",
+            f"{one.outcome.dropped_share:.1%}",
+            f"{one.outcome.engines_idle:.0%}",
+            f"{one.outcome.trainer_idle:.0%}",
+            style="bold" if chosen else None,
+        )
+    console.print(tried)
+    console.print(
+        f"Recommended: {advice.engines} engines, trainer.max_staleness {advice.max_staleness}. {advice.why}.",
+        highlight=False,
+    )

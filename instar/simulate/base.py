@@ -1,0 +1,119 @@
+"""What is simulated, and what comes out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from instar.config import DistributionConfig
+from instar.simulate.sessions import Session
+
+
+class Speed:
+    """Tokens per second of one engine by the number of replies at once: straight lines between the points
+    given, through the origin before the first, level after the last."""
+
+    def __init__(self, points: dict[int, float]) -> None:
+        self._at = [0, *sorted(points)]
+        self._rates = [0.0, *(points[size] for size in sorted(points))]
+        self._per_reply: dict[int, float] = {}
+
+    def __call__(self, batch: float) -> float:
+        place = bisect_right(self._at, batch)
+        if place == len(self._at):
+            return self._rates[-1]
+        low, high = self._at[place - 1], self._at[place]
+        share = (batch - low) / (high - low)
+        return self._rates[place - 1] + share * (self._rates[place] - self._rates[place - 1])
+
+    def per_reply(self, batch: int) -> float:
+        """Tokens per second of each of so many replies."""
+        rate = self._per_reply.get(batch)
+        if rate is None:
+            rate = self._per_reply[batch] = self(batch) / batch
+        return rate
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be done, and how long each piece of it takes."""
+
+    sessions: Sequence[Session]
+    """Played in this order, over again when they run out."""
+    latency: DistributionConfig
+    speed: Speed
+    train_base: float
+    train_per_token: float
+    publish: DistributionConfig
+    pause: float = 0.0
+    failures: float = 0.0
+    zero_signal: float = 0.0
+    crashes_per_hour: float = 0.0
+    restart: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """What does it, and by which rules."""
+
+    engines: int
+    max_batch: int
+    concurrency: int
+    group_size: int
+    groups_per_step: int
+    steps: int
+    max_staleness: int
+    group_policy: Literal["keep", "refill", "drop"] = "keep"
+    refills: int = 2
+    retries: int = 2
+    timeout: float = 300.0
+    failed_counts: bool = False
+    """Whether a failed session has a reward, and is trained on."""
+    masks_stale: bool = False
+    """Whether only the tokens that are too old are left out of a sample, instead of all."""
+
+    @property
+    def batch(self) -> int:
+        """Sessions of a step."""
+        return self.group_size * self.groups_per_step
+
+
+@dataclass(slots=True)
+class Outcome:
+    seconds: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    """Trained on."""
+    generated: int = 0
+    """Tokens, all sessions counted."""
+    engines_idle: float = 0.0
+    """Share of the engines' time without any reply to generate."""
+    engines_used: float = 0.0
+    """Tokens generated as a share of what the engines could at their best batch."""
+    trainer_idle: float = 0.0
+    in_flight: float = 0.0
+    """Sessions at once, on average."""
+    staleness: Counter[int] = field(default_factory=Counter[int])
+    """Samples trained, by how many versions they were behind."""
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    """Samples not trained on, by reason."""
+    crashes: int = 0
+    finished: bool = True
+    """Whether the steps were all trained; else nothing went on any more, or it took too long."""
+
+    @property
+    def samples_per_hour(self) -> float:
+        return 3600 * self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(version * count for version, count in self.staleness.items()) / max(1, self.samples)
+
+    @property
+    def dropped_share(self) -> float:
+        """Of sessions that were run for nothing since they were too old."""
+        stale = self.dropped["stale"]
+        return stale / max(1, stale + self.samples)

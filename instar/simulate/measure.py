@@ -1,0 +1,152 @@
+"""What a finished run's store and metrics tell of its times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from instar.config import DistributionConfig
+from instar.errors import ConfigError
+from instar.simulate.base import Speed, Work
+from instar.simulate.sessions import Session, Turn
+from instar.store.base import Store
+from instar.types import Call, Channel, Json, SessionStatus
+from instar.types import Session as Recorded
+
+MOST_SESSIONS = 5000
+MOST_VALUES = 5000
+"""Of a measured distribution that are kept."""
+WARM_UP = 1
+"""Steps left out of the trainer's times: the first one compiles, allocates, fills caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One call: when it was asked, began and ended, and its tokens."""
+
+    asked: float
+    began: float
+    ended: float
+    tokens: int
+
+
+async def measure(
+    store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
+) -> Work:
+    """The work of a run: its sessions as they were, and fits to the speed of its ``engines`` and to the
+    time of its steps. ``records`` are its training steps in metrics.jsonl."""
+    rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MOST_SESSIONS)
+    ended = [
+        row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
+    ]
+    sessions: list[Session] = []
+    timed: list[Timed] = []
+    for session in ended:
+        calls = [call for call in await store.calls(session.session_id) if len(call.sampled_ids)]
+        timed += [_timed(call) for call in calls]
+        if calls and session.status is SessionStatus.COMPLETED:
+            sessions.append(_session(session, calls))
+    if not sessions or not records:
+        raise ConfigError(
+            f"run {run_id}: nothing to measure, it has no completed session or no training step"
+        )
+    failed = sum(session.status is SessionStatus.FAILED for session in ended)
+    base, per_token = fit_training(records)
+    published = [max(0.0, r["step_seconds"] - r["train_seconds"]) for r in _warm(records)]
+    groups = sum(record.get("groups", 0) for record in records)
+    return Work(
+        sessions=sessions,
+        latency=_empirical([call.began - call.asked for call in timed]),
+        speed=fit_speed(timed, engines, max_batch),
+        train_base=base,
+        train_per_token=per_token,
+        publish=_empirical(published),
+        failures=failed / len(ended),
+        zero_signal=sum(record.get("zero_signal", 0) for record in records) / max(1, groups),
+    )
+
+
+def with_sessions(work: Work, sessions: Sequence[Session]) -> Work:
+    return replace(work, sessions=sessions)
+
+
+def _session(session: Recorded, calls: Sequence[Call]) -> Session:
+    """Calls that ran side by side are told apart only by what they waited for, which was nothing."""
+    after = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
+    return Session(
+        tuple(
+            Turn(
+                prompt=len(call.prompt_ids) - (call.base_tokens if call.base_id is not None else 0),
+                generated=len(call.sampled_ids),
+                tool=max(0.0, until - call.ended_at),
+            )
+            for call, until in zip(calls, after, strict=True)
+        ),
+        start=max(0.0, calls[0].started_at - session.created_at),
+    )
+
+
+def _timed(call: Call) -> Timed:
+    began = call.first_token_at if call.first_token_at is not None else call.started_at
+    return Timed(call.started_at, began, call.ended_at, len(call.sampled_ids))
+
+
+def _empirical(values: Sequence[float]) -> DistributionConfig:
+    kept = sorted(values)
+    if len(kept) > MOST_VALUES:
+        kept = kept[:: len(kept) // MOST_VALUES + 1]
+    return DistributionConfig(values=[max(0.0, value) for value in kept])
+
+
+def _warm(records: Sequence[Json]) -> Sequence[Json]:
+    return records[WARM_UP:] or records
+
+
+def fit_training(records: Sequence[Json]) -> tuple[float, float]:
+    """(seconds of a step without tokens, further seconds per token), by least squares; all in the first
+    where the steps differ too little in size to tell."""
+    used = _warm(records)
+    seconds = np.array([record["train_seconds"] for record in used], float)
+    tokens = np.array([record.get("sequence_tokens", 0) for record in used], float)
+    if len(used) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
+        slope = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))
+        base = float(seconds.mean() - slope * tokens.mean())
+        if slope > 0 and base > 0:
+            return base, slope
+    return float(seconds.mean()), 0.0
+
+
+def fit_speed(calls: Sequence[Timed], engines: int, max_batch: int) -> Speed:
+    """A token takes an engine c + d · (replies at once - 1) seconds: fitted over all calls, each with the
+    mean number that it shared its engine with."""
+    used = [call for call in calls if call.tokens > 1 and call.ended > call.began]
+    if not used:
+        whole = [call for call in calls if call.ended > call.asked] or [Timed(0.0, 0.0, 1.0, 1)]
+        used = [replace(call, began=call.asked) for call in whole]
+    shared = _shared(used) / engines
+    tokens = np.array([max(1, call.tokens - 1) for call in used], float)
+    seconds = np.array([call.ended - call.began for call in used])
+    beside = np.maximum(0.0, shared - 1)
+    # seconds = c · tokens + d · tokens · beside, long replies counting for more.
+    design = np.stack([tokens, tokens * beside], axis=1)
+    each, more = (float(value) for value in np.linalg.lstsq(design, seconds, rcond=None)[0])
+    if more < 0 or each <= 0:
+        each, more = float(seconds.sum() / tokens.sum()), 0.0
+        # No slower in company than alone, as far as was seen.
+    sizes = [size for power in range(16) if (size := 2**power) < max_batch] + [max_batch]
+    return Speed({size: size / (each + more * (size - 1)) for size in sizes})
+
+
+def _shared(calls: Sequence[Timed]) -> np.ndarray:
+    """Per call, the mean number of calls generating while it did."""
+    began = np.array([call.began for call in calls])
+    ended = np.array([call.ended for call in calls])
+    times = np.concatenate([began, ended])
+    order = np.argsort(times, kind="stable")
+    change = np.concatenate([np.ones(len(calls)), -np.ones(len(calls))])[order]
+    at = times[order]
+    # The integral of the number over time, known at every change.
+    integral = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(at))])
+    return (np.interp(ended, at, integral) - np.interp(began, at, integral)) / (ended - began)

@@ -1,0 +1,347 @@
+"""A run on the virtual clock: admission, sessions, groups, training steps, by the rules of the real one.
+
+The rules are those of `rollout/admission` (how many groups may start), `rollout/runner` and `rollout/slots`
+(how many sessions run, what becomes of one that fails), `data/batcher` (which groups a step takes, what is
+too old) and `trainer/loop` (a step is trained, published and served before its successor begins).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from instar.simulate.base import Outcome, Plant, Work
+from instar.simulate.engines import Clock, Pool, Request, Server
+from instar.simulate.sessions import Session, drawn_from
+
+NOTICE = 0.03
+"""Seconds, on average, until rollout and trainer notice what the other one did: each looks every 0.05 s."""
+LONGEST = 1000 * 3600.0
+"""Virtual seconds after which a simulation is given up."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    index: int
+    left: int
+    """Slots without a final session."""
+    lowest: list[int] = field(default_factory=list[int])
+    """Per sample, the version of its oldest token, or of its newest one where only old tokens are masked."""
+    stamps: list[int] = field(default_factory=list[int])
+    """Per sample, the version of its oldest token."""
+    tokens: list[int] = field(default_factory=list[int])
+    failed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A session under way."""
+
+    group: Group
+    session: Session
+    turn: int = 0
+    version: int = -1
+    """Of its first token."""
+    newest: int = -1
+    fails_at: int | None = None
+    """The turn in which it fails."""
+    refills: int = 0
+    retries: int = 0
+    server: Server | None = None
+    request: Request | None = None
+    over: bool = False
+
+
+class Pipeline:
+    def __init__(self, work: Work, plant: Plant, seed: int = 0) -> None:
+        self.work = work
+        self.plant = plant
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.pool = Pool(self.clock, plant.engines, plant.max_batch, work.speed)
+        self.latency = drawn_from(work.latency, self.rng)
+        self.publish = drawn_from(work.publish, self.rng)
+        self.outcome = Outcome()
+        self.version = 0
+        """What the engines serve."""
+        self.done = 0
+        """Steps whose version is served."""
+        self.claimed = 0
+        """Steps begun."""
+        self.started = self.open = 0
+        """Groups: all, and those with slots left."""
+        self.ready: list[Group] = []
+        self.training = False
+        self.unfinished = 0
+        self.playing = 0
+        self.queue: deque[Callable[[], None]] = deque()
+        """Slots that wait for their turn."""
+        self.trained_seconds = 0.0
+        self._played = 0
+        self._flight = 0.0
+        self._flight_at = 0.0
+        self._admitting = self._batching = False
+
+    def run(self, tell: Callable[[int], None] | None = None) -> Outcome:
+        """Until the steps are trained. ``tell`` is called with their number now and then."""
+        for server in self.pool.servers:
+            self._next_crash(server)
+        self._admit()
+        told = 0
+        while self.done < self.plant.steps and self.clock.now < LONGEST:
+            if self._stuck() or not self.clock.step():
+                break
+            if tell is not None and self.done > told:
+                told = self.done
+                tell(told)
+        return self._finish()
+
+    def _stuck(self) -> bool:
+        """Whether nothing is under way: crashes of idle engines would keep the clock going for ever."""
+        return not (self.training or self.open or self._admitting or self._batching)
+
+    def _finish(self) -> Outcome:
+        result, plant = self.outcome, self.plant
+        self.pool.settle_all()
+        self._count_flight(0)
+        seconds = max(self.clock.now, 1e-9)
+        result.seconds = seconds
+        result.steps = self.done
+        result.finished = self.done >= plant.steps
+        result.generated = round(sum(server.tokens for server in self.pool.servers))
+        result.engines_idle = 1 - sum(s.busy for s in self.pool.servers) / (seconds * plant.engines)
+        best = self.work.speed(plant.max_batch) * plant.engines
+        result.engines_used = result.generated / (seconds * best)
+        result.trainer_idle = 1 - self.trained_seconds / seconds
+        result.in_flight = self._flight / seconds
+        return result
+
+    # --- admission ---------------------------------------------------------------------------------
+
+    def _notice(self) -> None:
+        """Rollout looks again."""
+        if not self._admitting:
+            self._admitting = True
+            self.clock.after(NOTICE, self._noticed)
+
+    def _noticed(self) -> None:
+        self._admitting = False
+        self._admit()
+
+    def _room(self) -> int:
+        plant = self.plant
+        in_steps = self.claimed * plant.groups_per_step
+        made_up = max(0, self.started - self.open - len(self.ready) - in_steps)
+        wanted = min(self.done + plant.max_staleness + 1, plant.steps) * plant.groups_per_step + made_up
+        return max(0, wanted - self.started)
+
+    def _admit(self) -> None:
+        while self.unfinished < self.plant.concurrency and self._room():
+            group = Group(self.started, self.plant.group_size)
+            self.started += 1
+            self.open += 1
+            self.unfinished += group.left
+            for _ in range(group.left):
+                self._enqueue(self._fresh(group))
+
+    # --- sessions ----------------------------------------------------------------------------------
+
+    def _fresh(self, group: Group, refills: int = 0, retries: int = 0) -> Attempt:
+        sessions = self.work.sessions
+        session = sessions[self._played % len(sessions)]
+        self._played += 1
+        attempt = Attempt(group, session, refills=refills, retries=retries)
+        if self.work.failures and self.rng.random() < self.work.failures:
+            attempt.fails_at = self.rng.randrange(len(session.turns))
+        return attempt
+
+    def _enqueue(self, attempt: Attempt) -> None:
+        """Run it as soon as fewer than `concurrency` do."""
+        if self.playing < self.plant.concurrency:
+            self._play(attempt)
+        else:
+            self.queue.append(lambda: self._play(attempt))
+
+    def _play(self, attempt: Attempt) -> None:
+        self._count_flight(1)
+        self.clock.after(self.plant.timeout, lambda: self._out_of_time(attempt))
+        self.clock.after(attempt.session.start, lambda: self._call(attempt))
+
+    def _call(self, attempt: Attempt) -> None:
+        if attempt.over:
+            return
+        request = attempt.request = Request(
+            attempt.session.turns[attempt.turn].generated,
+            began=lambda: self._began(attempt),
+            done=lambda: self._replied(attempt),
+            lost=lambda: self._lost(attempt),
+        )
+        self.clock.after(self.latency(), lambda: self._send(attempt, request))
+
+    def _send(self, attempt: Attempt, request: Request) -> None:
+        if not attempt.over:
+            attempt.server = self.pool.send(request, attempt.server)
+
+    def _began(self, attempt: Attempt) -> None:
+        attempt.newest = self.version
+        if attempt.version < 0:
+            attempt.version = self.version
+
+    def _replied(self, attempt: Attempt) -> None:
+        tool = attempt.session.turns[attempt.turn].tool
+        self.clock.after(tool, lambda: self._next_turn(attempt))
+
+    def _next_turn(self, attempt: Attempt) -> None:
+        if attempt.over:
+            return
+        if attempt.turn == attempt.fails_at:
+            self._failed(attempt)
+            return
+        attempt.turn += 1
+        if attempt.turn < len(attempt.session.turns):
+            self._call(attempt)
+        else:
+            self._end(attempt)
+            self._settle(attempt, sample=True)
+
+    def _end(self, attempt: Attempt) -> None:
+        """It makes room for another one."""
+        attempt.over = True
+        self._count_flight(-1)
+        if self.queue:
+            self.queue.popleft()()
+
+    def _out_of_time(self, attempt: Attempt) -> None:
+        if attempt.over:
+            return
+        if attempt.request is not None:
+            self.pool.cancel(attempt.request, attempt.server)
+        self._failed(attempt)
+
+    def _failed(self, attempt: Attempt) -> None:
+        self._end(attempt)
+        plant = self.plant
+        if plant.group_policy == "refill" and attempt.refills < plant.refills:
+            self.outcome.dropped["superseded"] += 1
+            self._enqueue(self._fresh(attempt.group, attempt.refills + 1, attempt.retries))
+            return
+        attempt.group.failed += 1
+        self._settle(attempt, sample=plant.failed_counts and attempt.version >= 0)
+
+    def _lost(self, attempt: Attempt) -> None:
+        """A transient fault: the same session again, some times."""
+        if attempt.over:
+            return
+        if attempt.retries >= self.plant.retries:
+            self._failed(attempt)
+            return
+        self._end(attempt)
+        self.outcome.dropped["abandoned"] += 1
+        again = Attempt(attempt.group, attempt.session, refills=attempt.refills, retries=attempt.retries + 1)
+        again.fails_at = attempt.fails_at
+        self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(again))
+
+    def _settle(self, attempt: Attempt, *, sample: bool) -> None:
+        """A slot has its final session."""
+        group = attempt.group
+        self.unfinished -= 1
+        group.left -= 1
+        if sample:
+            group.stamps.append(attempt.version)
+            group.lowest.append(attempt.newest if self.plant.masks_stale else attempt.version)
+            group.tokens.append(attempt.session.tokens)
+        else:
+            self.outcome.dropped["failed"] += 1
+        if group.left == 0:
+            self._close(group)
+        self._notice()
+
+    def _close(self, group: Group) -> None:
+        self.open -= 1
+        if group.failed and self.plant.group_policy == "drop":
+            self.outcome.dropped["session_failed"] += len(group.stamps)
+        else:
+            self.ready.append(group)
+            self._look_for_batch()
+
+    # --- training ----------------------------------------------------------------------------------
+
+    def _look_for_batch(self) -> None:
+        if not self.training and not self._batching:
+            self._batching = True
+            self.clock.after(NOTICE, self._batch)
+
+    def _batch(self) -> None:
+        self._batching = False
+        oldest = self.version - self.plant.max_staleness
+        fresh: list[Group] = []
+        for group in self.ready:
+            if group.lowest and max(group.lowest) < oldest:
+                self.outcome.dropped["stale"] += len(group.lowest)
+            else:
+                fresh.append(group)
+        if len(fresh) < len(self.ready):
+            self._notice()
+        fresh.sort(key=lambda group: group.index)
+        self.ready = fresh
+        wanted = self.plant.groups_per_step
+        if len(fresh) >= wanted and self.claimed < self.plant.steps:
+            self.ready = fresh[wanted:]
+            self._train(fresh[:wanted], oldest)
+
+    def _train(self, groups: list[Group], oldest: int) -> None:
+        self.claimed += 1
+        self.training = True
+        tokens = 0
+        for group in groups:
+            if self.work.zero_signal and self.rng.random() < self.work.zero_signal:
+                self.outcome.dropped["zero_signal"] += len(group.stamps)
+                continue
+            for lowest, stamp, size in zip(group.lowest, group.stamps, group.tokens, strict=True):
+                if lowest < oldest:
+                    self.outcome.dropped["stale"] += 1
+                    continue
+                tokens += size
+                self.outcome.samples += 1
+                self.outcome.staleness[self.version - stamp] += 1
+        seconds = self.work.train_base + self.work.train_per_token * tokens
+        publish = self.publish()
+        self.trained_seconds += seconds + publish
+        if self.work.pause:
+            self.clock.after(
+                seconds + max(0.0, publish - self.work.pause), lambda: self.pool.pause(self.work.pause)
+            )
+        self.clock.after(seconds + publish, self._served)
+
+    def _served(self) -> None:
+        self.version += 1
+        self.done += 1
+        self.training = False
+        self._notice()
+        self._look_for_batch()
+
+    # --- the rest ----------------------------------------------------------------------------------
+
+    def _next_crash(self, server: Server) -> None:
+        if self.work.crashes_per_hour:
+            self.clock.after(
+                self.rng.expovariate(self.work.crashes_per_hour / 3600), lambda: self._crash(server)
+            )
+
+    def _crash(self, server: Server) -> None:
+        self.outcome.crashes += 1
+        self.pool.crash(server, self.work.restart)
+        self._next_crash(server)
+
+    def _count_flight(self, change: int) -> None:
+        self._flight += self.playing * (self.clock.now - self._flight_at)
+        self._flight_at = self.clock.now
+        self.playing += change
+
+
+def simulate(
+    work: Work, plant: Plant, *, seed: int = 0, tell: Callable[[int], None] | None = None
+) -> Outcome:
+    return Pipeline(work, plant, seed).run(tell)

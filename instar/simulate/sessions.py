@@ -1,0 +1,123 @@
+"""What a simulated session does: calls of given lengths, and waits between them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from instar.config import DistributionConfig, SimulateConfig
+from instar.errors import ConfigError
+
+Drawn = Callable[[], float]
+
+
+class Turn(NamedTuple):
+    prompt: int
+    """Tokens that the call's prompt adds."""
+    generated: int
+    tool: float
+    """Seconds until the next call, or the session's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    turns: tuple[Turn, ...]
+    start: float = 0.0
+    """Seconds before the first call."""
+
+    @property
+    def generated(self) -> int:
+        return sum(turn.generated for turn in self.turns)
+
+    @property
+    def tokens(self) -> int:
+        """What training computes: prompts and replies."""
+        return sum(turn.prompt + turn.generated for turn in self.turns)
+
+    @property
+    def waits(self) -> float:
+        return self.start + sum(turn.tool for turn in self.turns)
+
+
+def drawn_from(config: DistributionConfig, rng: random.Random) -> Drawn:
+    """Draws from the distribution, one value a call."""
+    if config.value is not None:
+        value = config.value
+        return lambda: value
+    if config.values is not None:
+        values = config.values
+        return lambda: rng.choice(values)
+    assert config.median is not None
+    mu, sigma, most = math.log(config.median), config.sigma, config.most or math.inf
+    return lambda: min(most, rng.lognormvariate(mu, sigma))
+
+
+def mean_of(config: DistributionConfig) -> float:
+    """Of a lognormal distribution that is cut: as if what lies beyond the cut were not so."""
+    if config.value is not None:
+        return config.value
+    if config.values is not None:
+        return sum(config.values) / len(config.values)
+    assert config.median is not None
+    whole = config.median * math.exp(config.sigma**2 / 2)
+    return whole if config.most is None else min(whole, config.most)
+
+
+def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[Session]:
+    """Sessions whose every turn is drawn for itself."""
+    turns, prompt, generated, tool, start = (
+        drawn_from(given, rng)
+        for given in (config.turns, config.prompt, config.generated, config.tool, config.start)
+    )
+    return [
+        Session(
+            tuple(
+                Turn(round(prompt()), max(1, round(generated())), tool())
+                for _ in range(max(1, round(turns())))
+            ),
+            start(),
+        )
+        for _ in range(count)
+    ]
+
+
+def read_workload(path: Path) -> list[Session]:
+    """The sessions of a workload file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    sessions = [
+        _parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not sessions:
+        raise ConfigError(f"{path}: no session in it")
+    return sessions
+
+
+def _parse(line: str, where: str) -> Session:
+    try:
+        given: Any = json.loads(line)
+        turns = cast(Sequence[Sequence[float]], given["turns"])
+        session = Session(
+            tuple(Turn(int(prompt), int(generated), float(tool)) for prompt, generated, tool in turns),
+            float(given.get("start", 0.0)),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f'{where}: expected {{"turns": [[prompt, generated, tool], ...]}}') from error
+    if not session.turns or any(t.prompt < 0 or t.generated < 1 or t.tool < 0 for t in session.turns):
+        raise ConfigError(f"{where}: a session has turns, each of 1 token or more, and no negative number")
+    return session
+
+
+def write_workload(path: Path, sessions: Sequence[Session]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for session in sessions:
+            turns = [[turn.prompt, turn.generated, round(turn.tool, 4)] for turn in session.turns]
+            start = {"start": round(session.start, 4)} if session.start else {}
+            file.write(json.dumps({**start, "turns": turns}, separators=(",", ":")) + "\n")

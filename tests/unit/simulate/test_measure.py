@@ -1,0 +1,59 @@
+"""Times read off a run: the fits find what the figures were made with."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from instar.errors import ConfigError
+from instar.simulate.measure import Timed, fit_speed, fit_training
+from instar.simulate.sessions import Session, Turn, read_workload, write_workload
+
+
+def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
+    """Waves of 1, 4 and 16 replies that all begin and end together."""
+    calls: list[Timed] = []
+    at = 0.0
+    for wave in range(60):
+        batch = (1, 4, 16)[wave % 3]
+        tokens = 20 + wave
+        seconds = (tokens - 1) * (0.01 + 0.002 * (batch - 1))
+        calls += [Timed(at, at + 0.1, at + 0.1 + seconds, tokens)] * batch
+        at += 1.0 + seconds
+    speed = fit_speed(calls, engines=1, max_batch=64)
+    for batch in (1, 16, 64):
+        assert speed(batch) == pytest.approx(batch / (0.01 + 0.002 * (batch - 1)), rel=0.02)
+    assert fit_speed(calls, engines=4, max_batch=64)(1) < 1.1 * speed(1)
+
+
+def test_the_time_of_a_step_is_split_into_a_base_and_its_tokens() -> None:
+    rng = random.Random(0)
+    steps = [
+        {"train_seconds": 2.0 + 1e-4 * tokens, "sequence_tokens": tokens}
+        for tokens in (rng.randrange(1000, 50_000) for _ in range(20))
+    ]
+    assert fit_training(steps) == pytest.approx((2.0, 1e-4))
+    same = [{"train_seconds": 3.0, "sequence_tokens": 100}] * 5
+    assert fit_training(same) == (3.0, 0.0)
+    slow_start = [{"train_seconds": 60.0, "sequence_tokens": 100}, *same]
+    assert fit_training(slow_start) == (3.0, 0.0)
+
+
+def test_a_workload_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    sessions = [Session((Turn(5, 10, 0.25), Turn(2, 1, 0.0)), 0.5), Session((Turn(0, 3, 1.0),))]
+    path = tmp_path / "work.jsonl"
+    write_workload(path, sessions)
+    assert read_workload(path) == sessions
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "nonsense", json.dumps({"turns": []}), json.dumps({"turns": [[1, 0, 1]]}), "[1]"]
+)
+def test_a_line_that_is_no_session_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "work.jsonl"
+    path.write_text('{"turns": [[1, 2, 3]]}\n' + line)
+    with pytest.raises(ConfigError, match="line 2"):
+        read_workload(path)

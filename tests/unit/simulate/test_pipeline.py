@@ -1,0 +1,205 @@
+"""The virtual run: its queueing against what can be computed by hand, and the rules of the real one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from instar.config import DistributionConfig, SimulateConfig
+from instar.simulate.base import Plant, Speed, Work
+from instar.simulate.bound import bound
+from instar.simulate.pipeline import NOTICE, simulate
+from instar.simulate.recommend import recommend
+from instar.simulate.sessions import Session, Turn, draw_sessions
+
+ALONE = {1: 10.0, 100: 1000.0}
+"""Ten tokens a second each, however many there are."""
+
+
+def work(sessions: list[Session], speed: dict[int, float] | None = None, **more: Any) -> Work:
+    settings: dict[str, Any] = {
+        "latency": DistributionConfig(value=0),
+        "speed": Speed(speed or ALONE),
+        "train_base": 4.0,
+        "train_per_token": 0.0,
+        "publish": DistributionConfig(value=1.0),
+        **more,
+    }
+    return Work(sessions, **settings)
+
+
+def plant(**more: Any) -> Plant:
+    settings: dict[str, Any] = {
+        "engines": 1,
+        "max_batch": 100,
+        "concurrency": 100,
+        "group_size": 2,
+        "groups_per_step": 2,
+        "steps": 10,
+        "max_staleness": 0,
+        "timeout": 1e6,
+        **more,
+    }
+    return Plant(**settings)
+
+
+def session(tokens: int, tool: float = 0.0, turns: int = 1) -> Session:
+    return Session(tuple(Turn(0, tokens, tool) for _ in range(turns)))
+
+
+LONG_TAIL = [session(10), session(10), session(10), session(300)]
+
+
+def test_sync_waits_for_the_longest_session_of_every_step() -> None:
+    outcome = simulate(work(LONG_TAIL), plant())
+    assert outcome.seconds == pytest.approx(10 * (30 + 4 + 1), abs=10 * 2 * NOTICE + 0.01)
+    assert (outcome.samples, outcome.staleness) == (40, {0: 40})
+    assert outcome.trainer_idle == pytest.approx(30 / 35, abs=0.01)
+
+
+def test_async_hides_training_behind_the_sessions() -> None:
+    even = [session(50)]
+    sync = simulate(work(even), plant())
+    ahead = simulate(work(even), plant(max_staleness=1))
+    assert sync.seconds == pytest.approx(10 * (5 + 5), rel=0.02)
+    assert ahead.seconds == pytest.approx(5 + 10 * 5, rel=0.02)
+    assert max(ahead.staleness) == 1
+
+
+def test_with_more_staleness_others_are_trained_while_a_straggler_runs() -> None:
+    tail = simulate(work(LONG_TAIL), plant(max_staleness=8))
+    assert tail.seconds < 0.6 * simulate(work(LONG_TAIL), plant()).seconds
+    assert tail.samples == 40
+    assert max(tail.staleness) <= 8
+
+
+def test_what_is_too_old_is_dropped_and_made_up_for() -> None:
+    outcome = simulate(work([*[session(5)] * 40, session(2000)]), plant(max_staleness=1, steps=40))
+    assert outcome.finished
+    assert outcome.steps == 40
+    assert outcome.dropped["stale"] > 0
+    assert outcome.samples + outcome.dropped["stale"] >= 160
+
+
+def test_replies_share_an_engine_and_wait_beyond_its_batch() -> None:
+    flat = {1: 10.0, 2: 10.0}
+    one = plant(steps=1, group_size=4, groups_per_step=1)
+    shared = simulate(work([session(10)], speed=flat), one)
+    assert shared.seconds == pytest.approx(4 + 5, abs=0.1), "four replies share ten tokens a second"
+    queued = simulate(
+        work([session(10)], speed=flat), plant(steps=1, group_size=4, groups_per_step=1, max_batch=2)
+    )
+    assert queued.seconds == pytest.approx(4 + 5, abs=0.1), "two at once take as long"
+    spread = simulate(
+        work([session(10)], speed=flat), plant(steps=1, group_size=4, groups_per_step=1, engines=4)
+    )
+    assert spread.seconds == pytest.approx(1 + 5, abs=0.1)
+
+
+def test_no_more_sessions_run_than_may() -> None:
+    outcome = simulate(work([session(10, tool=9.0)]), plant(concurrency=2, steps=5, max_staleness=4))
+    assert outcome.in_flight <= 2
+    assert outcome.seconds == pytest.approx(5 * 2 * 10 + 5, rel=0.05)
+
+
+def test_pauses_stop_generation() -> None:
+    slow, fast = (
+        simulate(work([session(300)], pause=pause), plant(concurrency=4, max_staleness=4)).seconds
+        for pause in (1.0, 0.0)
+    )
+    assert slow == pytest.approx(fast + 9 * 1.0, abs=0.1), "one pause in each step's sessions but the first"
+
+
+@pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
+def test_failed_sessions_are_handled_by_the_groups_policy(policy: Any) -> None:
+    outcome = simulate(
+        work([session(10)], failures=0.3), plant(group_policy=policy, max_staleness=2, steps=50)
+    )
+    assert outcome.finished
+    if policy == "keep":
+        assert outcome.samples + outcome.dropped["failed"] == 200
+    elif policy == "drop":
+        assert outcome.samples == 200
+        assert outcome.dropped["session_failed"] > 0
+    else:
+        assert outcome.dropped["superseded"] > outcome.dropped["failed"]
+
+
+def test_crashed_engines_lose_what_they_had_begun_and_come_back() -> None:
+    outcome = simulate(
+        work([session(100)], crashes_per_hour=60.0, restart=20.0), plant(engines=2, steps=50, retries=20)
+    )
+    assert outcome.finished
+    assert outcome.crashes > 5
+    assert outcome.dropped["abandoned"] > 0
+    assert outcome.samples == 200
+
+
+def test_a_session_past_its_deadline_fails_and_frees_its_place() -> None:
+    outcome = simulate(work([session(10), session(10_000)]), plant(timeout=20.0, steps=3))
+    assert outcome.finished
+    assert outcome.dropped["failed"] == 6
+    assert outcome.seconds == pytest.approx(3 * (20 + 5), rel=0.02)
+
+
+def test_groups_without_signal_are_not_trained_on() -> None:
+    outcome = simulate(work([session(10)], zero_signal=0.5), plant(steps=50))
+    assert outcome.samples + outcome.dropped["zero_signal"] == 200
+    assert 60 < outcome.samples < 140
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_schedule_gets_past_the_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    config = SimulateConfig()
+    sessions = draw_sessions(config, rng, 400)
+    speed = {1: 50.0, 8: rng.uniform(100, 400), 64: rng.uniform(400, 900)}
+    given = work(sessions, speed=speed, train_base=rng.uniform(0.1, 20), train_per_token=1e-5)
+    site = plant(
+        engines=rng.choice([1, 3]),
+        concurrency=rng.choice([16, 64, 256]),
+        group_size=4,
+        groups_per_step=rng.choice([2, 8]),
+        max_staleness=rng.choice([0, 1, 4, 16]),
+        steps=40,
+    )
+    outcome = simulate(given, site, seed=seed)
+    assert 0 < outcome.samples_per_hour <= 1.02 * bound(given, site).samples_per_hour
+
+
+def test_a_saturated_trainer_reaches_the_bound() -> None:
+    given = work([session(50)], train_base=30.0)
+    site = plant(max_staleness=2, steps=50)
+    limit = bound(given, site)
+    assert limit.limit == "trainer"
+    assert simulate(given, site).samples_per_hour > 0.97 * limit.samples_per_hour
+
+
+def test_a_seed_repeats_a_run_and_another_one_does_not() -> None:
+    sessions = draw_sessions(SimulateConfig(), random.Random(0), 50)
+    noisy = work(sessions, latency=DistributionConfig(values=[0.1, 1.0, 3.0]))
+    first, again, other = (simulate(noisy, plant(max_staleness=2), seed=seed).seconds for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_the_advice_ends_where_more_brings_nothing() -> None:
+    given = work(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
+    advice = recommend(given, plant(steps=60, concurrency=16), most_engines=32, most_staleness=16)
+    rates = {(one.engines, one.max_staleness): one.outcome.samples_per_hour for one in advice.tried}
+    assert 1 < advice.engines < 32
+    assert advice.max_staleness > 0
+    assert rates[advice.engines, advice.max_staleness] > 2 * rates[1, 0]
+    sync = recommend(given, plant(steps=20), most_engines=4, most_staleness=8, sync=True)
+    assert sync.max_staleness == 0
+    assert "best found" in advice.why
+
+
+def test_thousands_of_engines_are_spread_over() -> None:
+    given = work([session(20, tool=1.0, turns=3)], train_base=0.1)
+    outcome = simulate(
+        given, plant(engines=2000, concurrency=4000, groups_per_step=200, steps=5, max_staleness=4)
+    )
+    assert outcome.finished
+    assert outcome.samples == 2000
