@@ -27,6 +27,7 @@ class PlainClient:
         name = f"[{host}]" if ":" in host else host
         self._host_header = name if port == 80 else f"{name}:{port}"
         self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
 
     async def post(self, target: str, headers: Mapping[str, str], body: bytes) -> PlainResponse:
         """Returns when the status and the headers have come."""
@@ -34,7 +35,8 @@ class PlainClient:
         return await connection.ask(self._head(target, headers, len(body)), body)
 
     def close(self) -> None:
-        for connection in [*self._idle]:
+        """What is under way breaks off."""
+        for connection in [*self._open]:
             connection.abort()
 
     def _head(self, target: str, headers: Mapping[str, str], length: int) -> bytes:
@@ -57,7 +59,7 @@ class PlainClient:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._connect_seconds):
             _, connection = await loop.create_connection(
-                lambda: _Connection(self._idle), self._host, self._port
+                lambda: _Connection(self._idle, self._open), self._host, self._port
             )
         return connection
 
@@ -65,8 +67,9 @@ class PlainClient:
 class _Connection(asyncio.Protocol):
     """Answers one request at a time, and goes to the ``idle`` ones in between."""
 
-    def __init__(self, idle: list[_Connection]) -> None:
+    def __init__(self, idle: list[_Connection], all_open: set[_Connection]) -> None:
         self._all_idle = idle
+        self._all_open = all_open
         self.idle_since = 0.0
         self._response: PlainResponse | None = None
         self._parser: Any = None
@@ -100,6 +103,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._all_open.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._response is None:  # words that nobody asked for
@@ -112,6 +116,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all_open.discard(self)
         if self in self._all_idle:
             self._all_idle.remove(self)
         response = self._response
@@ -172,6 +177,8 @@ class PlainResponse:
         self.begun: asyncio.Future[None] = loop.create_future()
         self.closed = False
         """Nothing more is to come."""
+        self.received = 0
+        """Bytes that have come, whether they were read or not."""
         self._connection = connection
         self._parts: list[bytes] = []
         self._size = 0
@@ -227,6 +234,7 @@ class PlainResponse:
     def take(self, part: bytes) -> None:
         self._parts.append(part)
         self._size += len(part)
+        self.received += len(part)
         if self._size > _HIGH_WATER and not self._paused:
             self._paused = True
             self._connection.pause()

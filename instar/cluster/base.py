@@ -11,6 +11,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 FATAL = 70
 """Exit code of a role whose failure another start would not cure."""
@@ -20,6 +21,21 @@ FORGIVEN_AFTER = 120.0
 
 Address = tuple[str, int]
 """Host and port to listen on; port 0 is any free one."""
+
+
+class Options(TypedDict, total=False):
+    """Of a role's start."""
+
+    name: str | None
+    """Tells processes of the same role apart; one that has ended gives its name free."""
+    python: str | None
+    """The interpreter. Default: the running one."""
+    env: Mapping[str, str]
+    without: Collection[str]
+    """Variables that it does not inherit."""
+    listen: Address | None
+    """It is given a listening socket there that outlives it, so that a client which connects during a restart
+    waits instead of being refused."""
 
 
 @dataclass(eq=False)
@@ -53,20 +69,8 @@ class Cluster(ABC):
         """By name, in the order they were started first."""
 
     @abstractmethod
-    async def start(
-        self,
-        role: str,
-        *arguments: str,
-        name: str | None = None,
-        python: str | None = None,
-        env: Mapping[str, str] | None = None,
-        without: Collection[str] = (),
-        listen: Address | None = None,
-    ) -> Role:
-        """Start a role, and again whenever it dies. ``name`` tells processes of the same role apart; one that
-        has ended gives its name free. ``python``: the interpreter, else the running one. ``without``:
-        variables that it does not inherit. ``listen``: it is given a listening socket there that outlives
-        it, so that a client which connects during a restart waits instead of being refused."""
+    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Role:
+        """Start a role, and again whenever it dies."""
 
     async def wait(self, name: str) -> int:
         """Until the role has ended for good. Raises the first cause when any role cannot go on."""

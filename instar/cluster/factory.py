@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from instar.cluster.base import Cluster
+from instar.cluster.directory import Directory
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import Supervisor
 from instar.config import RunConfig
 from instar.errors import ConfigError
 
 
-async def create_cluster(config: RunConfig, folder: RunFolder, *, log: Callable[[str], None]) -> Cluster:
+async def create_cluster(
+    config: RunConfig, folder: RunFolder, directory: Directory, *, log: Callable[[str], None]
+) -> Cluster:
     if config.cluster.type == "ray":
         raise ConfigError("cluster.type: ray cannot be used yet; use local")
     return Supervisor(folder, log=log)

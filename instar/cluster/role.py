@@ -19,28 +19,26 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instar.cluster.base import FATAL
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, teacher_config, teacher_names
 from instar.cluster.supervisor import ROLE_URL
-from instar.config import CloudEngineConfig, RunConfig
+from instar.config import CloudEngineConfig, LocalClusterConfig, RunConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
 from instar.types import Endpoint, Policy
 
 if TYPE_CHECKING:
+    from instar.cluster.directory import Directory
     from instar.engines.base import Engine
+    from instar.engines.pool import Newest
+    from instar.rollout.gateway_client import GatewayClient
     from instar.trainer.loop import Trainer
 
 ADMIN_KEY = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
-ENGINE_URLS = "INSTAR_ENGINE_URLS"
-"""Where all of them do, with spaces between."""
-TEACHER_URLS = "INSTAR_TEACHER_URLS"
-"""Where the engines of the teacher do, if there is one."""
-GATEWAY_URL = "INSTAR_GATEWAY_URL"
 HEARTBEAT = 0.5
 FINISHED = "finished"
 
@@ -54,6 +52,8 @@ class Context:
         self.folder = folder
         self.config: RunConfig = folder.read_config()
         self.arguments = arguments
+        self.url = os.environ.get(ROLE_URL, "")
+        """Where others reach it, if it listens."""
         self.stop = asyncio.Event()
 
     @property
@@ -75,19 +75,19 @@ class Context:
 
         return open_store(self.config)
 
-    async def heartbeat(self, store: Store, doing: Callable[[], str], url: str = "") -> None:
+    async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
         """Say what this role does, twice a second, until cancelled."""
         while True:
-            await self.announce(store, doing(), url)
+            await self.announce(store, doing())
             await asyncio.sleep(HEARTBEAT)
 
-    async def announce(self, store: Store, doing: str, url: str = "") -> None:
+    async def announce(self, store: Store, doing: str) -> None:
         await store.put_endpoint(
             Endpoint(
                 self.run_id,
                 self.role,
                 self.name,
-                url,
+                self.url,
                 os.getpid(),
                 doing,
                 str(self.folder.log(self.name)),
@@ -156,7 +156,7 @@ async def engine(context: Context) -> None:
     await context.announce(store, "loading the model")
     served = create_engine(context.config)
     head = await store.head(context.policy_id)
-    if head.version > 0 and not _has_expired(head):
+    if head.version > 0 and _is_at_hand(head):
         await served.load(head)
     await _serve_engine(context, store, served, "trainer", among=len(engine_names(context.config)))
 
@@ -203,20 +203,22 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
         serve(app, listener, stop=context.stop),
         refresh(),
         share_cores(context.config, store, other, served.use_cores, among=among),
-        context.heartbeat(store, doing, os.environ[ROLE_URL]),
+        context.heartbeat(store, doing),
     )
     await served.close()
     await store.close()
 
 
-def _has_expired(policy: Policy) -> bool:
-    """Of a sampler at a service: the trainer exports it again and brings it here."""
-    expires = policy.artifact.expires_at
-    return expires is not None and expires <= time.time()
+def _is_at_hand(policy: Policy) -> bool:
+    """Whether an engine that begins can load it. What is not, the trainer brings: weights that it alone has, a
+    folder that this machine does not see, a sampler at a service that has expired."""
+    artifact = policy.artifact
+    if artifact.kind in ("adapter", "weights"):
+        return Path(artifact.path).is_dir()
+    return artifact.kind != "live" and (artifact.expires_at is None or artifact.expires_at > time.time())
 
 
 async def gateway(context: Context) -> None:
-    from instar.engines.factory import connect_engines
     from instar.gateway.build import gateway_app
     from instar.gateway.serve import serve
 
@@ -226,10 +228,9 @@ async def gateway(context: Context) -> None:
     async def head() -> Policy:
         return await store.head(context.policy_id)
 
-    urls = os.environ[ENGINE_URLS].split()
-    connected = (
-        await connect_engines(urls, os.environ[ENGINE_TOKEN], timeout=300, newest=head) if urls else None
-    )
+    connected, following = None, asyncio.Event().wait()
+    if engine_names(context.config):
+        connected, following = await _connect(context, store, "engine", newest=head)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
@@ -243,11 +244,29 @@ async def gateway(context: Context) -> None:
                 max_head=2 * limits.max_header,
                 head_timeout=limits.read_timeout,
             ),
-            context.heartbeat(store, lambda: "serving", os.environ[ROLE_URL]),
+            context.heartbeat(store, lambda: "serving"),
+            following,
         )
     if connected is not None:
         await connected.close()
     await store.close()
+
+
+async def _connect(
+    context: Context, store: Store, role: str, *, newest: Newest | None = None
+) -> tuple[Engine, Awaitable[Any]]:
+    """The run's engines as one, and what to await meanwhile so that they are found where they go."""
+    from instar.cluster.directory import Directory, FollowedPool
+    from instar.engines.factory import connect_engines
+
+    directory, token = Directory(store, context.run_id), os.environ[ENGINE_TOKEN]
+    if isinstance(context.config.cluster, LocalClusterConfig):  # nothing moves there
+        urls = await directory.first_urls(role)
+        connected = await connect_engines(list(urls.values()), token, timeout=300, newest=newest)
+        return connected, asyncio.Event().wait()
+    pool = FollowedPool(directory, token, role=role, newest=newest)
+    await pool.start()
+    return pool, pool.follow()
 
 
 def _spare_the_collector() -> None:
@@ -260,9 +279,8 @@ def _spare_the_collector() -> None:
 
 async def trainer(context: Context) -> None:
     from instar.backends.factory import create_backend, settle
+    from instar.cluster.directory import Directory, Engines
     from instar.data.batcher import Batcher
-    from instar.engines.factory import connect_engines
-    from instar.engines.remote import RemoteEngine
     from instar.reference.factory import create_penalty
     from instar.sync.factory import create_sync
     from instar.trainer.loop import Trainer
@@ -273,24 +291,22 @@ async def trainer(context: Context) -> None:
     await context.announce(store, "loading the model")
     backend = create_backend(config)
     config, warnings = settle(config, backend.capabilities)
-    token = os.environ[ENGINE_TOKEN]
-    engines: list[Engine] = await asyncio.gather(
-        *(RemoteEngine.connect(url, token, timeout=300) for url in os.environ[ENGINE_URLS].split())
-    )
-
-    teachers = os.environ[TEACHER_URLS].split()
-    teaching = await connect_engines(teachers, token, timeout=300) if teachers else None
+    engines = Engines(Directory(store, context.run_id), os.environ[ENGINE_TOKEN])
+    known = await engines.first()
+    teaching, following = None, asyncio.Event().wait()
+    if teacher_names(config):
+        teaching, following = await _connect(context, store, "teacher")
+    finding = asyncio.ensure_future(following)
     penalty = create_penalty(config, backend, teaching)
     if penalty is not None:
         await penalty.start()
-
-    async def current_engines() -> list[Engine]:
-        return engines
 
     monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
     for warning in warnings:
         context.log(f"warning: {warning}")
         monitor.record("warning", 0, {"text": warning})
+    sync = await create_sync(config, backend, known)
+    context.log(f"weights reach the engines by {sync.route}")
     loop = Trainer(
         config,
         context.run_id,
@@ -298,8 +314,8 @@ async def trainer(context: Context) -> None:
         store=store,
         backend=backend,
         batcher=Batcher(store, context.run_id, config),
-        sync=create_sync(backend.capabilities.artifacts, engines[0].info.artifacts),
-        engines=current_engines,
+        sync=sync,
+        engines=engines.current,
         monitor=monitor,
         penalty=penalty,
         log=context.log,
@@ -315,12 +331,13 @@ async def trainer(context: Context) -> None:
         watching.cancel()
         sharing.cancel()
         beating.cancel()
+        finding.cancel()
         monitor.close()
         if penalty is not None:
             await penalty.close()
+        await sync.close()
         await backend.close()
-        for connected in engines:
-            await connected.close()
+        await engines.close()
     await context.announce(store, loop.doing)
     await store.close()
 
@@ -334,6 +351,7 @@ async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
 
 
 async def rollout(context: Context) -> None:
+    from instar.cluster.directory import Directory
     from instar.rewards.factory import create_scorer
     from instar.rollout.agents import create_agent
     from instar.rollout.evaluate import Evaluator
@@ -348,7 +366,10 @@ async def rollout(context: Context) -> None:
     await context.announce(store, "loading tasks")
     # Out of the environment before any agent's code runs: what that starts inherits the rest.
     os.environ.pop(ENGINE_TOKEN)
-    client = GatewayClient(os.environ[GATEWAY_URL], os.environ.pop(ADMIN_KEY))
+    directory = Directory(store, context.run_id)
+    (url,) = (await directory.first_urls("gateway")).values()
+    client = GatewayClient(url, os.environ.pop(ADMIN_KEY))
+    following = asyncio.create_task(_follow_gateway(directory, client))
     agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None
@@ -370,12 +391,21 @@ async def rollout(context: Context) -> None:
             await _first(runner.run(), context.stop.wait())
         beating.cancel()
     finally:
+        following.cancel()
         await agent.close()
         await client.close()
         monitor.close()
     if not context.stop.is_set() and not context.arguments.evaluate:
         await context.announce(store, FINISHED)
     await store.close()
+
+
+async def _follow_gateway(directory: Directory, client: GatewayClient) -> None:
+    """Sessions that are opened from now on are opened where the gateway is now."""
+    while True:
+        for url in (await directory.urls("gateway")).values():
+            client.url = url
+        await asyncio.sleep(HEARTBEAT)
 
 
 ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {

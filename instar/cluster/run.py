@@ -8,13 +8,14 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
-from instar.cluster.base import Cluster
+from instar.cluster.base import Cluster, Options, Role
+from instar.cluster.directory import Directory
 from instar.cluster.factory import create_cluster
 from instar.cluster.layout import (
     RunFolder,
@@ -26,9 +27,6 @@ from instar.cluster.layout import (
 from instar.cluster.role import (
     ADMIN_KEY,
     ENGINE_TOKEN,
-    ENGINE_URLS,
-    GATEWAY_URL,
-    TEACHER_URLS,
 )
 from instar.config import (
     CloudConfig,
@@ -60,6 +58,8 @@ class LiveRun:
     admin_key: str = field(repr=False)
     secrets: Secrets = field(repr=False)
     engine: Engine | None = None
+    engine_at: list[str] = field(default_factory=list[str])
+    """Where the engines were when ``engine`` was connected."""
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
     stopped_by_user: bool = False
@@ -96,9 +96,34 @@ async def serving(
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, config, resume)
-    lock = folder.lock("supervisor", wait=2.0)
-    folder.create(config)
-    store = open_store(config)
+    async with AsyncExitStack() as leaving:
+        leaving.callback(os.close, folder.lock("supervisor", wait=2.0))
+        folder.create(config)
+        store = open_store(config)
+        leaving.push_async_callback(store.close)
+        await _enter_run(config, store)
+        cluster = await create_cluster(config, folder, Directory(store, config.name), log=log)
+        leaving.push_async_callback(cluster.close)
+        run = LiveRun(
+            config=config,
+            folder=folder,
+            cluster=cluster,
+            store=store,
+            engine_token=secrets.token_urlsafe(24),
+            admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
+            secrets=keys,
+        )
+        leaving.push_async_callback(_stop_watching, run)
+        for name in engine_names(config):
+            await _start_engine(run, "engine", name, config.engine.python)
+        gateway = config.gateway
+        await start_role(run, "gateway", env=environment(run), listen=(gateway.host, gateway.port))
+        await _until_up(run, "engine", "gateway")
+        yield run
+    run.phase = "done"
+
+
+async def _enter_run(config: RunConfig, store: Store) -> None:
     known = await store.run(config.name)
     await store.put_run(
         Run(
@@ -111,43 +136,33 @@ async def serving(
     for left in await store.endpoints(config.name):
         # Of an earlier process. That its rollout had finished says nothing of this one's.
         await store.remove_endpoint(config.name, left.role, left.name)
-    cluster = await create_cluster(config, folder, log=log)
-    run = LiveRun(
-        config=config,
-        folder=folder,
-        cluster=cluster,
-        store=store,
-        engine_token=secrets.token_urlsafe(24),
-        admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
-        secrets=keys,
-    )
-    try:
-        for name in engine_names(config):
-            await _start_engine(run, "engine", name, config.engine.python)
-        gateway = config.gateway
-        await cluster.start("gateway", env=_environment(run), listen=(gateway.host, gateway.port))
-        await _until_up(run, "engine", "gateway")
-        yield run
-    finally:
-        run.phase = "stopping"
-        for watcher in run.watchers:
-            watcher.cancel()
-        await asyncio.gather(*run.watchers, return_exceptions=True)
-        if run.engine is not None:
-            await run.engine.close()
-        await cluster.close()
-        await store.close()
-        os.close(lock)
-        run.phase = "done"
+
+
+async def _stop_watching(run: LiveRun) -> None:
+    run.phase = "stopping"
+    for watcher in run.watchers:
+        watcher.cancel()
+    await asyncio.gather(*run.watchers, return_exceptions=True)
+    if run.engine is not None:
+        await run.engine.close()
+
+
+async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[Options]) -> Role:
+    """Start a role, and let the others know where it is."""
+    started = await run.cluster.start(role, *arguments, **options)
+    if started.url:
+        await Directory(run.store, run.run_id).enter(started)
+    return started
 
 
 async def _start_engine(run: LiveRun, role: str, name: str, python: str | None) -> None:
     """One process of the engine, or of the teacher."""
-    await run.cluster.start(
+    await start_role(
+        run,
         role,
         name=name,
         python=python,
-        env={**_environment(run), **run.secrets.env},
+        env={**environment(run), **run.secrets.env},
         without=run.secrets.withheld,
         listen=("127.0.0.1", 0),
     )
@@ -163,15 +178,12 @@ def _check_folder(folder: RunFolder, config: RunConfig, resume: bool) -> None:
         raise ConfigError(f"nothing to resume: there is no run in {folder.path}")
 
 
-def _environment(run: LiveRun) -> dict[str, str]:
+def environment(run: LiveRun) -> dict[str, str]:
     """What roles are told by the environment: addresses and keys. Threads that wait must not burn
     the cores that other roles compute on."""
     return {
         ADMIN_KEY: run.admin_key,
         ENGINE_TOKEN: run.engine_token,
-        ENGINE_URLS: " ".join(run.urls("engine")),
-        TEACHER_URLS: " ".join(run.urls("teacher")),
-        GATEWAY_URL: " ".join(run.urls("gateway")),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -292,13 +304,14 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
     """The trainer's end is the end of training: rollout, if it still runs, is stopped then."""
     cluster = run.cluster
     secrets = run.secrets
-    await cluster.start(
+    await start_role(
+        run,
         "trainer",
         python=run.config.backend.python,
-        env={**_environment(run), **secrets.env},
+        env={**environment(run), **secrets.env},
         without=secrets.withheld,
     )
-    await cluster.start("rollout", env=_environment(run), without=secrets.withheld)
+    await start_role(run, "rollout", env=environment(run), without=secrets.withheld)
     ended = asyncio.create_task(cluster.wait("trainer"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -316,8 +329,8 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
 
 
 async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
-    await run.cluster.start(
-        "rollout", f"--evaluate={label}", env=_environment(run), without=run.secrets.withheld
+    await start_role(
+        run, "rollout", f"--evaluate={label}", env=environment(run), without=run.secrets.withheld
     )
     ended = asyncio.create_task(run.cluster.wait("rollout"))
     stopped = asyncio.create_task(stop.wait())
@@ -367,11 +380,16 @@ async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:
 
 async def engine_status(run: LiveRun) -> EngineStatus | None:
     """What the engines report together; None while they cannot be asked, and where there are none."""
-    if not run.engine_urls:
+    urls = run.urls("engine")
+    if not urls:
         return None
     try:
+        if run.engine is not None and run.engine_at != urls:
+            gone, run.engine = run.engine, None
+            await gone.close()
         if run.engine is None:
-            run.engine = await connect_engines(run.engine_urls, run.engine_token, timeout=30)
+            run.engine = await connect_engines(urls, run.engine_token, timeout=5)
+            run.engine_at = urls
         return await run.engine.status()
     except EngineUnavailable:
         return None

@@ -13,11 +13,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Unpack
 
-from instar.cluster.base import BACKOFF, FATAL, FORGIVEN_AFTER, Address, Cluster, Role, describe
+from instar.cluster.base import BACKOFF, FATAL, FORGIVEN_AFTER, Address, Cluster, Options, Role, describe
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
@@ -93,20 +94,11 @@ class Supervisor(Cluster):
     def roles(self) -> Mapping[str, Child]:
         return self._children
 
-    async def start(
-        self,
-        role: str,
-        *arguments: str,
-        name: str | None = None,
-        python: str | None = None,
-        env: Mapping[str, str] | None = None,
-        without: Collection[str] = (),
-        listen: Address | None = None,
-    ) -> Child:
-        name = name or role
+    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Child:
+        name = options.get("name") or role
         child = Child(role, name, log=str(self.folder.log(name)), fds=[self._lifeline])
         argv = [
-            python or sys.executable,
+            options.get("python") or sys.executable,
             "-m",
             "instar.cluster.role",
             role,
@@ -116,13 +108,13 @@ class Supervisor(Cluster):
             *arguments,
         ]
         told: dict[str, str] = {}
-        if listen is not None:
-            child.server = self._listen(name, listen)
+        if address := options.get("listen"):
+            child.server = self._listen(name, address)
             child.url = told[ROLE_URL] = self._url(child.server)
             argv.append(f"--fd={child.server.fileno()}")
             child.fds = [self._lifeline, child.server.fileno()]
-        inherited = {key: value for key, value in os.environ.items() if key not in without}
-        child.argv, child.env = argv, {**inherited, **(env or {}), **told}
+        inherited = {k: v for k, v in os.environ.items() if k not in options.get("without", ())}
+        child.argv, child.env = argv, {**inherited, **options.get("env", {}), **told}
         self._children[name] = child
         await self._run(child)
         return child

@@ -84,7 +84,8 @@ class EnginePool(Engine):
         self._policy: Policy | None = None
         self._info: EngineInfo | None = None
         self._sessions: OrderedDict[str, Member] = OrderedDict()
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[Member, asyncio.Task[None]] | None = None
+        """Those who look after each member, once the pool is started."""
 
     async def start(self, timeout: float = 60.0) -> None:
         """Wait until an engine answers, at most ``timeout`` seconds. Raises ConfigError where two that
@@ -95,7 +96,7 @@ class EnginePool(Engine):
                 async with asyncio.timeout(timeout):
                     await self._first_answers()
             self._pick(())
-            self._watchers = [asyncio.create_task(self._watch(member)) for member in self.members]
+            self._watchers = {member: asyncio.create_task(self._watch(member)) for member in self.members}
             undo.pop_all()
 
     async def _first_answers(self) -> None:
@@ -172,6 +173,35 @@ class EnginePool(Engine):
                 raise outcome
         self._pick(())
 
+    async def replace(self, engines: Sequence[Engine]) -> None:
+        """From now on the pool is of these; a new one serves once it has answered. Those that are no longer
+        of it are closed: a reply that one had begun breaks off, any other goes to another engine."""
+        gone = [member for member in self.members if member.engine not in engines]
+        known = {member.engine for member in self.members}
+        place = max((member.place for member in self.members), default=-1)
+        self.members = [member for member in self.members if member not in gone]
+        for engine in engines:
+            if engine not in known:
+                place += 1
+                self._add(Member(engine, place))
+        for member in gone:
+            await self._remove(member)
+
+    def _add(self, member: Member) -> None:
+        self.members.append(member)
+        if self._watchers is not None:
+            member.doubted.set()
+            self._watchers[member] = asyncio.create_task(self._watch(member))
+
+    async def _remove(self, member: Member) -> None:
+        if self._watchers is not None:
+            watcher = self._watchers.pop(member)
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+        member.healthy, member.reason = False, "it is no longer there"
+        member.give_up()
+        await member.engine.close()
+
     async def status(self) -> EngineStatus:
         """The sum over those that answer; the version is the lowest of them."""
         healthy = [member for member in self.members if member.healthy]
@@ -193,9 +223,10 @@ class EnginePool(Engine):
         await asyncio.gather(*(member.engine.close() for member in self.members))
 
     async def _stop(self) -> None:
-        for watcher in self._watchers:
+        watchers, self._watchers = self._watchers or {}, None
+        for watcher in watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*watchers.values(), return_exceptions=True)
 
     # --- one request -------------------------------------------------------------------------------
 

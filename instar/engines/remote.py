@@ -123,7 +123,7 @@ class RemoteEngine(Engine):
         return msgspec.json.decode(await self._call("GET", "/status", STATUS_SECONDS), type=EngineStatus)
 
     async def close(self) -> None:
-        """Close the connections; the engine itself goes on."""
+        """Close the connections, and with them what is under way; the engine itself goes on."""
         self._plain.close()
         if self._client is not None:
             await self._client.close()

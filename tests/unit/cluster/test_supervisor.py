@@ -126,9 +126,7 @@ async def test_a_role_that_comes_back_gets_the_same_socket(
 async def test_a_role_is_restarted_alone_and_that_is_no_failure(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
-    program = script(
-        "echo x >> $FOLDER/starts; trap 'echo x >> $FOLDER/ends; exit 3' TERM; sleep 60 & wait"
-    )
+    program = script("echo x >> $FOLDER/starts; trap 'echo x >> $FOLDER/ends; exit 3' TERM; sleep 60 & wait")
     role = await supervisor.start("gateway", python=program)
     starts, ends = tmp_path / "starts", tmp_path / "ends"
     for times in (1, 2):

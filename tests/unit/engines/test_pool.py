@@ -384,3 +384,46 @@ async def test_engines_that_are_killed_and_return_amid_traffic(processes: list[P
     assert 1 <= len(broken_off) <= 30, "what had begun there was told to have ended"
     await settled(pool)
     await pool.close()
+
+
+async def test_engines_come_and_go(pool_of: Start, tiny: Path) -> None:
+    pool, (stays, goes) = await pool_of()
+    goes.hangs = stays.hangs = True
+    waiting = asyncio.create_task(collect(pool, PROMPT, max_tokens=8))
+    await until(lambda: stays.asked + goes.asked == 1)
+    left, gone = (stays, goes) if goes.asked else (goes, stays)
+    left.hangs = False
+    comes = FlakyEngine(tiny)
+    comes.answers = False
+    await pool.replace([left, comes])
+    assert len(ids_of(await waiting)) == 8, "what the one that went had not begun is for others"
+    assert [member.engine for member in pool.members] == [left, comes]
+    for _ in range(3):
+        await collect(pool, PROMPT, max_tokens=2)
+    assert comes.asked == 0
+    comes.answers = True
+    await until(lambda: pool.members[1].healthy)
+    await pool.replace([comes])
+    await collect(pool, PROMPT, max_tokens=2)
+    assert (gone.asked, comes.asked) == (1, 1)
+
+
+async def exhaust(stream: AsyncGenerator[TokenChunk, None]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_reply_breaks_off_when_its_engine_is_taken_out(tiny: Path) -> None:
+    engine = ScriptedEngine(
+        ModelConfig(name=str(tiny), max_context=256),
+        ScriptedEngineConfig(replies=["on and on " * 20], delay=0.05),
+    )
+    async with served(engine, "s") as url:
+        pool = EnginePool([RemoteEngine(url, "s")])
+        await pool.start(10)
+        stream = pool.generate(PROMPT, SamplingParams(max_tokens=100))
+        await anext(stream)
+        await pool.replace([])
+        with pytest.raises(EngineUnavailable):
+            await asyncio.wait_for(exhaust(stream), 3)
+        await pool.close()

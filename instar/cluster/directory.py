@@ -1,0 +1,122 @@
+"""Where the roles of a run are, as the store tells: a role that moves to another machine is found again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from instar.cluster.base import Role
+from instar.engines.base import Engine
+from instar.engines.pool import EnginePool, Newest
+from instar.engines.remote import RemoteEngine
+from instar.errors import EngineUnavailable
+from instar.store.base import Store
+from instar.types import Endpoint
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at where the roles are."""
+FIRST_ANSWER = 3.0
+"""Seconds that one new engine may keep others waiting."""
+
+
+class Directory:
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+
+    async def enter(self, role: Role) -> None:
+        """Say where a role is, before it does so itself."""
+        await self._store.put_endpoint(
+            Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
+        )
+
+    async def urls(self, role: str) -> dict[str, str]:
+        """Those of the role's processes that listen, by name."""
+        entries = await self._store.endpoints(self._run_id)
+        return {entry.name: entry.url for entry in entries if entry.role == role and entry.url}
+
+    async def first_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
+        """Once there are any. Raises EngineUnavailable where there are none in time."""
+        deadline = time.monotonic() + timeout
+        while not (found := await self.urls(role)):
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"the run has no {role} yet")
+            await asyncio.sleep(0.1)
+        return found
+
+
+class Engines:
+    """The engines of a run, wherever they are. A connection is kept for as long as its engine is at its
+    address."""
+
+    def __init__(self, directory: Directory, token: str, role: str = "engine") -> None:
+        self._directory = directory
+        self._role = role
+        self._token = token
+        self._known: dict[str, RemoteEngine] = {}
+        """By address."""
+
+    async def current(self) -> list[Engine]:
+        """Those that have answered since they came to where they are, also when they do not just now."""
+        urls = await self._directory.urls(self._role)
+        await self._forget_all_but(urls)
+        fresh = [url for url in urls.values() if url not in self._known]
+        await asyncio.gather(*map(self._meet, fresh))
+        return [self._known[url] for url in urls.values() if url in self._known]
+
+    async def first(self, timeout: float = 300.0) -> list[Engine]:
+        """The current ones, as soon as one has answered. Raises EngineUnavailable where none does in time."""
+        deadline = time.monotonic() + timeout
+        while not (found := await self.current()):
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"no {self._role} of the run has answered within {timeout:g} s")
+            await asyncio.sleep(0.1)
+        return found
+
+    async def close(self) -> None:
+        await self._forget_all_but({})
+
+    async def _meet(self, url: str) -> None:
+        engine = RemoteEngine(url, self._token)
+        try:
+            async with asyncio.timeout(FIRST_ANSWER):
+                await engine.refresh()
+        except (EngineUnavailable, TimeoutError):
+            await engine.close()
+        else:
+            self._known[url] = engine
+
+    async def _forget_all_but(self, urls: Mapping[str, str]) -> None:
+        for url in [url for url in self._known if url not in urls.values()]:
+            await self._known.pop(url).close()
+
+
+class FollowedPool(EnginePool):
+    """The engines of a run as one, wherever they are."""
+
+    def __init__(
+        self, directory: Directory, token: str, *, role: str = "engine", newest: Newest | None = None
+    ) -> None:
+        super().__init__([], newest=newest)
+        self._directory = directory
+        self._role = role
+        self._token = token
+        self._by_url: dict[str, RemoteEngine] = {}
+
+    async def start(self, timeout: float = 300.0) -> None:
+        following = asyncio.create_task(self.follow())
+        try:
+            await self._directory.first_urls(self._role, timeout)
+            await super().start(timeout)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def follow(self) -> None:
+        """Keep up with the store, until cancelled."""
+        while True:
+            urls = (await self._directory.urls(self._role)).values()
+            self._by_url = {url: self._by_url.get(url) or RemoteEngine(url, self._token) for url in urls}
+            await self.replace(list(self._by_url.values()))
+            await asyncio.sleep(LOOK_EVERY)
