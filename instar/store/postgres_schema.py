@@ -65,7 +65,7 @@ def prepare(
                 "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"{server.schema} {MARK}",)
             )
             _bring_to(connection, server, version, migrations)
-        connection.patience = server.timeout + GRACE
+        connection.patience = server.timeout * GRACE
     _check_tables(connection, server)
 
 

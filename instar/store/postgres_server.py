@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OLDEST = 13
-GRACE = 5.0
-"""Seconds beyond the deadline of a statement until a server that says nothing is given up."""
+GRACE = 1.25
+"""Times the deadline of a statement, after which a server that says nothing is given up."""
 
 # An answer that waiting cannot change. The server's words, for libpq gives no code for a refused connection;
 # in another language they are waited for in vain.
@@ -43,7 +43,7 @@ class NoAnswer(psycopg.OperationalError):
 class Connection(psycopg.Connection[DictRow]):
     """Its server answers within ``patience`` seconds, or the connection is given up."""
 
-    patience = 30.0 + GRACE
+    patience = 30.0 * GRACE
 
     def wait(self, gen: PQGen[T], interval: float = 0.1, timeout: float | None = None) -> T:
         try:
@@ -113,7 +113,7 @@ class Server:
             settings["password"] = self.password
         connection = Connection.connect(make_conninfo("", **settings), autocommit=True, row_factory=dict_row)
         try:
-            connection.patience = self.timeout + GRACE
+            connection.patience = self.timeout * GRACE
             # One type for all numbers, so that a statement is prepared once.
             connection.adapters.register_dumper(int, Int8BinaryDumper)
             self._set_up(connection, read_only)

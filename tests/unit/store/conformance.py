@@ -25,6 +25,7 @@ from instar.types import (
 )
 
 from .conformance_gateway import Gateway
+from .conformance_sharing import ManyHosts
 from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
 from .make import (
     CALCULATOR,
@@ -351,5 +352,7 @@ class Sharing(Conformance):
         await again.close()
 
 
-class StoreConformance(RunsAndSessions, Calls, Gateway, Policies, GroupsAndSteps, ProgressOfRun, Sharing):
+class StoreConformance(
+    RunsAndSessions, Calls, Gateway, Policies, GroupsAndSteps, ProgressOfRun, Sharing, ManyHosts
+):
     """All of it."""
