@@ -210,8 +210,8 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
 
 
 def _is_at_hand(policy: Policy) -> bool:
-    """Whether an engine that begins can load it. What is not, the trainer brings: weights that it alone has, a
-    folder that this machine does not see, a sampler at a service that has expired."""
+    """Whether an engine that begins can load it. What is not, the trainer brings: weights that it alone has,
+    a folder that this machine does not see, a sampler at a service that has expired."""
     artifact = policy.artifact
     if artifact.kind in ("adapter", "weights"):
         return Path(artifact.path).is_dir()

@@ -25,6 +25,9 @@ class Sync(ABC):
         """Load the policy on every engine. One outcome per engine, in order; a failure on one does
         not keep it from the others."""
 
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Let go of what it holds for the way."""
+
 
 def choose_artifact(made: Iterable[ArtifactKind], taken: Iterable[ArtifactKind]) -> ArtifactKind:
     """The kind a backend makes and an engine takes, or an error at start."""

@@ -46,7 +46,7 @@ async def train(config: RunConfig) -> None:
         store=store,
         backend=backend,
         batcher=Batcher(store, RUN, config),
-        sync=create_sync(backend.capabilities.artifacts, engine.info.artifacts),
+        sync=await create_sync(config, backend, [engine]),
         engines=engines,
         monitor=monitor,
     )

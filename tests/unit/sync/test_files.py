@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from instar.engines.base import Engine, EngineInfo, EngineStatus
-from instar.errors import ConfigError, EngineError, EngineUnavailable, SyncError
-from instar.sync.factory import create_sync
+from instar.errors import EngineError, EngineUnavailable, SyncError
 from instar.sync.files import FileSync
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 
@@ -92,11 +91,3 @@ async def test_waits_grow() -> None:
     waits = [sync.wait(attempt) for attempt in range(5)]
     for attempt, wait in enumerate(waits):
         assert 0.5 * 2**attempt <= wait <= 1.5 * 2**attempt
-
-
-def test_routes() -> None:
-    assert isinstance(create_sync({"adapter"}, ["base", "adapter"]), FileSync)
-    with pytest.raises(ConfigError, match="weights"):
-        create_sync({"adapter"}, ["weights"])
-    with pytest.raises(ConfigError, match="live"):
-        create_sync({"live"}, ["live"])

@@ -1,0 +1,87 @@
+"""vLLM's end of the routes that bring weights without files. Inside its workers is `extension`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from instar.engines.base import Route, Transfer
+from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.weights import Weights
+from instar.errors import EngineError
+from instar.types import Json, Policy
+
+
+async def find_routes(client: VllmClient) -> tuple[Route, ...]:
+    """The ways on which this server takes weights; none where it was started without our worker extension."""
+    try:
+        ends: list[Json] = await client.rpc("instar_ends")
+    except EngineError:
+        return ()
+    routes: list[Route] = ["ipc"]
+    if all(end["nccl"] and end["gpu"] for end in ends):
+        routes.append("nccl")
+    if all(end["ray"] for end in ends):
+        routes.append("ray")
+    return tuple(routes)
+
+
+class Receiver:
+    """Stages and commits on one server. Every worker of it takes in all the weights."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._client = weights.client
+        self._update: Json | None = None
+        """What comes over NCCL at the next commit."""
+
+    async def stage(self, transfer: Transfer) -> Json:
+        if transfer.route == "nccl":
+            return await self._agree(transfer.body)
+        self._update = None
+        answers = await self._tell("instar_stage", {**transfer.body, "key": _key(transfer.policy)})
+        return answers[0] | {"workers": answers}
+
+    async def commit(self, policy: Policy) -> None:
+        async with self._weights.paused() as change:
+            before = self._weights.version
+            change.begins()
+            if self._update is not None:
+                update, self._update = self._update, None
+                await self._client.post("/start_weight_update")
+                await self._client.post("/update_weights", {"update_info": update})
+                await self._client.post("/finish_weight_update")
+            else:
+                try:
+                    await self._tell("instar_commit", {"key": _key(policy)})
+                except _Untouched:
+                    change.serves(before)
+                    raise
+            change.serves(policy.version)
+
+    async def _agree(self, body: Json) -> Json:
+        """On a group with the trainer, or on what comes through it: vLLM loads while it receives."""
+        if "init" in body:
+            await self._client.post("/init_weight_transfer_engine", {"init_info": body["init"]})
+        if "update" in body:
+            self._update = body["update"]
+        return {"world_size": (await self._client.get("/get_world_size"))["world_size"]}
+
+    async def _tell(self, method: str, body: Json) -> list[Json]:
+        """Raises EngineError with what the first worker says that fails."""
+        text = msgspec.json.encode(body).decode()
+        answers: list[dict[str, Any]] = await self._client.rpc(method, {"text": text})
+        failed = [answer for answer in answers if "error" in answer]
+        if failed:
+            untouched = all("error" in answer and not answer.get("touched") for answer in answers)
+            raise (_Untouched if untouched else EngineError)(f"vLLM's worker: {failed[0]['error']}")
+        return answers
+
+
+class _Untouched(EngineError):
+    """It failed, and what is served is whole."""
+
+
+def _key(policy: Policy) -> str:
+    return f"{policy.policy_id}:{policy.version}"

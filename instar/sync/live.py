@@ -1,0 +1,81 @@
+"""Carries weights from the backend itself, without files: all engines take them in, then all serve them."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+
+from instar.backends.base import Backend
+from instar.engines.base import Engine
+from instar.errors import InstarError, SyncError
+from instar.sync.base import Sync
+from instar.sync.files import FileSync
+from instar.types import Policy
+
+
+class Fleet:
+    """The engines of one push, each with its outcome. One that fails is left out of what follows."""
+
+    def __init__(self, policy: Policy, engines: Sequence[Engine]) -> None:
+        self._policy = policy
+        self._engines = engines
+        self.outcomes: list[Exception | None] = [None] * len(engines)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those that have not failed."""
+        return [engine for engine, failed in zip(self._engines, self.outcomes, strict=True) if not failed]
+
+    async def each(self, doing: str, work: Callable[[Engine], Awaitable[object]]) -> None:
+        async def one(place: int) -> None:
+            try:
+                await work(self._engines[place])
+            except (InstarError, OSError) as error:
+                self._fail(place, doing, error)
+
+        await asyncio.gather(*(one(i) for i, failed in enumerate(self.outcomes) if failed is None))
+
+    def fail(self, doing: str, error: Exception) -> None:
+        """For all that have not failed yet."""
+        for place, failed in enumerate(self.outcomes):
+            if failed is None:
+                self._fail(place, doing, error)
+
+    def _fail(self, place: int, doing: str, error: Exception) -> None:
+        policy = self._policy
+        told = SyncError(f"version {policy.version} of {policy.policy_id} could not be {doing}: {error}")
+        told.__cause__ = error
+        self.outcomes[place] = told
+
+
+class LiveSync(Sync):
+    """In two phases: an engine that does not take everything in keeps what it serves, and so do all when the
+    weights cannot be had from the backend."""
+
+    live = True
+
+    def __init__(self, backend: Backend, *, deadline: float) -> None:
+        self._backend = backend
+        self._deadline = deadline
+        self._files = FileSync(deadline=deadline)
+
+    async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
+        if policy.artifact.kind == "base":
+            return await self._files.push(policy, engines)
+        fleet = Fleet(policy, engines)
+        try:
+            async with asyncio.timeout(self._deadline):
+                await self._stage(policy, fleet)
+                if fleet.engines:
+                    await self._commit(policy, fleet)
+        except TimeoutError:
+            fleet.fail("served", SyncError(f"it took longer than {self._deadline:g} s"))
+        return fleet.outcomes
+
+    @abstractmethod
+    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+        """Bring the weights to every engine."""
+
+    async def _commit(self, policy: Policy, fleet: Fleet) -> None:
+        await fleet.each("served", lambda engine: engine.commit(policy))

@@ -1,0 +1,132 @@
+"""The route `nccl`: vLLM's own weight-transfer API, over NCCL, between the GPUs of trainer and engines.
+
+The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight to them once.
+vLLM loads while it receives, so there is no phase of taking in: an engine that fails in the middle serves
+nothing until it is given another policy, and says so. A group stands for as long as its engines do; when one
+is replaced, all meet again.
+
+Written from vLLM's sources (0.26 and 0.32); it has not run on machines with several GPUs yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+from instar.backends.base import Backend
+from instar.engines.base import Engine, Transfer
+from instar.errors import ConfigError, SyncError
+from instar.sync.live import Fleet, LiveSync
+from instar.types import Json, Policy
+
+
+def require_vllm() -> None:
+    """vLLM's communicator is what its workers meet."""
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "sync.route: 'nccl' needs vLLM in the trainer's environment (backend.python) too, for its "
+            "communicator"
+        )
+
+
+class NcclSync(LiveSync):
+    def __init__(self, backend: Backend, *, host: str, deadline: float) -> None:
+        """``host``: where the engines' workers find the trainer."""
+        super().__init__(backend, deadline=deadline)
+        self._host = host
+        self._group: Any = None
+        self._members: list[Engine] = []
+        self._update: Json | None = None
+
+    @property
+    def route(self) -> str:
+        return "nccl: broadcast from the trainer's GPU to the engines'"
+
+    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+        if self._update is None:
+            self._update = await self._metadata()
+        if self._group is None or self._members != fleet.engines:
+            await self._meet(policy, fleet)
+        body: Json = {"update": self._update}
+        await fleet.each("announced", lambda engine: engine.stage(Transfer(policy, "nccl", body)))
+        if fleet.engines != self._members:
+            # Who is not there would be waited for: those that are meet again at the next try.
+            self._group = None
+            fleet.fail("broadcast", SyncError("another engine of its group is gone"))
+
+    async def _commit(self, policy: Policy, fleet: Fleet) -> None:
+        committing = asyncio.create_task(super()._commit(policy, fleet))
+        try:
+            async with contextlib.aclosing(self._backend.tensors()) as tensors:
+                async for _, tensor in tensors:
+                    await asyncio.to_thread(self._broadcast, tensor)
+            await committing
+        except BaseException:
+            self._group = None  # its members are no longer in step
+            raise
+        finally:
+            committing.cancel()
+            await asyncio.gather(committing, return_exceptions=True)
+        if any(fleet.outcomes):
+            self._group = None
+
+    async def _metadata(self) -> Json:
+        names: list[str] = []
+        dtypes: list[str] = []
+        shapes: list[list[int]] = []
+        async for name, tensor in self._backend.tensors():
+            names.append(name)
+            dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            shapes.append(list(tensor.shape))
+        return {"names": names, "dtype_names": dtypes, "shapes": shapes}
+
+    async def _meet(self, policy: Policy, fleet: Fleet) -> None:
+        """Ask every engine for the size of its own world, then all join one group at the same time."""
+        sizes: dict[int, int] = {}
+
+        async def ask(engine: Engine) -> None:
+            sizes[id(engine)] = (await engine.stage(Transfer(policy, "nccl", {})))["world_size"]
+
+        await fleet.each("announced", ask)
+        plan = meeting([sizes[id(engine)] for engine in fleet.engines], self._host, _free_port(self._host))
+        invited = dict(zip(map(id, fleet.engines), plan, strict=True))
+
+        async def invite(engine: Engine) -> None:
+            await engine.stage(Transfer(policy, "nccl", {"init": invited[id(engine)]}))
+
+        self._members = fleet.engines
+        joining = asyncio.create_task(fleet.each("met", invite))
+        self._group = await asyncio.to_thread(_join, plan[0]) if plan else None
+        await joining
+
+    def _broadcast(self, tensor: Any) -> None:
+        import torch
+
+        self._group.broadcast(tensor.cuda().contiguous(), src=0, stream=torch.cuda.current_stream())
+        torch.cuda.current_stream().synchronize()
+
+
+def meeting(sizes: list[int], host: str, port: int) -> list[Json]:
+    """What each engine is told: rank 0 is the trainer, the engines' workers follow one after another."""
+    world, told, offset = 1 + sum(sizes), list[Json](), 1
+    for size in sizes:
+        told.append({"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world})
+        offset += size
+    return told
+
+
+def _join(place: Json) -> Any:
+    from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports]
+        trainer_init,
+    )
+
+    return trainer_init(place)
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,197 @@
+"""The route `ray`: weights pass through Ray's object store, in chunks, to engines on nodes of the cluster.
+
+For where NCCL cannot be used. The trainer puts each weight into the store as an array of bytes, one copy; a
+named actor, the mailbox, holds the references of the chunks on their way, so nothing but names and numbers
+goes over HTTP; each engine's workers fetch a chunk from the store of their own node and keep it aside. At
+most two chunks are in the store at once: the one that the engines fetch, and the one that is put together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from instar.backends.base import Backend
+from instar.engines.base import Engine, Transfer
+from instar.errors import ConfigError, EngineUnavailable
+from instar.sync.live import Fleet, LiveSync
+from instar.sync.shared import PROBE
+from instar.types import Json, Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMESPACE = "instar"
+CALL_SECONDS = 60.0
+"""Deadline of one call to the mailbox; its process may have to start."""
+STORE_BYTES = 2**30
+"""Of the object store, where the cluster is started here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    references: list[Any]
+    layout: list[tuple[str, str, list[int]]]
+    """Name, dtype and shape of each."""
+
+
+class RaySync(LiveSync):
+    """Call ``start`` first. ``address``: of the cluster; None takes one that this process has joined, or
+    `RAY_ADDRESS`, else starts one on this machine."""
+
+    def __init__(
+        self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
+    ) -> None:
+        super().__init__(backend, deadline=deadline)
+        self._address = address
+        self._chunk_bytes = chunk_bytes
+        self._mailbox: Any = None
+        self._names: Json = {}
+        self._began_ray = False
+
+    @property
+    def route(self) -> str:
+        return f"ray: through the object store of the Ray cluster at {self._names['address']}"
+
+    async def start(self) -> None:
+        """Join the cluster. Raises ConfigError where that cannot be."""
+        await asyncio.to_thread(self._begin)
+
+    async def check(self, engine: Engine) -> None:
+        """Raises EngineError where the engine's workers cannot join the cluster."""
+        await engine.stage(Transfer(PROBE, "ray", {"probe": self._names}))
+
+    async def close(self) -> None:
+        if self._mailbox is not None:
+            await asyncio.to_thread(self._end)
+
+    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+        bringing: asyncio.Task[None] | None = None
+        index = 0
+        try:
+            async with contextlib.aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    await self._ask("hold", index, chunk.references)
+                    if bringing is not None:
+                        await bringing
+                    if not fleet.engines:
+                        return
+                    bringing = asyncio.create_task(self._bring(policy, fleet, index, chunk.layout))
+                    del chunk
+                    index += 1
+            if bringing is not None:
+                await bringing
+        finally:
+            if bringing is not None:
+                bringing.cancel()
+                await asyncio.gather(bringing, return_exceptions=True)
+            await self._ask("clear")
+
+    async def _bring(self, policy: Policy, fleet: Fleet, index: int, layout: list[Any]) -> None:
+        body = {**self._names, "chunk": index, "layout": layout}
+
+        async def to(engine: Engine) -> None:
+            told = await engine.stage(Transfer(policy, "ray", body))
+            if any(worker["chunks"] != index + 1 for worker in told["workers"]):
+                raise EngineUnavailable("it was started again in the middle")
+
+        await fleet.each("brought", to)
+        await self._ask("drop", index)
+
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        chunk, size = Chunk([], []), 0
+        async with contextlib.aclosing(self._backend.tensors()) as tensors:
+            async for name, tensor in tensors:
+                if chunk.layout and size + tensor.nbytes > self._chunk_bytes:
+                    yield chunk
+                    chunk, size = Chunk([], []), 0
+                chunk.references.append(await asyncio.to_thread(_put, tensor))
+                chunk.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+                size += tensor.nbytes
+        if chunk.layout:
+            yield chunk
+
+    async def _ask(self, method: str, *arguments: Any) -> None:
+        import ray
+
+        def call() -> None:
+            ray.get(getattr(self._mailbox, method).remote(*arguments), timeout=CALL_SECONDS)
+
+        await asyncio.to_thread(call)
+
+    # --- Ray itself; these block -----------------------------------------------------------------
+
+    def _begin(self) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(
+                "sync.route: 'ray' needs Ray in the trainer's environment: pip install 'instar[ray]'"
+            ) from error
+        if not ray.is_initialized():
+            self._join(ray)
+        name = f"instar-weights-{secrets.token_hex(8)}"
+        # One process for the whole run; it computes nothing.
+        made = ray.remote(num_cpus=0)(_mailbox_class())
+        self._mailbox = made.options(name=name, namespace=NAMESPACE).remote()
+        address = ray.get_runtime_context().gcs_address
+        self._names = {"mailbox": name, "namespace": NAMESPACE, "address": address}
+
+    def _join(self, ray: Any) -> None:
+        address = self._address or os.environ.get("RAY_ADDRESS")
+        options: Json = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address:
+            options = {"address": address, "log_to_driver": False, "logging_level": "error"}
+        else:
+            store = max(STORE_BYTES, 4 * self._chunk_bytes)
+            options |= {"address": "local", "num_cpus": 1, "num_gpus": 0, "object_store_memory": store}
+        try:
+            ray.init(**options)
+        except (RuntimeError, OSError, ConnectionError) as error:
+            where = f"the Ray cluster at {address} cannot be joined" if address else "Ray does not start"
+            raise ConfigError(f"sync.route: 'ray': {where}: {error}") from error
+        self._began_ray = True
+
+    def _end(self) -> None:
+        import ray
+
+        ray.kill(self._mailbox)
+        self._mailbox = None
+        if self._began_ray:
+            ray.shutdown()
+
+
+def _mailbox_class() -> type:
+    """Made in a function, so that Ray sends it as it is: the process that runs it may not have Instar."""
+
+    class Mailbox:
+        def __init__(self) -> None:
+            self._chunks: dict[int, list[Any]] = {}
+
+        def hold(self, chunk: int, references: list[Any]) -> None:
+            self._chunks[chunk] = references
+
+        def take(self, chunk: int) -> list[Any]:
+            return self._chunks[chunk]
+
+        def drop(self, chunk: int) -> None:
+            self._chunks.pop(chunk, None)
+
+        def clear(self) -> None:
+            self._chunks.clear()
+
+    return Mailbox
+
+
+def _put(tensor: Tensor) -> Any:
+    """Its bytes, as an array that Ray copies into the store as it is: no pickle of the content."""
+    import ray
+    import torch
+
+    return ray.put(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,170 @@
+"""The route `ipc`: the weights lie in one buffer of the trainer's that the engines on the same machine map.
+
+On a GPU the buffer is in its memory, written by the trainer and read by the engine there; else it is in the
+machine's. It holds the weights once, is made at the first push and opened once by each engine, so a push is
+the writing, a word to each engine, and the engine's copying from it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from instar.backends.base import Backend
+from instar.engines.base import Engine, Transfer
+from instar.errors import SyncError
+from instar.sync.live import Fleet, LiveSync
+from instar.types import Artifact, Json, Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGNED = 256
+"""Every weight begins at a multiple of so many bytes."""
+PROBE = Policy("probe", 0, Artifact("live"))
+
+
+class SharedSync(LiveSync):
+    def __init__(self, backend: Backend, *, device: str, deadline: float) -> None:
+        super().__init__(backend, deadline=deadline)
+        self._device = device
+        self._buffer: SharedBuffer | None = None
+
+    @property
+    def route(self) -> str:
+        where = "the GPU's memory" if self._device == "cuda" else "the machine's memory"
+        return f"ipc: the engines copy the weights out of a buffer of the trainer's, in {where}"
+
+    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+        if self._buffer is None:
+            layout = await self._layout()
+            self._buffer = SharedBuffer(layout, self._device)
+        await self._fill(self._buffer)
+        await fleet.each("brought", lambda engine: _offer(engine, policy, self._buffer))
+
+    async def _layout(self) -> list[Place]:
+        """Where each weight will lie: known once all were seen."""
+        layout: list[Place] = []
+        end = 0
+        async for name, tensor in self._backend.tensors():
+            layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
+            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        return layout
+
+    async def _fill(self, buffer: SharedBuffer) -> None:
+        left = dict(buffer.views)
+        async for name, tensor in self._backend.tensors():
+            target = left.pop(name, None)
+            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+                raise SyncError(f"the backend's {name} is not what it was when the buffer was made")
+            target.copy_(tensor)
+        if left:
+            raise SyncError(f"the backend handed out {len(left)} weights less than before")
+        buffer.settle()
+
+    async def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+
+Place = tuple[str, str, list[int], int]
+"""Name, dtype, shape, first byte."""
+
+
+class SharedBuffer:
+    def __init__(self, layout: list[Place], device: str) -> None:
+        import torch
+
+        self.layout = layout
+        self.name = secrets.token_hex(8)
+        self._descriptor: int | None = None
+        name, dtype, shape, start = layout[-1]
+        size = start + _nbytes(dtype, shape)
+        if device == "cuda":
+            self._bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
+        else:
+            self._descriptor = os.memfd_create(f"instar-{self.name}")
+            os.truncate(self._descriptor, size)
+            self._bytes = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+        self.handle: Json = {"kind": "memory", "path": self._path, "size": size}
+        if device == "cuda":
+            self.handle = self._cuda_handle() | {"size": size}
+        self.views: dict[str, Tensor] = {}
+        for name, dtype, shape, start in layout:
+            part = self._bytes[start : start + _nbytes(dtype, shape)]
+            self.views[name] = part.view(getattr(torch, dtype)).view(shape)
+
+    @property
+    def _path(self) -> str:
+        """As other processes of this user find it. It is gone with this process, however that ends."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def _cuda_handle(self) -> Json:
+        """What torch's own multiprocessing would pickle, as JSON."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _, parts = reduce_tensor(self._bytes)
+        # After the class, size, stride, offset, storage class, dtype and the device's number here.
+        given = [_plain(part) for part in parts[7:]]
+        return {"kind": "cuda", "gpu": own_gpu(), "parts": given}
+
+    def settle(self) -> None:
+        """Everything written is there for other processes."""
+        if self._bytes.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(self._bytes.device)
+
+    def close(self) -> None:
+        self.views.clear()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+async def reaches_memory(engine: Engine) -> Json:
+    """``shared``: whether the engine can map this process's memory; ``gpus``: those that it computes on."""
+    secret = secrets.token_bytes(16)
+    descriptor = os.memfd_create("instar-probe")
+    try:
+        os.write(descriptor, secret)
+        probe = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "size": len(secret)}
+        told = await engine.stage(Transfer(PROBE, "ipc", {"probe": probe}))
+    finally:
+        os.close(descriptor)
+    workers: list[Json] = told["workers"]
+    return {
+        "shared": all(worker["content"] == secret.hex() for worker in workers),
+        "gpus": sorted({str(worker["gpu"]) for worker in workers if worker["gpu"]}),
+    }
+
+
+def own_gpu() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+async def _offer(engine: Engine, policy: Policy, buffer: SharedBuffer | None) -> None:
+    """The whole layout only to an engine that has not opened the buffer yet."""
+    assert buffer is not None
+    body: Json = {"buffer": buffer.name}
+    told = await engine.stage(Transfer(policy, "ipc", body))
+    if not all(worker["known"] for worker in told["workers"]):
+        await engine.stage(
+            Transfer(policy, "ipc", {**body, "handle": buffer.handle, "layout": buffer.layout})
+        )
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    import torch
+
+    return getattr(torch, dtype).itemsize * math.prod(shape)
+
+
+def _plain(part: Any) -> Any:
+    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part

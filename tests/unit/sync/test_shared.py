@@ -1,0 +1,127 @@
+"""Weights that engines copy out of the trainer's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+
+import pytest
+import torch
+from torch import Tensor
+
+from instar.engines.vllm.extension import load_in_place, open_buffer, views
+from instar.errors import EngineError, SyncError
+from instar.sync.shared import SharedBuffer, SharedSync, reaches_memory
+from instar.types import Artifact, Policy
+from tests.unit.sync.receiving import FusedModel, HandingBackend, ReceivingEngine, holds
+
+
+def policy(version: int) -> Policy:
+    return Policy("p", version, Artifact("live"))
+
+
+async def test_all_engines_serve_what_the_backend_has() -> None:
+    backend, engines = HandingBackend(), [ReceivingEngine(), ReceivingEngine()]
+    sync = SharedSync(backend, device="cpu", deadline=60)
+    for version in (1, 2, 3):
+        backend.value = 10.0 * version
+        assert await sync.push(policy(version), engines) == [None, None]
+        assert all(holds(engine, 10.0 * version) and engine.version == version for engine in engines)
+        assert all(engine.copies_straight for engine in engines)
+    await sync.close()
+
+
+async def test_the_layout_is_told_once() -> None:
+    backend, engine = HandingBackend(), ReceivingEngine()
+    sync = SharedSync(backend, device="cpu", deadline=60)
+    await sync.push(policy(1), [engine])
+    first, engine.sent = engine.sent, 0
+    await sync.push(policy(2), [engine])
+    assert engine.sent < first / 4
+    fresh = ReceivingEngine()  # one that was started again
+    backend.value = 7.0
+    assert await sync.push(policy(2), [fresh]) == [None]
+    assert holds(fresh, 7.0)
+    await sync.close()
+
+
+@pytest.mark.parametrize("phase", ["stage", "commit"])
+async def test_an_engine_that_fails_keeps_its_version_and_the_others_go_on(phase: str) -> None:
+    backend, bad, good = HandingBackend(), ReceivingEngine(failing=phase), ReceivingEngine()
+    sync = SharedSync(backend, device="cpu", deadline=60)
+    failed, fine = await sync.push(policy(4), [bad, good])
+    assert isinstance(failed, SyncError)
+    assert "version 4 of p" in str(failed)
+    assert isinstance(failed.__cause__, EngineError)
+    assert fine is None
+    assert (bad.version, good.version) == (0, 4)
+    bad.failing = ""
+    assert await sync.push(policy(4), [bad]) == [None]
+    assert bad.version == 4
+    await sync.close()
+
+
+async def test_a_deadline_ends_the_wait() -> None:
+    class Slow(HandingBackend):
+        async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
+            await asyncio.sleep(60)
+            yield "never", torch.zeros(1)
+
+    (outcome,) = await SharedSync(Slow(), device="cpu", deadline=0.05).push(policy(1), [ReceivingEngine()])
+    assert isinstance(outcome, SyncError)
+    assert "0.05 s" in str(outcome)
+
+
+async def test_the_base_model_is_loaded_and_not_carried() -> None:
+    engine = ReceivingEngine()
+    engine.version = 3
+    sync = SharedSync(HandingBackend(), device="cpu", deadline=60)
+    assert await sync.push(Policy("p", 0, Artifact("base")), [engine]) == [None]
+    assert engine.version == 0
+    assert not engine.sent
+
+
+async def test_an_engine_tells_whether_it_shares_the_memory() -> None:
+    assert await reaches_memory(ReceivingEngine()) == {"shared": True, "gpus": []}
+
+
+async def test_another_process_maps_the_buffer() -> None:
+    buffer = SharedBuffer([("a", "bfloat16", [2, 3], 0), ("b", "float32", [4], 256)], "cpu")
+    buffer.views["a"].fill_(1.5)
+    buffer.views["b"].copy_(torch.arange(4))
+    program = (
+        "import json, sys, torch\n"
+        "from instar.engines.vllm.extension import open_buffer, views\n"
+        "handle, layout = json.loads(sys.argv[1])\n"
+        "found = dict(views(open_buffer(handle, torch.device('cpu')), layout))\n"
+        "print(found['a'].sum().item(), found['b'].tolist(), found['a'].dtype)\n"
+    )
+    import msgspec
+
+    given = msgspec.json.encode([buffer.handle, buffer.layout]).decode()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, given, stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await child.communicate()
+    assert told.decode().split("\n")[0] == "9.0 [0.0, 1.0, 2.0, 3.0] torch.bfloat16"
+    buffer.close()
+
+
+def test_a_weight_that_is_changed_on_its_way_is_loaded_anew_each_time() -> None:
+    class Scaling(FusedModel):
+        def load_weights(self, weights: object) -> set[str]:
+            return super().load_weights((name, tensor * 2) for name, tensor in weights)  # pyright: ignore
+
+    buffer = SharedBuffer(
+        [("embed.weight", "float32", [10, 4], 0), ("norm.weight", "float32", [4], 256)], "cpu"
+    )
+    mapped = open_buffer(buffer.handle, torch.device("cpu"))
+    model = Scaling()
+    missing = views(mapped, buffer.layout)
+    with pytest.raises(ValueError, match=r"qk\.weight"):
+        load_in_place(model, missing, mapped)
+    whole = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
+    assert load_in_place(model, whole, mapped) is None
+    assert load_in_place(FusedModel(), whole, mapped) is None  # q and k lie elsewhere
+    buffer.close()
