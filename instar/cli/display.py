@@ -89,7 +89,12 @@ class Display:
             head.add_row("reward", f"{rewards[-1]:.2f}", Text(sparkline(rewards), style="green"))
         head.add_row("policy version", str(status.version if status else progress.head_version))
         if steps:
-            head.add_row("staleness", f"{steps[-1].get('staleness_mean', 0):.1f} versions")
+            ess = steps[-1].get("ess")
+            head.add_row(
+                "staleness",
+                f"{steps[-1].get('staleness_mean', 0):.1f} versions",
+                "" if ess is None else f"{ess:.0%} effective samples",
+            )
         head.add_row("tokens/s", f"{self._rate:.0f}")
         head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
         for mode, values in _evaluations(run).items():

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import html
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +171,7 @@ def _page(
     if examples:
         parts.append("<h2>What it did, before and after</h2>")
         parts += [_example(*example) for example in examples]
-    parts += ["<h2>Steps</h2>", _step_table(steps), "<h2>Settings</h2>"]
+    parts += ["<h2>Steps</h2>", _step_table(steps), *_staleness(steps), "<h2>Settings</h2>"]
     settings = html.escape(json.dumps(public_settings(config), indent=2))
     parts.append(f"<details><summary>config.json</summary><pre>{settings}</pre></details>")
     return "\n".join(parts)
@@ -201,6 +203,9 @@ def _step_table(steps: list[Json]) -> str:
         "zero_signal",
         "grad_norm",
         "ratio_mean",
+        "clipped",
+        "importance_p99",
+        "ess",
         "step_seconds",
     )
     head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ("step", *columns))
@@ -209,6 +214,35 @@ def _step_table(steps: list[Json]) -> str:
         for step in steps
     ]
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _staleness(steps: list[Json]) -> list[str]:
+    """How far behind the trained tokens were, and what was dropped, over the whole run."""
+    behind, dropped = _sums(steps, "staleness_tokens"), _sums(steps, "dropped")
+    parts: list[str] = []
+    if behind:
+        rows = [
+            (f"{versions} behind", f"{count:,}", f"{count / sum(behind.values()):.1%}")
+            for versions, count in sorted(behind.items(), key=lambda item: int(item[0]))
+        ]
+        parts += ["<h2>Staleness</h2>", _table(("versions", "trained tokens", "share"), rows)]
+    if dropped:
+        rows = [(reason, f"{count:,}") for reason, count in sorted(dropped.items())]
+        parts += ["<h2>Not trained on</h2>", _table(("reason", "samples"), rows)]
+    return parts
+
+
+def _sums(steps: list[Json], name: str) -> Counter[str]:
+    summed: Counter[str] = Counter()
+    for step in steps:
+        summed.update(step.get(name, {}))
+    return summed
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    named = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table><tr>{named}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _cell(value: Any) -> str:

@@ -224,7 +224,6 @@ def _measure(folder: Path) -> None:
             monitor.record("eval", 0, {**figures, "seconds": 1.0, "version": 0})
     for step, reward in ((1, 0.25), (2, None), (3, 0.75)):
         timing = {"step_seconds": 2.0, "wait_seconds": 1.0, "elapsed": 60.0 * step}
-        monitor.record(
-            "train", step, {"reward_mean": reward, "version": step, "staleness_mean": 0.5, **timing}
-        )
+        behind = {"staleness_mean": 0.5, "staleness_tokens": {"0": 150, "2": 50}, "dropped": {"stale": step}}
+        monitor.record("train", step, {"reward_mean": reward, "version": step, **behind, **timing})
     monitor.close()

@@ -122,6 +122,15 @@ def test_the_report_shows_the_same_task_before_and_after(instar: Instar, small_r
     assert "reward 1" in page[after:]
 
 
+def test_the_report_shows_how_stale_the_data_was_and_what_was_dropped(
+    instar: Instar, small_run: Small
+) -> None:
+    page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
+    assert "<td>0 behind</td><td>450</td><td>75.0%</td>" in page
+    assert "<td>2 behind</td><td>150</td><td>25.0%</td>" in page
+    assert "<td>stale</td><td>6</td>" in page
+
+
 def test_a_run_without_figures_has_no_report(instar: Instar, small_run: Small, tmp_path: Path) -> None:
     shutil.copy(small_run.folder / "config.json", tmp_path)
     result = instar("report", tmp_path)
