@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,9 +228,9 @@ async def gateway(context: Context) -> None:
     async def head() -> Policy:
         return await store.head(context.policy_id)
 
-    connected, following = None, asyncio.Event().wait()
+    connected, follow = None, _forever
     if engine_names(context.config):
-        connected, following = await _connect(context, store, "engine", newest=head)
+        connected, follow = await _connect(context, store, "engine", newest=head)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
@@ -245,7 +245,7 @@ async def gateway(context: Context) -> None:
                 head_timeout=limits.read_timeout,
             ),
             context.heartbeat(store, lambda: "serving"),
-            following,
+            follow(),
         )
     if connected is not None:
         await connected.close()
@@ -254,8 +254,8 @@ async def gateway(context: Context) -> None:
 
 async def _connect(
     context: Context, store: Store, role: str, *, newest: Newest | None = None
-) -> tuple[Engine, Awaitable[Any]]:
-    """The run's engines as one, and what to await meanwhile so that they are found where they go."""
+) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
+    """The run's engines as one, and what is to run meanwhile so that they are found where they go."""
     from instar.cluster.directory import Directory, FollowedPool
     from instar.engines.factory import connect_engines
 
@@ -263,10 +263,14 @@ async def _connect(
     if isinstance(context.config.cluster, LocalClusterConfig):  # nothing moves there
         urls = await directory.first_urls(role)
         connected = await connect_engines(list(urls.values()), token, timeout=300, newest=newest)
-        return connected, asyncio.Event().wait()
+        return connected, _forever
     pool = FollowedPool(directory, token, role=role, newest=newest)
     await pool.start()
-    return pool, pool.follow()
+    return pool, pool.follow
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
 
 
 def _spare_the_collector() -> None:
@@ -293,10 +297,10 @@ async def trainer(context: Context) -> None:
     config, warnings = settle(config, backend.capabilities)
     engines = Engines(Directory(store, context.run_id), os.environ[ENGINE_TOKEN])
     known = await engines.first()
-    teaching, following = None, asyncio.Event().wait()
+    teaching, follow = None, _forever
     if teacher_names(config):
-        teaching, following = await _connect(context, store, "teacher")
-    finding = asyncio.ensure_future(following)
+        teaching, follow = await _connect(context, store, "teacher")
+    finding = asyncio.create_task(follow())
     penalty = create_penalty(config, backend, teaching)
     if penalty is not None:
         await penalty.start()
