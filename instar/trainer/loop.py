@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +19,7 @@ from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
 from instar.data.off_policy import importance
 from instar.data.report import ages
-from instar.engines.base import Engine
-from instar.errors import BackendError, BackendLost, EngineError, EngineUnavailable
+from instar.errors import BackendError, BackendLost
 from instar.reference.penalty import Penalty
 from instar.store.base import Store
 from instar.sync.base import Sync
@@ -35,9 +34,9 @@ from instar.trainer.checkpoint import (
 )
 from instar.trainer.correction import correct
 from instar.trainer.monitor import Monitor, read_steps
+from instar.trainer.pushing import Engines, Pusher
 from instar.types import Artifact, Json, Policy, StepState
 
-Engines = Callable[[], Awaitable[list[Engine]]]
 MOST_LOSSES = 5
 """Times in a row, no step between, that a lost session is begun again."""
 RENEW_AFTER = 2 / 3
@@ -79,7 +78,7 @@ class Trainer:
         self.backend = backend
         self.batcher = batcher
         self.sync = sync
-        self.engines = engines
+        self.pusher = Pusher(sync, engines, log)
         self.monitor = monitor
         self.penalty = penalty
         self.log = log
@@ -134,7 +133,7 @@ class Trainer:
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.head(self.policy_id)
         waited = time.monotonic()
-        batch = await self.batcher.next_batch(
+        waiting = self.batcher.next_batch(
             step=self.step + 1,
             epoch=0,
             version=head.version,
@@ -142,6 +141,7 @@ class Trainer:
             finished=lambda: self.rollout_finished,
             wait=self._patience(),
         )
+        batch = await self.pusher.while_waiting(head, waiting)
         if batch is None:
             return not self.rollout_finished
         await self.train_step(batch, waited=time.monotonic() - waited)
@@ -195,6 +195,7 @@ class Trainer:
             "version": version,
             "step_seconds": time.monotonic() - began,
             "elapsed": self.clock.seconds,
+            **self.pusher.report,
         }
         self.monitor.record("train", step, metrics)
 
@@ -252,7 +253,16 @@ class Trainer:
         # This one row makes the checkpoint count, for the steps before it too.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
-        return await self._commit()
+        version = await self._commit()
+        if self.sync.live:
+            await self._keep(version)
+        return version
+
+    async def _keep(self, version: int) -> None:
+        """Files of a version that the engines were given without: for engines that start while the trainer is
+        busy or away, and for what comes after the run."""
+        artifact = await self.backend.publish(self._policy_path(version))
+        await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
         """Publish the last saved step, unless it is, and commit all up to it."""
@@ -296,7 +306,7 @@ class Trainer:
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
         self._note_expiry(policy)
-        await self._push(policy)
+        await self.pusher.push(policy)
 
     def _note_expiry(self, head: Policy) -> None:
         expires, now = head.artifact.expires_at, time.time()
@@ -314,16 +324,6 @@ class Trainer:
 
     def _policy_path(self, version: int) -> Path:
         return self.config.run_dir / "policies" / f"v{version:06d}"
-
-    async def _push(self, policy: Policy) -> None:
-        """A failure leaves that engine on the version it reports; the agent goes on meanwhile."""
-        for failure in await self.sync.push(policy, await self.engines()):
-            if failure is None:
-                continue
-            cause = failure.__cause__
-            if isinstance(cause, EngineError) and not isinstance(cause, EngineUnavailable):
-                raise failure  # it would refuse the next version too, and every sample would be stale
-            self.log(f"version {policy.version} did not reach an engine: {failure}")
 
     # --- after a crash ---------------------------------------------------------------------------
 
@@ -352,10 +352,13 @@ class Trainer:
             await self._commit()
             await self._record_missing()
         head = await self.store.head(self.policy_id)
+        if head.artifact.kind == "live":
+            await self._keep(head.version)
+            head = await self.store.head(self.policy_id)
         self._note_expiry(head)
         if not await self._renew():
             # The base model too: an engine may hold a version that has just been given up.
-            await self._push(head)
+            await self.pusher.push(head)
 
     async def _tombstone_abandoned(self) -> None:
         """Before their steps are released, so that a crash in between finds them again."""
