@@ -21,6 +21,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     "engines": {
         "local": "instar.engines.local.engine:LocalEngine",
         "scripted": "instar.engines.scripted:ScriptedEngine",
+        "vllm": "instar.engines.vllm.engine:VllmEngine",
     },
     "backends": {
         "local": "instar.backends.local.backend:LocalBackend",

@@ -101,6 +101,8 @@ class VllmEngineConfig(Section):
     """Share of the GPU's memory for one server. Default: 0.9, or 0.4 with the trainer on the same GPU."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
+    lora_rank: Positive | None = None
+    """Largest rank of an adapter that a server is started for. Default: the backend's."""
     tensor_parallel: Positive = 1
     """GPUs that one server spreads the model over."""
     eager: bool | None = None

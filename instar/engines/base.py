@@ -7,7 +7,8 @@ Each engine is a process of its own behind `instar.engines.server`; others reach
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -53,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 class EngineStatus(msgspec.Struct, frozen=True):
     version: int
+    """-1: nothing is served until something is loaded, for a change of the weights has failed."""
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
@@ -63,6 +65,10 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Engine(ABC):
+    async def bring_up(self, log: Path, say: Callable[[str], None]) -> None:  # noqa: B027 - most need none
+        """Bring it up: called once, before anything else. ``log`` is the file that its process writes to; a
+        process that it starts itself has one beside it. ``say`` writes a line."""
+
     @property
     @abstractmethod
     def info(self) -> EngineInfo: ...

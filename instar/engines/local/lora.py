@@ -37,6 +37,13 @@ UNSUPPORTED = (
 def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, LoraPair]:
     """A PEFT adapter folder → the update of each module, by the module's name. Refuses what this
     engine does not compute."""
+    halves, scale = read_updates(folder)
+    modules = dict(model.named_modules())
+    return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
+
+
+def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
+    """The halves A and B of each module's update as they are in the folder, and what B A is scaled by."""
     try:
         config: dict[str, Any] = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -51,8 +58,7 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
                 f"the adapter in {folder} holds {name}, which the local engine does not implement"
             )
         halves.setdefault(module, {})[half[0]] = tensor
-    modules = dict(model.named_modules())
-    return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
+    return halves, scale
 
 
 def _scale(config: dict[str, Any], folder: Path) -> float:

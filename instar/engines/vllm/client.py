@@ -49,6 +49,16 @@ class VllmClient:
         answer = await self.post("/collective_rpc", body, timeout=timeout)
         return answer["results"] if answer else []
 
+    async def ask(self, path: str, body: bytes) -> bytes:
+        """Until the whole answer has come."""
+        response = await self.stream(path, body)
+        try:
+            return await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self.unreachable(error) from error
+        finally:
+            response.close()
+
     async def stream(self, path: str, body: bytes) -> PlainResponse:
         """Returns when the server has begun to answer with 200."""
         headers = {**self._headers, "content-type": "application/json"}

@@ -1,61 +1,109 @@
-"""Which version of the policy a vLLM server serves, and the pause in which its weights change."""
+"""Which version of the policy a vLLM server's own weights are, and the pause in which they change."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.reply import Reply
 from instar.errors import EngineUnavailable
 
 PAUSE_SECONDS = 120.0
 """How long a step under way may take to end."""
+QUIET_SECONDS = 0.005
+"""How long no reply must have brought anything before all that was sampled counts as come."""
+SETTLE_SECONDS = 10.0
+NOTHING = -1
+"""The version of weights that are no policy's."""
 
 
 class Change:
     """Weights that are being replaced."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self) -> None:
+        self.begun = False
+        self.version: int | None = None
 
     def begins(self) -> None:
         """From here on what was served is gone: if ``serves`` is not called, nothing is served."""
-        self._weights.lost = "its weights were being replaced"
+        self.begun = True
 
     def serves(self, version: int) -> None:
-        """The weights in place are whole, and of this version."""
-        self._weights.lost = None
-        self._weights.version = version
+        """The weights in place are whole, and of this version. It counts once the pause ends."""
+        self.version = version
 
 
 class Weights:
-    """Of one server. ``settle`` waits until what the server had sampled before a pause has been read."""
+    """Of one server. ``replies``: those under way, which are told of every change."""
 
-    def __init__(self, client: VllmClient, settle: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, client: VllmClient) -> None:
         self.client = client
         self.version = 0
         """Of what is sampled from now on."""
-        self.lost: str | None = None
-        """Why nothing can be sampled, where the weights in place are of no version."""
-        self._settle = settle
+        self.replies: set[Reply] = set()
+        self.tells_version = False
+        """Whether the server keeps the version's name for others to ask for."""
         self._changing = asyncio.Lock()
 
+    def reset(self) -> None:
+        """The server has just come up: it serves the base model."""
+        self.version = 0
+
     def check(self) -> None:
-        if self.lost is not None:
-            raise EngineUnavailable(f"the vLLM server serves nothing until a policy is loaded: {self.lost}")
+        if self.version == NOTHING:
+            raise EngineUnavailable(
+                "a change of the vLLM server's weights has failed: it serves nothing until a policy is loaded"
+            )
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[Change]:
-        """Within, nothing is sampled, everything sampled before is stamped with the version before, and
-        nothing that was computed under the old weights is kept: requests in flight compute their keys and
-        values again when they go on. They go on at the end, unless what was served is gone."""
+        """Within, nothing is sampled, and nothing that was computed under the old weights is kept: requests
+        in flight compute their keys and values again when they go on. That is at the end, under what the
+        change serves, or what was served before where it did not begin; where it began and serves nothing,
+        they are given up."""
         async with self._changing:
+            # The pause also empties the prefix cache, of running requests' blocks too.
             await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_SECONDS)
+            arrived = self._arrived()
+            change = Change()
             try:
-                await self._settle()
-                yield Change(self)
+                yield change
+                if change.version is not None:
+                    await self._settle(arrived)
+                    await self._name(change.version)
+                    self._turn(change.version)
             finally:
-                if self.lost is None:
+                if change.begun and change.version is None:
+                    self._lose()
+                else:
                     # Also where the caller was cancelled: nobody else would resume.
                     await asyncio.shield(self.client.post("/resume", timeout=PAUSE_SECONDS))
+
+    def _arrived(self) -> int:
+        return sum(reply.received for reply in self.replies)
+
+    async def _settle(self, before: int) -> None:
+        """Until every token that was sampled before the pause has come: vLLM has handed out all of them when
+        it says that it is paused, and then for a moment they are still on their way here."""
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while True:
+                await asyncio.sleep(QUIET_SECONDS)
+                if (now := self._arrived()) == before:
+                    return
+                before = now
+
+    async def _name(self, version: int) -> None:
+        if self.tells_version:
+            await self.client.post("/update_weight_version", {"new_version": str(version)})
+
+    def _turn(self, version: int) -> None:
+        for reply in self.replies:
+            reply.fence(self.version)
+        self.version = version
+
+    def _lose(self) -> None:
+        self.version = NOTHING
+        for reply in [*self.replies]:
+            reply.cut()

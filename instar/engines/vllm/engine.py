@@ -1,0 +1,311 @@
+"""The vLLM engine: one vLLM server, our own child or one that runs already, as an Engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from instar.config import ModelConfig, VllmEngineConfig
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.checks import as_ids, check_request, check_scored
+from instar.engines.vllm.address import VllmAddress
+from instar.engines.vllm.command import Launch, find_vllm, fitting_rank
+from instar.engines.vllm.offers import Offers
+from instar.engines.vllm.process import VllmProcess
+from instar.engines.vllm.reply import Reply
+from instar.engines.vllm.serving import AdapterServing, BaseServing, MergedServing, Serving
+from instar.engines.vllm.weights import Weights
+from instar.engines.vllm.wire import PATH, decode_scores, generate_body, known, logprobs_of, score_body
+from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.models import device_and_dtype, load_tokenizer, resolve_model
+from instar.types import Artifact, Floats, Policy, SamplingParams, TokenChunk
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class VllmEngine(Engine):
+    """Call ``bring_up`` first. ``config.servers`` holds one address at most: every address has an engine of
+    its own."""
+
+    def __init__(self, model: ModelConfig, config: VllmEngineConfig) -> None:
+        if len(config.servers) > 1:
+            raise ConfigError(f"engine.servers: one engine is for one server, not for {len(config.servers)}")
+        self._model = model
+        self._config = config
+        self._folder = resolve_model(model.name)
+        self._facts = _Facts.read(self._folder, model)
+        self._tokenizer: Any = load_tokenizer(self._folder)
+        self._server: VllmProcess | VllmAddress | None = None
+        self._serving: Serving = BaseServing("it has not come up")
+        self._weights: Weights | None = None
+        self._seeds = True
+        self._dtype = "fp32"  # which any server can read
+        self._info: EngineInfo | None = None
+        self._policy: Policy | None = None
+        """What was loaded last, for a server that comes up again."""
+        self._loading = asyncio.Lock()
+        self._ready = asyncio.Event()
+        self._away = "it has not come up yet"
+        self._say: Callable[[str], None] = print
+        self._running = self._waiting = 0
+        self._generated = self._prompted = self._cached = 0
+
+    async def bring_up(self, log: Path, say: Callable[[str], None]) -> None:
+        if self._config.servers:
+            server = self._server = VllmAddress(self._config, up=self._up, down=self._down, say=say)
+        else:
+            launch = self._launch()
+            self._dtype = launch.dtype
+            beside = log.with_name(f"{log.stem}-vllm.log")
+            say(f"starting vLLM {launch.vllm.version}; its log is {beside}")
+            server = self._server = VllmProcess(launch, beside, up=self._up, down=self._down, say=say)
+        self._say = say
+        try:
+            await server.start()
+        except BaseException:  # cancelled too: the child would stay
+            await server.close()
+            raise
+
+    def _launch(self) -> Launch:
+        vllm = find_vllm(self._config.python)
+        if self._model.device == "cuda" and vllm.on_cpu:
+            raise ConfigError(f"model.device: cuda was asked for, and {vllm.python} has vLLM for CPUs")
+        cpu = self._model.model_copy(update={"device": "cpu"}) if vllm.on_cpu else self._model
+        policy = self._config.policy
+        return Launch(
+            config=self._config,
+            vllm=vllm,
+            model=self._folder,
+            dtype=device_and_dtype(cpu)[1] if vllm.on_cpu or self._model.dtype != "auto" else "bf16",
+            max_context=self._facts.max_context,
+            adapters=policy == "adapter" or (policy == "auto" and not vllm.on_cpu),
+            cores=max(1, _usable_cores() // self._config.count),
+        )
+
+    # --- the server comes and goes -------------------------------------------------------------------
+
+    async def _up(self) -> None:
+        """It answers: find out what it is, and have it serve what it did before."""
+        assert self._server is not None
+        if self._info is None:
+            await self._meet()
+        else:
+            self._serving.reset()
+        if self._policy is not None:
+            await self._resume(self._policy)
+        elif isinstance(self._server, VllmAddress) and "weights" in self._serving.artifacts:
+            # Another run may have left other weights there.
+            await self._serving.load(Policy("", 0, Artifact("base")))
+        self._ready.set()
+
+    async def _resume(self, policy: Policy) -> None:
+        try:
+            await self._serving.load(policy)
+        except EngineUnavailable:
+            raise
+        except EngineError as error:
+            self._say(f"version {policy.version} was served, now it is {self._serving.version}: {error}")
+
+    def _down(self, reason: str) -> None:
+        self._away = reason
+        self._ready.clear()
+
+    async def _meet(self) -> None:
+        assert self._server is not None
+        client = self._server.client
+        offers = await Offers.ask(client)
+        offers.check(self._config, self._facts.max_context)
+        self._seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
+        if not self._seeds:
+            self._say("seeds are not passed on: on a CPU, vLLM may die of them unless Instar has started it")
+        self._weights = Weights(client)
+        self._weights.tells_version = offers.tells_version
+        self._serving = self._choose(offers, self._weights)
+        self._info = EngineInfo(
+            kind="vllm",
+            model=self._model.name,
+            vocab_size=self._facts.vocab_size,
+            max_context=self._facts.max_context,
+            artifacts=self._serving.artifacts,
+            versions_per_token=self._serving.per_token,
+            scores=True,
+        )
+
+    def _choose(self, offers: Offers, weights: Weights) -> Serving:
+        own = isinstance(self._server, VllmProcess)
+        policy = offers.policy(self._config)
+        if policy == "adapter":
+            rank = fitting_rank(self._config.lora_rank or 16) if own else None
+            return AdapterServing(weights.client, rank, self._say)
+        if policy == "merged":
+            host = urlsplit(weights.client.url).hostname or ""
+            return MergedServing(
+                weights, self._folder, offers.root, self._dtype, shared=not own and host not in LOOPBACK
+            )
+        self._say(f"policies cannot be loaded: {offers.lacks}")
+        return BaseServing(offers.lacks)
+
+    async def _until_ready(self) -> VllmProcess | VllmAddress:
+        assert self._server is not None
+        if not self._ready.is_set():
+            self._raise_failure()
+            try:
+                async with asyncio.timeout(self._config.start_timeout):
+                    await self._ready.wait()
+            except TimeoutError as error:
+                raise self._unavailable() from error
+        return self._server
+
+    def _raise_failure(self) -> None:
+        if self._server is not None and self._server.failure is not None:
+            raise self._server.failure
+
+    def _unavailable(self) -> EngineUnavailable:
+        return EngineUnavailable(f"the vLLM server is not ready: {self._away}")
+
+    # --- the engine ----------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise self._unavailable()
+        return self._info
+
+    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        prompt = as_ids(prompt_ids)
+        check_request(self.info, prompt, params)
+        self._waiting += 1
+        waiting = True
+        try:
+            async with aclosing(self._sample(prompt, params)) as chunks:
+                async for chunk in chunks:
+                    if waiting:
+                        waiting = False
+                        self._waiting -= 1
+                        self._running += 1
+                    self._generated += len(chunk.token_ids)
+                    yield chunk
+        finally:
+            if waiting:
+                self._waiting -= 1
+            else:
+                self._running -= 1
+
+    async def _sample(self, prompt: Any, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        server = await self._until_ready()
+        assert self._weights is not None
+        with self._serving.lease() as lease:
+            body = generate_body(
+                prompt,
+                params,
+                room=self._facts.max_context - len(prompt),
+                eos_ids=self._facts.eos_ids,
+                model=lease.model,
+                seeds=self._seeds,
+            )
+            reply = Reply(
+                await server.client.stream(PATH, body),
+                params,
+                client=server.client,
+                version=lease.version,
+                ends={*self._facts.eos_ids, *params.stop_token_ids},
+                tokenizer=self._tokenizer,
+            )
+            self._weights.replies.add(reply)
+            try:
+                async with aclosing(reply.chunks()) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            finally:
+                self._weights.replies.discard(reply)
+                self._count(reply, len(prompt))
+
+    def _count(self, reply: Reply, prompt_tokens: int) -> None:
+        self._prompted += prompt_tokens
+        if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
+            self._cached += details.cached_tokens or 0
+
+    async def logprobs(self, token_ids: Prompt) -> Floats:
+        ids = as_ids(token_ids)
+        check_scored(self.info, ids)
+        scores = np.full(len(ids), np.nan, np.float32)
+        if len(ids) == 1:
+            return scores
+        server = await self._until_ready()
+        self._running += 1
+        try:
+            with self._serving.lease() as lease:
+                answer = decode_scores(await server.client.ask(PATH, score_body(ids, lease.model)))
+        except msgspec.DecodeError as error:
+            raise EngineError(f"vLLM's answer about given tokens cannot be read: {error}") from error
+        finally:
+            self._running -= 1
+        for place, found in enumerate(answer.prompt_logprobs[1:], start=1):
+            entry = (found or {}).get(str(ids[place]))
+            scores[place] = np.nan if entry is None else known(entry.logprob)
+        scores[-1] = logprobs_of(answer.choices[0])[0]
+        return scores
+
+    async def load(self, policy: Policy) -> None:
+        if policy.artifact.kind not in self.info.artifacts:
+            taken = ", ".join(self.info.artifacts)
+            raise EngineError(f"the vLLM engine loads {taken}, not {policy.artifact.kind}")
+        async with self._loading:
+            await self._until_ready()
+            await self._serving.load(policy)
+            self._policy = policy
+
+    async def status(self) -> EngineStatus:
+        """Its version is -1 while it serves nothing, for a change of its weights has failed."""
+        if not self._ready.is_set():
+            self._raise_failure()
+            raise self._unavailable()
+        return EngineStatus(
+            version=self._serving.version,
+            running=self._running,
+            waiting=self._waiting,
+            generated_tokens=self._generated,
+            prompt_tokens=self._prompted,
+            cached_tokens=self._cached,
+        )
+
+    async def close(self) -> None:
+        self._down("it was closed")
+        if self._server is not None:
+            await self._server.close()
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    """What a model's files say of it."""
+
+    vocab_size: int
+    max_context: int
+    eos_ids: frozenset[int]
+
+    @classmethod
+    def read(cls, folder: Path, model: ModelConfig) -> _Facts:
+        config = _json(folder / "config.json")
+        text = config.get("text_config", config)
+        ends: set[int] = set()
+        for said in (_json(folder / "generation_config.json"), config, text):
+            ids = said.get("eos_token_id")
+            ends.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        positions = text.get("max_position_embeddings") or model.max_context
+        return cls(text["vocab_size"], min(model.max_context, positions), frozenset(ends))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+
+
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

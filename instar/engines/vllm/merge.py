@@ -1,0 +1,109 @@
+"""An adapter merged into the base model's weights, as a folder that vLLM can read."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from instar.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+MEMORY = Path("/dev/shm")
+HEAD_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@contextmanager
+def merged(base: Path, adapter: Path, dtype: str, *, beside: bool = False) -> Generator[Path]:
+    """A folder of full weights, gone at the end: in memory where there is room, else on disk, or ``beside``
+    the adapter. The adapted ones are computed in fp32 and kept in ``dtype`` (`bf16` or `fp32`), the others
+    are as the base has them."""
+    files = weight_files(base)
+    size = sum(file.stat().st_size for file in files)
+    in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 3 * size  # fp32 of bf16, and some air
+    where = adapter.parent if beside else MEMORY if in_memory else None
+    with tempfile.TemporaryDirectory(prefix="instar-merged-", dir=where) as folder:
+        _write(files, adapter, Path(folder), dtype)
+        for name in (INDEX, "config.json"):
+            if (base / name).is_file():
+                shutil.copy(base / name, folder)
+        yield Path(folder)
+
+
+def _write(files: list[Path], adapter: Path, target: Path, dtype: str) -> None:
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from instar.engines.local.lora import read_updates
+
+    kept = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    halves, scale = read_updates(adapter)
+    for file in files:
+        tensors: dict[str, Tensor] = {}
+        with cast(Any, safe_open(file, "pt")) as opened:
+            for name in opened.keys():  # noqa: SIM118 - no dict
+                tensor: Tensor = opened.get_tensor(name)
+                update = halves.pop(name.removesuffix(".weight"), None)
+                tensors[name] = tensor if update is None else _updated(name, tensor, update, scale).to(kept)
+        save_file(tensors, target / file.name, metadata={"format": "pt"})
+    if halves:
+        raise EngineError(f"the adapter adapts {next(iter(halves))}, which the base model does not have")
+
+
+def _updated(name: str, tensor: Tensor, halves: dict[str, Tensor], scale: float) -> Tensor:
+    if halves.keys() != {"A", "B"}:
+        raise EngineError(f"the adapter lacks half of its update of {name}")
+    down, up = halves["A"].float(), halves["B"].float()
+    if (up.shape[0], down.shape[1]) != tuple(tensor.shape) or up.shape[1] != down.shape[0]:
+        raise EngineError(f"the adapter's update of {name} does not have that layer's shape")
+    found = tensor.float().addmm(up, down, alpha=scale)
+    if not found.isfinite().all():
+        raise EngineError(f"the adapter's update of {name} is not finite")
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model; each weight is in one of them."""
+    if (folder / INDEX).is_file():
+        index = msgspec.json.decode((folder / INDEX).read_bytes())
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise EngineError(f"{folder} has no weights in safetensors files")
+
+
+def shapes(folder: Path) -> Shapes:
+    """Of all weights in a folder. Reads their files' headers alone."""
+    found: Shapes = {}
+    try:
+        for file in weight_files(folder):
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(HEAD_BYTES), "little")
+                header = msgspec.json.decode(opened.read(length))
+            header.pop("__metadata__", None)
+            found.update({name: tuple(entry["shape"]) for name, entry in header.items()})
+    except (OSError, msgspec.DecodeError, KeyError, OverflowError) as error:
+        raise EngineError(f"cannot read the weights in {folder}: {error}") from error
+    return found
+
+
+def check_same_shape(folder: Path, base: Path) -> None:
+    """Raise EngineError where a folder does not hold weights of the base model's architecture. One may have
+    tied weights written out that the other leaves out."""
+    ours, theirs = shapes(base), shapes(folder)
+    if any(theirs[name] != ours[name] for name in theirs.keys() & ours.keys()) or (
+        set(ours) ^ set(theirs)
+    ) - {"lm_head.weight"}:
+        raise EngineError(f"the weights in {folder} are of another architecture")

@@ -1,0 +1,71 @@
+"""What a vLLM server that runs already can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from instar.config import VllmEngineConfig
+from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.wire import PATH
+from instar.errors import ConfigError
+
+SCALE_OUT = "--enable-scale-out"
+"""vLLM before 0.27 has no such flag and needs none."""
+FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+FOR_MERGED = "started with VLLM_SERVER_DEV_MODE=1"
+LORA_METRIC = "vllm:lora_requests_info"
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    adapters: bool
+    """Whether LoRA adapters can be loaded and unloaded."""
+    reloads: bool
+    """Whether its own weights can be replaced."""
+    tells_version: bool
+    """Whether it keeps a name for its weights."""
+    generates: bool
+    root: str
+    """Where it finds the base model."""
+    max_context: int
+
+    @classmethod
+    async def ask(cls, client: VllmClient) -> Offers:
+        paths = (await client.get("/openapi.json"))["paths"]
+        models = (await client.get("/v1/models"))["data"]
+        base = next(entry for entry in models if not entry.get("parent"))
+        metrics = await client.get("/metrics")
+        return cls(
+            adapters="/v1/load_lora_adapter" in paths and LORA_METRIC in str(metrics),
+            reloads={"/pause", "/resume", "/collective_rpc"} <= set(paths),
+            tells_version="/update_weight_version" in paths,
+            generates=PATH in paths,
+            root=base["root"],
+            max_context=base["max_model_len"],
+        )
+
+    def check(self, config: VllmEngineConfig, max_context: int) -> None:
+        """Raise ConfigError for what the run asks for and the server does not have."""
+        if not self.generates:
+            raise ConfigError(
+                f"engine.servers: the server does not take token ids at {PATH}; start it with {SCALE_OUT}"
+            )
+        if self.max_context < max_context:
+            raise ConfigError(
+                f"model.max_context: given {max_context}; the server at engine.servers was started for "
+                f"{self.max_context} (--max-model-len)"
+            )
+        if config.policy == "adapter" and not self.adapters:
+            raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}")
+        if config.policy == "merged" and not self.reloads:
+            raise ConfigError(f"engine.policy: merged needs a server {FOR_MERGED}")
+
+    def policy(self, config: VllmEngineConfig) -> Literal["adapter", "merged"] | None:
+        if config.policy != "auto":
+            return config.policy
+        return "adapter" if self.adapters else "merged" if self.reloads else None
+
+    @property
+    def lacks(self) -> str:
+        return f"for `engine.policy: adapter` it must be {FOR_ADAPTERS}, for `merged` {FOR_MERGED}"

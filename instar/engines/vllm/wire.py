@@ -1,0 +1,128 @@
+"""What is said to vLLM and back: `/inference/v1/generate`, token ids in, token ids and logprobs out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import msgspec
+
+from instar.types import Ids, Json, SamplingParams
+
+PATH = "/inference/v1/generate"
+NO_LOGPROB = -9999.0
+"""What vLLM writes for a logprob that it does not have."""
+SEED_BITS = (1 << 63) - 1
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class WeightSpan(msgspec.Struct):
+    """Tokens ``start`` up to ``end`` of a reply were sampled by this version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """vLLM before 0.27 leaves it and the following out."""
+    weight_versions: list[WeightSpan] | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class Event(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Json | None = None
+
+
+class Scores(msgspec.Struct):
+    """The answer to a request for the logprobs of its prompt."""
+
+    choices: list[Choice]
+    prompt_logprobs: list[dict[str, _Logprob] | None]
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+decode_scores = msgspec.json.Decoder(Scores).decode
+
+
+def generate_body(
+    prompt: Ids,
+    params: SamplingParams,
+    *,
+    room: int,
+    eos_ids: Collection[int],
+    model: str | None,
+    seeds: bool,
+) -> bytes:
+    """``room``: what the context has left. ``seeds``: whether they may be sent."""
+    sampling: Json = {
+        "max_tokens": min(params.max_tokens, room),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop_token_ids": sorted({*eos_ids, *params.stop_token_ids}),
+        # Text is needed for stop strings alone, and special tokens can be part of one.
+        "detokenize": bool(params.stop),
+        "skip_special_tokens": False,
+    }
+    if params.stop:
+        sampling["stop"] = list(params.stop)
+    if params.seed is not None and seeds:
+        sampling["seed"] = params.seed & SEED_BITS
+    if params.score:
+        sampling["logprobs"] = 0
+    body: Json = {"token_ids": prompt.tolist(), "sampling_params": sampling, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if model is not None:
+        body["model"] = model
+    return msgspec.json.encode(body)
+
+
+def score_body(ids: Ids, model: str | None) -> bytes:
+    """The last token is made the only one that can be sampled, so that a whole context can be scored."""
+    sampling: Json = {
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "logprobs": 0,
+        "allowed_token_ids": [int(ids[-1])],
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    body: Json = {"token_ids": ids[:-1].tolist(), "sampling_params": sampling, "stream": False}
+    if model is not None:
+        body["model"] = model
+    return msgspec.json.encode(body)
+
+
+def logprobs_of(choice: Choice) -> list[float]:
+    """NaN where there is none."""
+    assert choice.token_ids is not None
+    if choice.logprobs is None:
+        return [math.nan] * len(choice.token_ids)
+    return [known(entry.logprob) for entry in choice.logprobs.content]
+
+
+def known(value: float) -> float:
+    return math.nan if value == NO_LOGPROB else min(value, 0.0)
