@@ -20,7 +20,7 @@ import psycopg
 from instar.errors import StoreError
 from instar.store.database import Cursor, Values
 from instar.store.postgres_schema import WRITERS, prepare
-from instar.store.postgres_server import Connection, Server, is_lost, is_passing, said
+from instar.store.postgres_server import Connection, NotCommitted, Server, is_lost, is_passing, said
 from instar.store.schema import Table
 
 FORGOTTEN_AFTER = 24 * 3600.0
@@ -136,7 +136,7 @@ class WritingDatabase(PostgresDatabase):
             if not self.is_lost(error):
                 raise
             if not self._was_committed(error):
-                raise
+                raise NotCommitted(said(error)) from error
             return
         if done.statusmessage != "COMMIT":
             raise StoreError(f"{self._server.name} undid a transaction: {done.statusmessage}")

@@ -40,6 +40,10 @@ class NoAnswer(psycopg.OperationalError):
     pass
 
 
+class NotCommitted(psycopg.OperationalError):
+    """The connection was lost, and the server says that the transaction went with it."""
+
+
 class Connection(psycopg.Connection[DictRow]):
     """Its server answers within ``patience`` seconds, or the connection is given up."""
 
@@ -200,7 +204,7 @@ def said(error: Exception) -> str:
 
 
 def is_lost(error: Exception) -> bool:
-    return _code(error) in _LOST
+    return isinstance(error, NotCommitted) or _code(error) in _LOST
 
 
 def is_passing(error: Exception) -> bool:

@@ -64,7 +64,7 @@ class Readers:
         return self._fetch(read)
 
     def _fetch(self, fetch: Callable[[Database], T]) -> T:
-        deadline = time.monotonic() + self._patience
+        deadline: float | None = None
         while True:
             db = self._connection()
             try:
@@ -73,6 +73,7 @@ class Readers:
                 if not db.is_lost(error):
                     raise db.translate(error) from error
                 self._forget(db)
+                deadline = deadline or time.monotonic() + self._patience
                 if time.monotonic() > deadline:
                     raise db.translate(error) from error
 

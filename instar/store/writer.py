@@ -158,12 +158,13 @@ class Writer:
 
     def _persist(self, jobs: Sequence[_Job]) -> None:
         """One transaction, tried again while what hinders it may pass and each attempt was undone."""
-        deadline = time.monotonic() + self._patience
+        deadline: float | None = None
         while True:
             try:
                 return self._transact(jobs)
             except self._db.errors as error:
                 self._db.rollback()
+                deadline = deadline or time.monotonic() + self._patience
                 if not self._db.is_passing(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_for_all(error):

@@ -1,12 +1,15 @@
-"""A process that writes to a store and prints what was acknowledged: ``python -m ... MODE PATH NAME``.
+"""A process that writes to a store and prints what was acknowledged: ``python -m ... MODE WHERE NAME``, with
+the path of a file or ``postgresql://…#schema``.
 
-``write`` goes on until it is killed. ``count`` adds 200 calls. ``fill`` goes on until there is no room,
+``write`` goes on until it is killed. ``count`` adds 200 calls. ``claim`` claims 40 samples that others may
+want too, each as a step of its own. ``fill`` goes on until there is no room,
 then lifts the file-size limit it set itself, if any, and writes once more. ``read`` counts the calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import sys
@@ -14,22 +17,25 @@ from pathlib import Path
 
 import numpy as np
 
-from instar.errors import StoreFull
+from instar.errors import Conflict, StoreFull
+from instar.store.base import Store
+from instar.store.postgres import PostgresStore
+from instar.store.postgres_server import Server
 from instar.store.sqlite import SqliteStore
 
-from .make import make_call, make_session
+from .make import RUN, make_call, make_claim, make_session
 
 
 def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-async def add(store: SqliteStore, name: str, size: int = 50) -> None:
+async def add(store: Store, name: str, size: int = 50) -> None:
     await store.add_calls([make_call(name, prompt_ids=np.arange(size, dtype=np.int32))])
     say(name)
 
 
-async def write(store: SqliteStore, name: str, count: int) -> None:
+async def write(store: Store, name: str, count: int) -> None:
     async def client(number: int) -> None:
         for turn in range(count):
             await add(store, f"{name}-{number}-{turn}")
@@ -37,7 +43,16 @@ async def write(store: SqliteStore, name: str, count: int) -> None:
     await asyncio.gather(*(client(number) for number in range(8)))
 
 
-async def fill(store: SqliteStore, name: str) -> None:
+async def claim(store: Store, name: str) -> None:
+    for number in range(40):
+        try:
+            await store.claim_step(RUN, int(name) * 100 + number, [make_claim(f"k{number}")])
+            say(f"k{number}")
+        except Conflict:
+            continue
+
+
+async def fill(store: Store, name: str) -> None:
     """Writes of several sizes at once, so that a group holds ones that fit and ones that do not."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if "limit" in name:
@@ -60,20 +75,29 @@ async def fill(store: SqliteStore, name: str) -> None:
         await add(store, f"{name}-afterwards")
 
 
-async def main(mode: str, path: Path, name: str) -> None:
+def open_store(where: str, *, read_only: bool = False) -> Store:
+    if where.startswith("postgresql:"):
+        url, _, schema = where.rpartition("#")
+        return PostgresStore(Server(url, schema, timeout=30.0), read_only=read_only)
+    return SqliteStore(Path(where), read_only=read_only)
+
+
+async def main(mode: str, where: str, name: str) -> None:
     if mode == "read":
-        reader = SqliteStore(path, read_only=True)
+        reader = open_store(where, read_only=True)
         say(str(len(await reader.calls("s"))))
         return await reader.close()
-    store = SqliteStore(path)
-    if await store.session("s") is None:
+    store = open_store(where)
+    with contextlib.suppress(Conflict):
         await store.open_session(make_session())
     if mode == "fill":
         await fill(store, name)
+    elif mode == "claim":
+        await claim(store, name)
     else:
         await write(store, name, 25 if mode == "count" else 1_000_000)
     await store.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
+    asyncio.run(main(*sys.argv[1:]))

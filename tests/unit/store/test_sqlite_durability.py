@@ -6,8 +6,6 @@ import asyncio
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,16 +17,7 @@ from instar.store.sqlite import SqliteStore
 from instar.store.writer import Writer
 
 from .make import make_call, make_session
-
-ROOT = Path(__file__).parents[3]
-
-
-def command(mode: str, path: Path, name: str) -> list[str]:
-    return [sys.executable, "-m", f"{__package__}.child", mode, str(path), name]
-
-
-def start(mode: str, path: Path, name: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command(mode, path, name), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+from .processes import command, run, start
 
 
 async def stored(path: Path) -> set[str]:
@@ -140,12 +129,6 @@ async def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
     assert [row[0] for row in found] == [10, 20, 30, 40]
     blocker.close()
     writer.close()
-
-
-def run(arguments: list[str]) -> str:
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 async def test_file_size_limit_loses_nothing(tmp_path: Path) -> None:
