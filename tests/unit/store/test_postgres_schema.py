@@ -1,0 +1,172 @@
+"""Schemas that are not a store of this version: migrated, or refused with what to do, never harmed. And who
+may come in: passwords, and where they are never seen."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from instar.cli.config_file import validate
+from instar.cluster.layout import public_settings
+from instar.config import PostgresStoreConfig, RunConfig
+from instar.errors import ConfigError, StoreCorrupt, StoreError, StoreNewer
+from instar.store.base import Run
+from instar.store.factory import open_store
+from instar.store.postgres import PostgresStore
+from instar.store.postgres_schema import check, prepare
+from instar.store.postgres_server import Server
+from instar.store.schema import TABLES, VERSION
+from tests.postgres import PASSWORD, PostgresServer
+
+from .make import POLICY, RUN, make_call, make_session
+from .test_sqlite_files import TO_NEXT, TO_NOWHERE
+
+
+@pytest.fixture
+def server(postgres: PostgresServer) -> Server:
+    return Server(postgres.socket_url, postgres.new_schema(), timeout=10.0)
+
+
+async def fill(server: Server) -> None:
+    store = PostgresStore(server)
+    await store.open_session(make_session())
+    await store.add_calls([make_call(str(i)) for i in range(5)])
+    await store.close()
+
+
+def refused(server: Server, error: type[StoreError], *words: str) -> None:
+    """By both ways of opening."""
+    for read_only in (False, True):
+        with pytest.raises(error) as caught:
+            PostgresStore(server, read_only=read_only)
+        for word in (*words, server.schema):
+            assert word in str(caught.value)
+
+
+async def test_newer_version(postgres: PostgresServer, server: Server) -> None:
+    await fill(server)
+    postgres.query("UPDATE instar_store SET version = %s", VERSION + 6, schema=server.schema)
+    refused(server, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
+
+
+def test_another_programs_tables(postgres: PostgresServer, server: Server) -> None:
+    postgres.query(f"CREATE SCHEMA {server.schema}")
+    postgres.query("CREATE TABLE bookmarks (url TEXT)", schema=server.schema)
+    refused(server, StoreError, "another program", "store.db_schema")
+    tables = postgres.query("SELECT tablename FROM pg_tables WHERE schemaname = %s", server.schema)
+    assert tables == [("bookmarks",)]
+
+
+async def test_missing_table(postgres: PostgresServer, server: Server) -> None:
+    await fill(server)
+    postgres.query("DROP TABLE claims", schema=server.schema)
+    refused(server, StoreCorrupt, "without its table claims")
+
+
+async def test_reader_makes_nothing_and_writes_nothing(postgres: PostgresServer, server: Server) -> None:
+    with pytest.raises(StoreError, match="no store in"):
+        PostgresStore(server, read_only=True)
+    assert postgres.query("SELECT 1 FROM pg_namespace WHERE nspname = %s", server.schema) == []
+    await fill(server)
+    store = PostgresStore(server, read_only=True)
+    assert len(await store.calls("s")) == 5
+    with pytest.raises(StoreError, match="reading only"):
+        await store.add_calls([make_call("late")])
+    await store.close()
+
+
+async def test_migrations_are_those_of_the_files(postgres: PostgresServer, server: Server) -> None:
+    """One that fails changes nothing; a reader does not migrate."""
+    await fill(server)
+    connection = server.connect("test")
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        prepare(connection, server, version=VERSION + 1, migrations=TO_NOWHERE)
+    with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
+        check(connection, server, version=VERSION + 1)
+    prepare(connection, server, version=VERSION + 1, migrations=TO_NEXT)
+    check(connection, server, version=VERSION + 1)
+    connection.close()
+    assert postgres.query("SELECT note FROM runs", schema=server.schema) == []
+    assert postgres.query("SELECT COUNT(*) FROM calls", schema=server.schema) == [(5,)]
+
+
+async def test_columns_are_those_declared(postgres: PostgresServer, server: Server) -> None:
+    await fill(server)
+    for table in TABLES:
+        columns = postgres.query(
+            "SELECT column_name FROM information_schema.columns WHERE table_schema = %s AND table_name = %s "
+            "AND column_name != 'backend' ORDER BY ordinal_position",
+            server.schema,
+            table.name,
+        )
+        assert [name for (name,) in columns] == list(table.columns)
+
+
+# --- passwords --------------------------------------------------------------------------------------
+
+
+def run_config(postgres: PostgresServer, folder: Path, **settings: str) -> RunConfig:
+    section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.new_schema(), **settings)
+    return RunConfig(name="demo", dir=folder / "demo", store=section)
+
+
+async def test_factory_opens_what_the_config_names(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(postgres, tmp_path, password_env="OF_THE_STORE")
+    monkeypatch.setenv("PGPASSWORD", "of another server")
+    monkeypatch.setenv("OF_THE_STORE", PASSWORD)
+    assert isinstance(config.store, PostgresStoreConfig)
+    with pytest.raises(StoreError, match="no store in"):
+        open_store(config, read_only=True)
+    store = open_store(config)
+    monkeypatch.delenv("OF_THE_STORE")  # kept by the store, for connections to come
+    await store.put_run(Run(RUN, POLICY, {}))
+    assert len(await store.runs()) == 1
+    await store.close()
+    assert PASSWORD not in json.dumps(public_settings(config))
+
+
+@pytest.mark.parametrize("given", ["wr0ng secret", None])
+def test_a_wrong_password_is_told_at_once(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.delenv("PGPASSWORD", raising=False)
+    if given is not None:
+        monkeypatch.setenv("INSTAR_POSTGRES_PASSWORD", given)
+    started = time.monotonic()
+    with pytest.raises(StoreError, match=r"store\.password_env") as caught:
+        open_store(run_config(postgres, tmp_path))
+    assert "wr0ng" not in str(caught.value)
+    assert time.monotonic() - started < PostgresStoreConfig().timeout
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hunter2@host/instar",
+        "postgresql://host/instar?user=me&password=hunter2",
+        "host=h user=me password = hunter2",
+    ],
+)
+def test_a_password_in_the_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.url: .*password_env") as caught:
+        validate({"store": {"type": "postgres", "url": url}}, "run.yaml")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql:///instar", "postgresql://me@[::1]:5432/instar?passfile=/x", "host=h"]
+)
+def test_an_address_without_one_is_taken(url: str) -> None:
+    assert PostgresStoreConfig(url=url).url == url
+
+
+def test_a_database_that_is_not_there_is_told_at_once(postgres: PostgresServer) -> None:
+    url = postgres.socket_url.replace("/postgres?", "/nowhere?")
+    with pytest.raises(StoreError, match=r'"nowhere" does not exist.*createdb'):
+        PostgresStore(Server(url, "instar", timeout=600.0))
