@@ -13,9 +13,11 @@ from instar.config import (
     CloudSection,
     EngineConfig,
     EngineReferenceConfig,
+    MixedEngineConfig,
     PluginConfig,
     RunConfig,
     UpstreamEngineConfig,
+    VllmEngineConfig,
 )
 from instar.errors import ConfigError, InstarError
 from instar.types import Json
@@ -53,8 +55,32 @@ def teacher_config(config: RunConfig) -> RunConfig:
 def _numbered(name: str, engine: EngineConfig) -> list[str]:
     if isinstance(engine, UpstreamEngineConfig):
         return []
-    count = 1 if isinstance(engine, PluginConfig) else engine.count
+    count = _count(engine)
     return [name] if count == 1 else [f"{name}-{place}" for place in range(count)]
+
+
+def _count(engine: EngineConfig) -> int:
+    return 1 if isinstance(engine, PluginConfig | UpstreamEngineConfig) else engine.count
+
+
+def engine_of(config: RunConfig, place: int) -> RunConfig:
+    """The run as the engine process at this place among the names sees it: its engine is its own part of a
+    mixed one, its server its own among several."""
+    engine = config.engine
+    if isinstance(engine, MixedEngineConfig):
+        for part in engine.parts:
+            if place < _count(part):
+                return engine_of(config.model_copy(update={"engine": part}), place)
+            place -= _count(part)
+    if isinstance(engine, VllmEngineConfig) and engine.servers:
+        engine = engine.model_copy(update={"servers": [engine.servers[place]]})
+    return config.model_copy(update={"engine": engine})
+
+
+def engine_python(config: RunConfig) -> str | None:
+    """The interpreter of an engine's process, of one that `engine_of` told. vLLM has a process and an
+    interpreter of its own beside it."""
+    return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
 class RunFolder:

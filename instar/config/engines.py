@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, by_word
 
@@ -115,6 +115,16 @@ class VllmEngineConfig(Section):
     """How long a server may take to come up."""
     python: str | None = None
     """Interpreter that has vLLM. Default: the running one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_as_servers(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not given.get("servers"):
+            return cast(Any, given)
+        servers = len(cast(Any, given["servers"]))
+        if given.get("count", servers) not in (1, servers):
+            raise ValueError(f"count: given {given['count']}; there are {servers} `servers`")
+        return {**cast(Any, given), "count": servers}
 
 
 class MixedEngineConfig(Section):

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instar.config import CloudEngineConfig, RunConfig
+from instar.config import CloudEngineConfig, LocalClusterConfig, RunConfig, VllmEngineConfig
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, Newest
 from instar.engines.remote import RemoteEngine
 from instar.registry import variant
+from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
+    """Call its ``bring_up`` before anything else."""
     if isinstance(config.engine, CloudEngineConfig):
         return variant("samplers", config.backend)(config.model, config.backend, config.engine)
-    return variant("engines", config.engine)(config.model, config.engine)
+    section = (
+        settle_vllm(config.engine, config) if isinstance(config.engine, VllmEngineConfig) else config.engine
+    )
+    return variant("engines", section)(config.model, section)
+
+
+def settle_vllm(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
+    """With what follows from the rest of the run: how policies come, and what else is on the GPU."""
+    changes: Json = {}
+    lora = getattr(config.backend, "lora", None)
+    if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
+        changes["policy"] = "merged"
+    if section.lora_rank is None and lora is not None:
+        changes["lora_rank"] = lora.rank
+    if section.gpu_memory is None:
+        trains_here = isinstance(config.cluster, LocalClusterConfig) and config.rollout is not None
+        changes["gpu_memory"] = 0.4 if trains_here else 0.9
+    return section.model_copy(update=changes)
 
 
 async def connect_engines(
