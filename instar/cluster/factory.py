@@ -9,12 +9,13 @@ from instar.cluster.directory import Directory
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import Supervisor
 from instar.config import RunConfig
-from instar.errors import ConfigError
 
 
 async def create_cluster(
     config: RunConfig, folder: RunFolder, directory: Directory, *, log: Callable[[str], None]
 ) -> Cluster:
     if config.cluster.type == "ray":
-        raise ConfigError("cluster.type: ray cannot be used yet; use local")
+        from instar.cluster.ray.cluster import RayCluster
+
+        return await RayCluster.connect(config, folder, directory, log=log)
     return Supervisor(folder, log=log)

@@ -24,6 +24,8 @@ from instar.errors import InstarError
 
 ROLE_URL = "INSTAR_ROLE_URL"
 """Where a role listens itself, as others reach it."""
+HOST = "INSTAR_HOST"
+"""The host's name before a role's log file, where there are several."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,6 +45,11 @@ def url_of(server: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def log_name(host: str, path: Path) -> str:
+    """How people are told of a log file."""
+    return f"{host}:{path}" if host else str(path)
+
+
 @dataclass(eq=False)
 class Child(Role):
     """A role as a process of this machine."""
@@ -54,12 +61,6 @@ class Child(Role):
     process: asyncio.subprocess.Process | None = None
     restarting: bool = False
     """Whether its end is wanted for a new start."""
-
-    def tail(self, lines: int = 12) -> str:
-        path = Path(self.log)
-        if not path.is_file():
-            return ""
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
     def send(self, number: int) -> None:
         if self.process and self.process.returncode is None:
@@ -79,11 +80,13 @@ class Supervisor(Cluster):
         *,
         log: Callable[[str], None],
         url: Callable[[socket.socket], str] = url_of,
+        host: str = "",
     ) -> None:
-        """``url``: how others reach a socket of this machine."""
+        """``url``: how others reach a socket of this machine. ``host``: its name, where there are several."""
         super().__init__(log=log)
         self.folder = folder
         self._url = url
+        self._host = host
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         # Nothing is ever written: a role that reads the end of it knows that this process is gone. Only
@@ -96,7 +99,7 @@ class Supervisor(Cluster):
 
     async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Child:
         name = options.get("name") or role
-        child = Child(role, name, log=str(self.folder.log(name)), fds=[self._lifeline])
+        child = Child(role, name, log=log_name(self._host, self.folder.log(name)), fds=[self._lifeline])
         argv = [
             options.get("python") or sys.executable,
             "-m",
@@ -171,10 +174,11 @@ class Supervisor(Cluster):
 
     def _give_up(self, child: Child, code: int) -> None:
         child.exit.set_result(code)
-        what = child.tail(1) if code == FATAL else f"{describe(code)}, and again after each restart"
-        cause = f"{child.name}: {what}\n(log: {child.log})"
-        if code != FATAL:
-            cause = f"{cause}\n{child.tail()}"
+        if code == FATAL:
+            cause = f"{child.name}: {self._tail(child.name, 1)}\n(log: {child.log})"
+        else:
+            again = f"{describe(code)}, and again after each restart"
+            cause = f"{child.name}: {again}\n(log: {child.log})\n{self._tail(child.name)}"
         self.fail(InstarError(cause))
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
@@ -205,7 +209,13 @@ class Supervisor(Cluster):
             await asyncio.sleep(0.02)
 
     async def tail(self, name: str, lines: int = 12) -> str:
-        return self._children[name].tail(lines)
+        return self._tail(name, lines)
+
+    def _tail(self, name: str, lines: int = 12) -> str:
+        path = self.folder.log(name)
+        if not path.is_file():
+            return ""
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
     async def close(self) -> None:
         await super().close()

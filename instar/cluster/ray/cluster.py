@@ -1,0 +1,348 @@
+"""The roles of a run as actors of a Ray cluster.
+
+Each actor holds one role (`instar.cluster.ray.host`) and starts it again when it dies. What the actor cannot
+cure, the loss of its node or of itself, is seen to here: the role is started on another node, under a new
+lease, and its new address goes into the store. The actors belong to this process and end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from instar.cluster.base import BACKOFF, FORGIVEN_AFTER, Cluster, Options, Role
+from instar.cluster.directory import Directory
+from instar.cluster.layout import RunFolder
+from instar.cluster.ray.connect import OWN, address_of, connect, in_thread
+from instar.cluster.ray.environment import handed_on
+from instar.cluster.ray.host import Order, Placed, Report, RoleHost
+from instar.cluster.ray.metrics import MetricsCopy
+from instar.cluster.ray.placement import Node, check_room, nodes_of, placement_of, wanted_of
+from instar.config import RayClusterConfig, RunConfig, SqliteStoreConfig
+from instar.errors import ConfigError, InstarError
+
+REPORT_EVERY = 0.5
+ANSWER_SECONDS = 5.0
+"""For an actor to answer one question."""
+HEAD_SECONDS = 30.0
+PLACE_SECONDS = 60.0
+"""For one actor to be placed and to start its role."""
+PLACE_TRIES = 5
+GONE = -int(signal.SIGKILL)
+"""Exit code of a role that was lost with its node."""
+
+
+class Lost(Exception):
+    """The actor is gone, or cannot be reached for too long."""
+
+
+@dataclass(eq=False)
+class Actor(Role):
+    """A role as an actor somewhere."""
+
+    order: Order | None = None
+    handle: Any = None
+    host: str = ""
+    node_id: str = ""
+    shares_folder: bool = False
+    moves: int = 0
+    placed_at: float = 0.0
+
+
+class RayCluster(Cluster):
+    def __init__(
+        self,
+        ray: Any,
+        config: RunConfig,
+        folder: RunFolder,
+        directory: Directory,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(log=log)
+        assert isinstance(config.cluster, RayClusterConfig)
+        self.config = config
+        self.folder = folder
+        self._section = config.cluster
+        self._ray = ray
+        self._directory = directory
+        self._actors: dict[str, Actor] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._lost: set[str] = set()
+        """Nodes that could not be reached, by id."""
+        self._metrics = MetricsCopy(folder.path)
+        self._hosts = folder.path / "hosts.json"
+        self._mark = secrets.token_hex(16)
+        (folder.path / "driver").write_text(self._mark)
+
+    @classmethod
+    async def connect(
+        cls, config: RunConfig, folder: RunFolder, directory: Directory, *, log: Callable[[str], None]
+    ) -> Self:
+        """Raises ConfigError where the cluster is not there, or the config does not suit it."""
+        assert isinstance(config.cluster, RayClusterConfig)
+        ray = await connect(address_of(config.cluster))
+        made = cls(ray, config, folder, directory, log=log)
+        try:
+            nodes = await made.nodes()
+            if len(nodes) > 1 and isinstance(config.store, SqliteStoreConfig):
+                raise ConfigError(
+                    f"store.type: given sqlite, a file of one machine, and the Ray cluster has {len(nodes)} "
+                    "nodes; use postgres"
+                )
+            for role in ("engine", "gateway", "trainer", "rollout"):
+                check_room(role, placement_of(role, config, nodes), nodes)
+        except BaseException:
+            await made.close()
+            raise
+        log(f"Ray: {len(nodes)} node(s), {', '.join(sorted(node.host for node in nodes))}")
+        return made
+
+    async def nodes(self) -> list[Node]:
+        """Those that are alive."""
+        try:
+            return nodes_of(await in_thread(self._ray.nodes, HEAD_SECONDS))
+        except TimeoutError as error:
+            raise InstarError(f"the head of the Ray cluster did not answer in {HEAD_SECONDS:g} s") from error
+
+    @property
+    def roles(self) -> Mapping[str, Actor]:
+        return self._actors
+
+    # --- starting -------------------------------------------------------------------------------
+
+    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Actor:
+        name = options.get("name") or role
+        if (before := self._actors.get(name)) is not None:
+            self._dismiss(before)
+        without = frozenset(options.get("without", ()))
+        order = Order(
+            role=role,
+            name=name,
+            arguments=arguments,
+            python=options.get("python"),
+            config=self.config.model_dump_json(),
+            folder=self.folder.path,
+            mark=self._mark,
+            cwd=Path.cwd(),
+            env={**handed_on(self.config, os.environ, without), **options.get("env", {})},
+            without=without,
+            listen=options.get("listen"),
+            alone=address_of(self._section) == OWN,
+            patience=self._section.node_timeout,
+        )
+        actor = Actor(role, name, order=order)
+        actor.host = before.host if before else self._host_before(name)
+        self._actors[name] = actor
+        await self._place(actor)
+        self._watchers[name] = asyncio.create_task(self._watch(actor))
+        return actor
+
+    async def _place(self, actor: Actor) -> None:
+        """Have Ray find a node for it. Raises InstarError when it does not."""
+        last = ""
+        for _ in range(PLACE_TRIES):
+            await self._create(actor)
+            assert actor.order is not None
+            try:
+                placed: Placed = await self._ask(actor.handle.start.remote(actor.order), PLACE_SECONDS)
+            except InstarError as error:
+                self._dismiss(actor)
+                raise InstarError(f"{actor.name}: {_cause(error)}") from error
+            except (Lost, TimeoutError) as error:
+                last = str(error) or f"no node had room for it within {PLACE_SECONDS:g} s"
+                self._dismiss(actor)
+                continue
+            actor.host, actor.node_id = placed.host, placed.node_id
+            actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
+            actor.placed_at = time.monotonic()
+            self._note_host(actor)
+            return
+        wanted = wanted_of(placement_of(actor.role, self.config, await self.nodes()))
+        raise InstarError(f"{actor.name} could not be placed on the Ray cluster (it wants {wanted}): {last}")
+
+    async def _create(self, actor: Actor) -> None:
+        nodes = await self.nodes()
+        placement = placement_of(actor.role, self.config, nodes)
+        options: dict[str, Any] = {
+            "num_cpus": placement.cpus,
+            "num_gpus": placement.gpus,
+            "resources": placement.resources,
+            "max_restarts": 0,  # a new actor would know nothing; it is made here
+            "max_task_retries": 0,
+            "scheduling_strategy": "SPREAD",
+        }
+        if (node := self._bound_to(actor, nodes)) is not None:
+            affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+            options["scheduling_strategy"] = affinity(node.node_id, soft=False)
+        elif unsure := self._lost & {node.node_id for node in nodes}:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(unsure))})"}
+        actor.handle = self._ray.remote(RoleHost).options(**options).remote()
+
+    def _bound_to(self, actor: Actor, nodes: list[Node]) -> Node | None:
+        """The node that it has to be on. The trainer finds its checkpoints where it was; a store that is a
+        file is where this process is."""
+        if isinstance(self.config.store, SqliteStoreConfig):
+            here = self._ray.get_runtime_context().get_node_id()
+            return next((node for node in nodes if node.node_id == here), None)
+        if actor.role != "trainer" or not actor.host:
+            return None
+        there = [node for node in nodes if node.host == actor.host and node.node_id not in self._lost]
+        return there[0] if there else None
+
+    def _host_before(self, name: str) -> str:
+        """Where it was when this run was last under way."""
+        return json.loads(self._hosts.read_text()).get(name, "") if self._hosts.is_file() else ""
+
+    def _note_host(self, actor: Actor) -> None:
+        hosts = json.loads(self._hosts.read_text()) if self._hosts.is_file() else {}
+        scratch = self._hosts.with_suffix(".partial")
+        scratch.write_text(json.dumps({**hosts, actor.name: actor.host}))
+        scratch.replace(self._hosts)
+
+    # --- watching -------------------------------------------------------------------------------
+
+    async def _watch(self, actor: Actor) -> None:
+        while not actor.exit.done():
+            try:
+                await self._follow(actor)
+            except Lost as lost:
+                try:
+                    await self._move(actor, str(lost))
+                except InstarError as error:
+                    self._end(actor, GONE)
+                    self.fail(error)
+
+    async def _follow(self, actor: Actor) -> None:
+        """Until it has ended for good. Raises Lost."""
+        heard = time.monotonic()
+        while not actor.exit.done():
+            try:
+                report: Report = await self._ask(actor.handle.report.remote(), ANSWER_SECONDS)
+            except TimeoutError as error:
+                silent = time.monotonic() - heard
+                if silent > self._section.node_timeout:
+                    self._lost.add(actor.node_id)
+                    raise Lost(f"no word from {actor.host} for {silent:.0f} s") from error
+                continue
+            heard = time.monotonic()
+            self._lost.discard(actor.node_id)
+            await self._take(actor, report)
+            await asyncio.sleep(REPORT_EVERY)
+
+    async def _take(self, actor: Actor, report: Report) -> None:
+        for event in report.events:
+            self.log(event)
+        actor.restarts = actor.moves + report.restarts
+        if not actor.shares_folder and actor.role in ("trainer", "rollout"):
+            await self._metrics.fetch(
+                actor.host, lambda offset: self._ask(actor.handle.read_metrics.remote(offset), ANSWER_SECONDS)
+            )
+        if report.failure is not None:
+            self.fail(InstarError(report.failure))
+        if report.exit is not None:
+            self._end(actor, report.exit)
+
+    async def _move(self, actor: Actor, why: str) -> None:
+        self._dismiss(actor)
+        if actor.stopping:
+            self._end(actor, GONE)
+            return
+        if time.monotonic() - actor.placed_at > FORGIVEN_AFTER:
+            actor.moves = 0
+        if actor.moves >= len(BACKOFF):
+            raise InstarError(f"{actor.name} was lost again and again: {why}\n(log: {actor.log})")
+        self.log(f"{actor.name} is lost ({why}); starting it again where there is room")
+        await asyncio.sleep(BACKOFF[actor.moves])
+        actor.moves += 1
+        assert actor.order is not None
+        await self._place(actor)
+        if actor.url:
+            await self._directory.enter(actor)
+
+    def _end(self, actor: Actor, code: int) -> None:
+        """Its actor stays, to tell of it; it ends by itself, for it is asked for no more reports."""
+        if not actor.exit.done():
+            actor.exit.set_result(code)
+
+    def _dismiss(self, actor: Actor) -> None:
+        handle, actor.handle = actor.handle, None
+        if handle is not None:
+            self._ray.kill(handle)
+
+    async def _ask(self, answer: Any, seconds: float) -> Any:
+        """An actor's answer. Raises Lost where the actor is no more, TimeoutError where it cannot be
+        reached, and what it raised itself."""
+        errors = self._ray.exceptions
+        try:
+            async with asyncio.timeout(seconds):
+                return await answer
+        except errors.ActorUnavailableError as error:
+            await asyncio.sleep(REPORT_EVERY)
+            raise TimeoutError from error
+        except (errors.RayActorError, errors.RaySystemError, errors.NodeDiedError) as error:
+            raise Lost(_first_line(error)) from error
+
+    # --- control --------------------------------------------------------------------------------
+
+    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+        if (actor := self._actors.get(name)) is not None:
+            actor.stopping = True
+            if actor.handle is not None:
+                actor.handle.signal.remote(number)
+
+    def kill(self, name: str) -> None:
+        if (actor := self._actors.get(name)) is not None:
+            actor.stopping = True
+            if actor.handle is not None and not actor.exit.done():
+                actor.handle.kill.remote()
+            self._end(actor, GONE)
+
+    async def restart(self, name: str, timeout: float = 10.0) -> None:
+        actor = self._actors[name]
+        actor.stopping = False
+        if actor.exit.done():
+            self._dismiss(actor)
+            actor.exit = asyncio.get_running_loop().create_future()
+            await self._place(actor)
+            self._watchers[name] = asyncio.create_task(self._watch(actor))
+            if actor.url:
+                await self._directory.enter(actor)
+            return
+        try:
+            await self._ask(actor.handle.restart.remote(timeout), timeout + ANSWER_SECONDS)
+        except (Lost, TimeoutError) as error:
+            raise InstarError(f"{name} on {actor.host} cannot be reached") from error
+
+    async def tail(self, name: str, lines: int = 12) -> str:
+        actor = self._actors[name]
+        if actor.handle is None:
+            return ""
+        try:
+            return await self._ask(actor.handle.tail.remote(lines), ANSWER_SECONDS)
+        except (Lost, TimeoutError):
+            return ""
+
+    async def close(self) -> None:
+        await super().close()
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        await in_thread(self._ray.shutdown, 30.0)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _cause(error: BaseException) -> str:
+    """What was raised in the actor, without Ray's story around it."""
+    return str(getattr(error, "cause", None) or error)

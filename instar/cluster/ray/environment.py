@@ -1,0 +1,30 @@
+"""Which variables of the driver's environment the roles on other nodes need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from instar.config import RayClusterConfig, RunConfig
+
+ALWAYS = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
+
+
+def handed_on(config: RunConfig, environment: Mapping[str, str], without: frozenset[str]) -> dict[str, str]:
+    """Those that any role may need, those that the config names, and those that `cluster.env` lists."""
+    assert isinstance(config.cluster, RayClusterConfig)
+    names = {*ALWAYS, *_named(config.model_dump(mode="json")), *config.cluster.env} - without
+    return {name: environment[name] for name in sorted(names) if name in environment}
+
+
+def _named(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Values of settings like `api_key_env`."""
+    for key, value in settings.items():
+        if key.endswith("_env") and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _named(cast(Mapping[str, Any], value))
+        elif isinstance(value, list):
+            for item in cast(list[Any], value):
+                if isinstance(item, Mapping):
+                    yield from _named(cast(Mapping[str, Any], item))

@@ -1,0 +1,193 @@
+"""The actor that holds a role on its node: the same supervisor as on one machine, for one role.
+
+It belongs to the driver and hears from it all the time. When it does not for too long it ends its role,
+for the driver has then started another one elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from instar.cluster.base import Address
+from instar.cluster.layout import RunFolder
+from instar.cluster.supervisor import HOST, Supervisor
+from instar.config import RunConfig
+from instar.errors import InstarError
+from instar.gateway.auth import is_loopback
+
+OF_THE_WORKER = (
+    "OMP_NUM_THREADS",
+    "RAY_CLIENT_MODE",
+    "RAY_JOB_ID",
+    "RAY_LD_PRELOAD_ON_WORKERS",
+    "RAY_RAYLET_PID",
+)
+"""Variables that Ray gives its worker, and that mean something else in the role's process."""
+LOOK_EVERY = 0.5
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run, as the driver sends it. It holds keys, so it is only ever an argument of a call."""
+
+    role: str
+    name: str
+    arguments: tuple[str, ...]
+    python: str | None
+    config: str = field(repr=False)
+    """The run's config, as JSON."""
+    folder: Path
+    mark: str
+    """What the folder's `driver` file holds where it is the driver's own folder."""
+    cwd: Path
+    env: Mapping[str, str] = field(repr=False)
+    without: frozenset[str]
+    listen: Address | None
+    """Where to listen. A loopback address stands for the node's own, which the others can reach, unless there
+    are no others."""
+    alone: bool
+    """Whether the cluster is this machine alone."""
+    patience: float
+    """Seconds without a word from the driver after which to end."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    host: str
+    node_id: str
+    url: str
+    log: str
+    shares_folder: bool
+    """Whether the run's folder is the driver's own."""
+
+
+@dataclass(frozen=True)
+class Report:
+    restarts: int
+    exit: int | None
+    """Once it has ended for good."""
+    failure: str | None
+    """Why the run cannot go on."""
+    events: tuple[str, ...]
+    """What a person should know, since the last report."""
+
+
+class RoleHost:
+    def __init__(self) -> None:
+        self._supervisor: Supervisor | None = None
+        self._name = ""
+        self._folder = RunFolder(Path())
+        self._events: list[str] = []
+        self._heard = time.monotonic()
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(self, order: Order) -> Placed:
+        host = "127.0.0.1" if order.alone else node_address()
+        listen = order.listen
+        if listen is not None and is_loopback(listen[0]):
+            listen = (host, listen[1])
+        self._heard = time.monotonic()
+        self._ending = asyncio.create_task(self._end_when_alone(order.patience))
+        self._name, self._folder = order.name, RunFolder(order.folder)
+        shares = self._prepare_folder(order)
+        os.chdir(order.cwd if order.cwd.is_dir() else order.folder)
+        self._supervisor = Supervisor(
+            self._folder, log=self._events.append, url=lambda server: _url(host, server), host=host
+        )
+        role = await self._supervisor.start(
+            order.role,
+            *order.arguments,
+            name=order.name,
+            python=order.python,
+            env={**order.env, HOST: host, "RAY_ADDRESS": _cluster_address()},
+            without=order.without | (set(OF_THE_WORKER) - order.env.keys()),
+            listen=listen,
+        )
+        return Placed(host, _node_id(), role.url, role.log, shares)
+
+    def _prepare_folder(self, order: Order) -> bool:
+        mark = order.folder / "driver"
+        if mark.is_file() and mark.read_text() == order.mark:
+            return True
+        try:
+            self._folder.create(RunConfig.model_validate_json(order.config))
+        except OSError as error:
+            raise InstarError(f"cannot make {order.folder} on {node_address()}: {error.strerror}") from error
+        return False
+
+    async def report(self) -> Report:
+        """How it is; to be asked for all the time."""
+        self._heard = time.monotonic()
+        assert self._supervisor is not None
+        role = self._supervisor.roles[self._name]
+        failed = self._supervisor.failure
+        events, self._events[:] = tuple(self._events), []
+        return Report(
+            restarts=role.restarts,
+            exit=role.exit.result() if role.exit.done() else None,
+            failure=str(failed.exception()) if failed.done() else None,
+            events=events,
+        )
+
+    async def read_metrics(self, offset: int) -> bytes:
+        """What the run's metrics file on this node has beyond that many bytes."""
+        path = self._folder.path / "metrics.jsonl"
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read()
+
+    async def signal(self, number: int) -> None:
+        assert self._supervisor is not None
+        self._supervisor.signal(self._name, number)
+
+    async def kill(self) -> None:
+        assert self._supervisor is not None
+        self._supervisor.kill(self._name)
+
+    async def restart(self, timeout: float) -> None:
+        assert self._supervisor is not None
+        await self._supervisor.restart(self._name, timeout)
+
+    async def tail(self, lines: int) -> str:
+        assert self._supervisor is not None
+        return await self._supervisor.tail(self._name, lines)
+
+    async def _end_when_alone(self, patience: float) -> None:
+        while time.monotonic() - self._heard < patience:  # noqa: ASYNC110 - the driver's calls move it on
+            await asyncio.sleep(LOOK_EVERY)
+        if self._supervisor is not None:
+            self._supervisor.kill(self._name)
+        os._exit(1)
+
+
+def node_address() -> str:
+    """Of this node, as the others of the cluster know it."""
+    return str(import_module("ray.util").get_node_ip_address())
+
+
+def _node_id() -> str:
+    return str(_ray_context().get_node_id())
+
+
+def _cluster_address() -> str:
+    """Of the cluster, for a role that uses it itself."""
+    return str(_ray_context().gcs_address)
+
+
+def _ray_context() -> Any:
+    return import_module("ray").get_runtime_context()
+
+
+def _url(host: str, server: socket.socket) -> str:
+    port = server.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
