@@ -105,6 +105,9 @@ class Launch:
         if self.adapters:
             found += ["--enable-lora", "--max-lora-rank", str(fitting_rank(config.lora_rank or 16))]
             found += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
+        else:
+            found += ["--worker-extension-cls", EXTENSION]
+            found += [] if self.vllm.on_cpu else ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*found, *config.args]
 
     def _whole_prompts(self) -> list[str]:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from instar.config import ModelConfig, VllmEngineConfig
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
 from instar.engines.checks import as_ids, check_request, check_scored
 from instar.engines.vllm.address import VllmAddress
 from instar.engines.vllm.command import Launch, find_vllm, fitting_rank
@@ -22,11 +22,12 @@ from instar.engines.vllm.offers import Offers
 from instar.engines.vllm.process import VllmProcess
 from instar.engines.vllm.reply import Reply
 from instar.engines.vllm.serving import AdapterServing, BaseServing, MergedServing, Serving
+from instar.engines.vllm.transfer import Receiver, find_routes
 from instar.engines.vllm.weights import Weights
 from instar.engines.vllm.wire import PATH, decode_scores, generate_body, known, logprobs_of, score_body
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model
-from instar.types import Artifact, Floats, Policy, SamplingParams, TokenChunk
+from instar.types import Artifact, Floats, Json, Policy, SamplingParams, TokenChunk
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -46,6 +47,7 @@ class VllmEngine(Engine):
         self._server: VllmProcess | VllmAddress | None = None
         self._serving: Serving = BaseServing("it has not come up")
         self._weights: Weights | None = None
+        self._receiver: Receiver | None = None
         self._seeds = True
         self._dtype = "fp32"  # which any server can read
         self._info: EngineInfo | None = None
@@ -57,6 +59,8 @@ class VllmEngine(Engine):
         self._say: Callable[[str], None] = print
         self._running = self._waiting = 0
         self._generated = self._prompted = self._cached = 0
+        self.misstamped = 0
+        """Tokens whose version was told wrong, as far as vLLM says so in the end."""
 
     async def bring_up(self, log: Path, say: Callable[[str], None]) -> None:
         if self._config.servers:
@@ -99,6 +103,8 @@ class VllmEngine(Engine):
             await self._meet()
         else:
             self._serving.reset()
+        if self._serving.per_token and self._weights is not None:
+            await self._weights.tell(0)
         if self._policy is not None:
             await self._resume(self._policy)
         elif isinstance(self._server, VllmAddress) and "weights" in self._serving.artifacts:
@@ -127,6 +133,7 @@ class VllmEngine(Engine):
         if not self._seeds:
             self._say("seeds are not passed on: on a CPU, vLLM may die of them unless Instar has started it")
         self._weights = Weights(client)
+        self._receiver = Receiver(self._weights)
         self._weights.tells_version = offers.tells_version
         self._serving = self._choose(offers, self._weights)
         self._info = EngineInfo(
@@ -137,6 +144,7 @@ class VllmEngine(Engine):
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.per_token,
             scores=True,
+            routes=await find_routes(client) if self._serving.per_token else (),
         )
 
     def _choose(self, offers: Offers, weights: Weights) -> Serving:
@@ -230,6 +238,9 @@ class VllmEngine(Engine):
 
     def _count(self, reply: Reply, prompt_tokens: int) -> None:
         self._prompted += prompt_tokens
+        if reply.misstamped and self._serving.per_token:
+            self.misstamped += reply.misstamped
+            self._say(f"{reply.misstamped} tokens of a reply are of another version than was said of them")
         if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
             self._cached += details.cached_tokens or 0
 
@@ -261,6 +272,21 @@ class VllmEngine(Engine):
         async with self._loading:
             await self._until_ready()
             await self._serving.load(policy)
+            self._policy = policy
+
+    async def stage(self, transfer: Transfer) -> Json:
+        if self._receiver is None or transfer.route not in self.info.routes:
+            return await super().stage(transfer)
+        await self._until_ready()
+        return await self._receiver.stage(transfer)
+
+    async def commit(self, policy: Policy) -> None:
+        if self._receiver is None or not self.info.routes:
+            return await super().commit(policy)
+        async with self._loading:
+            await self._until_ready()
+            await self._receiver.commit(policy)
+            self._serving.took(policy)
             self._policy = policy
 
     async def status(self) -> EngineStatus:

@@ -48,7 +48,10 @@ class Reply:
         self._older: deque[tuple[int, int]] = deque()
         """(so many bytes from the start, the version that they are of)"""
         self._ids: list[int] = []
+        self._stamps: list[int] = []
         self.usage: Usage | None = None
+        self.misstamped = 0
+        """Tokens that another version has sampled than was said, as vLLM tells at the end (0.27 and later)."""
 
     @property
     def received(self) -> int:
@@ -112,6 +115,8 @@ class Reply:
                 versions += [self._stamp()] * len(new)
                 if choice.finish_reason is not None:
                     finish, stop = self._finish(choice, [*self._ids, *ids])
+                    self._compare(choice, [*self._stamps, *versions])
+        self._stamps += versions
         if self._params.stop:
             self._ids += ids
         if not ids and finish is None:
@@ -122,6 +127,12 @@ class Reply:
         while self._older and self._read > self._older[0][0]:
             self._older.popleft()
         return self._older[0][1] if self._older else self._version()
+
+    def _compare(self, choice: Choice, stamps: list[int]) -> None:
+        for span in choice.weight_versions or []:
+            if span.version.isdigit():
+                told = int(span.version)
+                self.misstamped += sum(stamp != told for stamp in stamps[span.start : span.end])
 
     def _behavior(self, count: int) -> list[float] | None:
         """A greedy token was certain; of another distribution than the full softmax vLLM tells nothing."""

@@ -43,6 +43,9 @@ class Serving(ABC):
     async def load(self, policy: Policy) -> None:
         """As Engine.load. One at a time."""
 
+    def took(self, policy: Policy) -> None:  # noqa: B027 - where weights are never replaced
+        """The server's weights are this policy's now; others have put them in place."""
+
     @abstractmethod
     def lease(self) -> AbstractContextManager[Lease]:
         """For as long as a request runs."""
@@ -191,6 +194,9 @@ class MergedServing(Serving):
             except EngineError:
                 await self._restore()
                 raise
+        self._policy = policy
+
+    def took(self, policy: Policy) -> None:
         self._policy = policy
 
     @asynccontextmanager

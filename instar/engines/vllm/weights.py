@@ -72,7 +72,7 @@ class Weights:
                 yield change
                 if change.version is not None:
                     await self._settle(arrived)
-                    await self._name(change.version)
+                    await self.tell(change.version)
                     self._turn(change.version)
             finally:
                 if change.begun and change.version is None:
@@ -94,7 +94,8 @@ class Weights:
                     return
                 before = now
 
-    async def _name(self, version: int) -> None:
+    async def tell(self, version: int) -> None:
+        """Give the server the version's name, for others who ask it."""
         if self.tells_version:
             await self.client.post("/update_weight_version", {"new_version": str(version)})
 
