@@ -25,7 +25,7 @@ from instar.cluster.base import FATAL
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, teacher_config, teacher_names
 from instar.cluster.supervisor import ROLE_URL
-from instar.config import CloudEngineConfig, LocalClusterConfig, RunConfig
+from instar.config import CloudEngineConfig, LocalClusterConfig, PostgresStoreConfig, RunConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
 from instar.types import Endpoint, Policy
@@ -71,9 +71,13 @@ class Context:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
     def open_store(self) -> Store:
+        """It has read its password, which no agent is to inherit."""
         from instar.store.factory import open_store
 
-        return open_store(self.config)
+        store, section = open_store(self.config), self.config.store
+        if isinstance(section, PostgresStoreConfig) and (name := section.password_variable(os.environ)):
+            del os.environ[name]
+        return store
 
     async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
         """Say what this role does, twice a second, until cancelled."""

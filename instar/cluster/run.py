@@ -98,9 +98,11 @@ async def serving(
     _check_folder(folder, config, resume)
     async with AsyncExitStack() as leaving:
         leaving.callback(os.close, folder.lock("supervisor", wait=2.0))
-        folder.create(config)
         store = open_store(config)
         leaving.push_async_callback(store.close)
+        if not resume:
+            await _check_name(config, store)
+        folder.create(config)
         await _enter_run(config, store)
         cluster = await create_cluster(config, folder, Directory(store, config.name), log=log)
         leaving.push_async_callback(cluster.close)
@@ -121,6 +123,15 @@ async def serving(
         await _until_up(run, "engine", "gateway")
         yield run
     run.phase = "done"
+
+
+async def _check_name(config: RunConfig, store: Store) -> None:
+    """A store may hold the runs of many folders."""
+    if await store.run(config.name) is not None:
+        raise ConfigError(
+            f"name: given {config.name!r}; the store has a run of that name already. Continue it with "
+            "--resume from its folder, or give this one another name"
+        )
 
 
 async def _enter_run(config: RunConfig, store: Store) -> None:

@@ -1,0 +1,128 @@
+"""A whole run whose rows are on a PostgreSQL server: to its end, killed and resumed, and looked into."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from instar.rollout.base import AgentSession
+from tests.postgres import PASSWORD, PostgresServer
+from tests.tiny import make_tiny_model
+from tests.torture import play
+from tests.torture.tortured import ROOT, Tortured, settings
+
+VARIABLE = "OF_THE_STORE"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=2048)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer(fsync=True)
+    yield server
+    server.remove()
+
+
+async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
+    assert PASSWORD not in os.environ.values(), "an agent could read the store's password"
+    await play.agent(task, session, ledger=ledger)
+
+
+class PostgresRun(Tortured):
+    """Reaches its server with a password, which comes by the environment."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], server: PostgresServer) -> None:
+        config["store"] = {
+            "type": "postgres",
+            "url": server.tcp_url,
+            "db_schema": server.new_schema(),
+            "password_env": VARIABLE,
+        }
+        config["rollout"]["agent"]["function"] = f"{__name__}:agent"
+        super().__init__(folder, config)
+        self.server = server
+
+    def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
+        return super().start(resume=resume, **{VARIABLE: PASSWORD, **env})
+
+    def query(self, sql: str, *values: object) -> list[Any]:
+        try:
+            schema = self.config["store"]["db_schema"]
+            return self.server.query(sql.replace("?", "%s"), *values, schema=schema)
+        except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
+            return []  # it is not there yet, or restarts
+
+    def command(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "instar.cli.main", *arguments],
+            cwd=ROOT,
+            env={**os.environ, VARIABLE: PASSWORD},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.mark.timeout(240)
+def test_a_run_on_postgres_finishes_and_is_looked_into(
+    model: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    run = PostgresRun(tmp_path, settings(tmp_path, model, steps=2), postgres)
+    run.start()
+    run.finish()
+    run.assert_consistent()
+    assert not (run.run_dir / "store.db").exists()
+    listed = json.loads(run.command("sessions", "ls", str(run.run_dir), "--json"))
+    assert len(listed) == run.query("SELECT COUNT(*) FROM sessions")[0][0]
+    assert run.command(
+        "sessions", "show", str(run.run_dir), str(run.query("SELECT session_id FROM sessions")[0][0])
+    )
+    assert run.command("report", str(run.run_dir))
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        assert path.is_dir() or PASSWORD.encode() not in path.read_bytes(), f"the password is in {path}"
+    assert_name_is_taken(run, tmp_path / "another")
+
+
+def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
+    """A run of the same name in another folder is not mixed with it."""
+    folder.mkdir()
+    again = Tortured(folder, {**run.config, "dir": str(folder / "run")})
+    again.start(**{VARIABLE: PASSWORD})
+    assert again.wait(60) == 1
+    assert "the store has a run of that name already" in again.output.read_text()
+    assert not (folder / "run" / "config.json").exists()
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed_while_the_server_restarts(
+    model: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    run = PostgresRun(tmp_path, settings(tmp_path, model, steps=5), postgres)
+
+    def committed() -> int:
+        return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
+
+    run.start()
+    assert run.wait_until(lambda: committed() >= 1)
+    run.kill()
+    run.assert_no_orphans()
+    run.start(resume=True)
+    assert run.wait_until(lambda: committed() >= 2)
+    postgres.stop(signal.SIGQUIT)
+    postgres.start()
+    run.finish()
+    run.assert_consistent()
