@@ -8,11 +8,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from instar.engines.remote import CONNECT_SECONDS, IDLE_SECONDS
+from instar.engines.remote import CONNECT_SECONDS
 from instar.errors import EngineError, EngineUnavailable
 from instar.plain_http import PlainClient, PlainResponse
 from instar.types import Json
 
+IDLE_SECONDS = 2.0
+"""vLLM itself keeps a connection for 5 seconds."""
 CALL_SECONDS = 600.0
 """Deadline of one call that is not a reply: reading weights is the longest."""
 
@@ -21,7 +23,8 @@ class VllmClient:
     """Raises EngineUnavailable where the server cannot be reached or is going down, EngineError with its own
     words where it refuses."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
+        """``idle_seconds``: how long a connection is kept for another request; less than the server does."""
         self.url = url.rstrip("/")
         address = urlsplit(self.url)
         if address.scheme != "http" or not address.hostname:
@@ -31,7 +34,7 @@ class VllmClient:
         self._plain = PlainClient(
             address.hostname,
             address.port or 80,
-            idle_seconds=min(IDLE_SECONDS, 4.0),  # uvicorn, as vLLM starts it, keeps one for 5
+            idle_seconds=idle_seconds,
             connect_seconds=CONNECT_SECONDS,
         )
         self._session: aiohttp.ClientSession | None = None
@@ -83,7 +86,9 @@ class VllmClient:
 
     async def _call(self, method: str, path: str, body: Json | None, seconds: float) -> Any:
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            # Calls are few, and vLLM closes a connection on which something failed.
+            connector = aiohttp.TCPConnector(force_close=True)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:

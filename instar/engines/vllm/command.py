@@ -34,6 +34,8 @@ print(version("vllm"), found)
 """
 """Without importing vLLM, which takes many seconds."""
 PROBE_SECONDS = 60.0
+IDLE_SECONDS = 30.0
+"""How long a connection to a server of our own is kept for another request."""
 WITHHELD = ("INSTAR_",)
 """Prefixes of variables that are for Instar alone: keys among them."""
 
@@ -125,6 +127,7 @@ class Launch:
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
             VLLM_HOST_IP="127.0.0.1",
             VLLM_NO_USAGE_STATS="1",
+            VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(int(2 * IDLE_SECONDS)),
         )
         if self.vllm.on_cpu:
             found.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.cores))

@@ -14,7 +14,7 @@ from pathlib import Path
 import instar
 from instar.engines.vllm import guard
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.command import Launch
+from instar.engines.vllm.command import IDLE_SECONDS, Launch
 from instar.errors import EngineError
 
 BACKOFF = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
@@ -50,7 +50,8 @@ class VllmProcess:
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._port.bind(("127.0.0.1", 0))
-        self.client = VllmClient(f"http://127.0.0.1:{self._port.getsockname()[1]}", self._key)
+        url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
+        self.client = VllmClient(url, self._key, idle_seconds=IDLE_SECONDS)
         self._package = tempfile.TemporaryDirectory(prefix="instar-vllm-")
         (Path(self._package.name) / "instar").symlink_to(Path(instar.__file__).parent)
         self._process: asyncio.subprocess.Process | None = None

@@ -51,7 +51,7 @@ class Reply:
         self._stamps: list[int] = []
         self.usage: Usage | None = None
         self.misstamped = 0
-        """Tokens that another version has sampled than was said, as vLLM tells at the end (0.27 and later)."""
+        """Tokens that another version has sampled than was said, as vLLM from 0.27 on tells at the end."""
 
     @property
     def received(self) -> int:
