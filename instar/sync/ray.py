@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from instar.backends.base import Backend
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 NAMESPACE = "instar"
 CALL_SECONDS = 60.0
 """Deadline of one call to the mailbox; its process may have to start."""
-STORE_BYTES = 2**30
-"""Of the object store, where the cluster is started here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class Chunk:
 
 
 class RaySync(LiveSync):
-    """Call ``start`` first. ``address``: of the cluster; None takes one that this process has joined, or
-    `RAY_ADDRESS`, else starts one on this machine."""
+    """Call ``start`` first. ``address``: of the cluster. None: the one that this process has joined, or that
+    `RAY_ADDRESS` names."""
 
     def __init__(
         self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
@@ -52,7 +51,7 @@ class RaySync(LiveSync):
         self._chunk_bytes = chunk_bytes
         self._mailbox: Any = None
         self._names: Json = {}
-        self._began_ray = False
+        self._joined = False
 
     @property
     def route(self) -> str:
@@ -127,43 +126,41 @@ class RaySync(LiveSync):
     # --- Ray itself; these block -----------------------------------------------------------------
 
     def _begin(self) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise ConfigError(
-                "sync.route: 'ray' needs Ray in the trainer's environment: pip install 'instar[ray]'"
-            ) from error
+        if find_spec("ray") is None:
+            raise ConfigError("it needs Ray in the trainer's environment: pip install 'instar[ray]'")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
         if not ray.is_initialized():
             self._join(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
         # One process for the whole run; it computes nothing.
         made = ray.remote(num_cpus=0)(_mailbox_class())
         self._mailbox = made.options(name=name, namespace=NAMESPACE).remote()
-        address = ray.get_runtime_context().gcs_address
-        self._names = {"mailbox": name, "namespace": NAMESPACE, "address": address}
+        self._names = {
+            "mailbox": name,
+            "namespace": NAMESPACE,
+            "address": ray.get_runtime_context().gcs_address,
+            # Whether the cluster asks for a token; the token itself is found by who joins, or not at all.
+            "auth": os.environ.get("RAY_AUTH_MODE"),
+        }
 
     def _join(self, ray: Any) -> None:
         address = self._address or os.environ.get("RAY_ADDRESS")
-        options: Json = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if address:
-            options = {"address": address, "log_to_driver": False, "logging_level": "error"}
-        else:
-            store = max(STORE_BYTES, 4 * self._chunk_bytes)
-            options |= {"address": "local", "num_cpus": 1, "num_gpus": 0, "object_store_memory": store}
+        if not address:
+            raise ConfigError("there is no Ray cluster: set cluster.type to ray, or RAY_ADDRESS")
         try:
-            ray.init(**options)
-        except (RuntimeError, OSError, ConnectionError) as error:
-            where = f"the Ray cluster at {address} cannot be joined" if address else "Ray does not start"
-            raise ConfigError(f"sync.route: 'ray': {where}: {error}") from error
-        self._began_ray = True
+            ray.init(address=address, log_to_driver=False, logging_level="error")
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
+        self._joined = True
 
     def _end(self) -> None:
         import ray
 
         ray.kill(self._mailbox)
         self._mailbox = None
-        if self._began_ray:
+        if self._joined:
             ray.shutdown()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 RAY_SECONDS = 60.0
 """Deadline of one chunk from Ray's object store."""
+OUTLIVES_SECONDS = 10**6
+"""How long a worker goes on without the Ray cluster that it has joined."""
 PLAIN_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """What vLLM calls the handling of layers whose parameters are as a model's files have them."""
 
@@ -263,11 +266,18 @@ def _from_ray(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 def _mailbox(body: dict[str, Any]) -> Any:
     """Joins the trainer's Ray cluster first, where this process has not."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray would end this process a minute after the cluster has gone.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(OUTLIVES_SECONDS))
+    if body["auth"]:
+        os.environ["RAY_AUTH_MODE"] = body["auth"]
     import ray
+    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != body["address"]:
         ray.shutdown()
     if not ray.is_initialized():
+        Config.initialize("")  # vLLM may have imported Ray before: have it read the variables again
         # Ray would take the signal over by which vLLM is told to end.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
