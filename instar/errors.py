@@ -6,6 +6,7 @@ InstarError
 │   ├── StoreNewer         written by a newer Instar
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          no room left on the disk
+│   ├── LeaseLost          another process has taken over what this one did for the run
 │   └── Conflict           a row that must be unique is there already (a sample claimed twice, say)
 ├── RenderError        messages cannot become tokens for this model
 ├── EngineError        an engine failed
@@ -49,6 +50,10 @@ class StoreFull(StoreError):
 
 
 class Conflict(StoreError):
+    pass
+
+
+class LeaseLost(StoreError):
     pass
 
 

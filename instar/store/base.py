@@ -321,6 +321,16 @@ class Store(ABC):
     async def secret(self, name: str) -> bytes:
         """32 random bytes, made when they are first asked for and the same ever after."""
 
+    # who acts for a run
+    @abstractmethod
+    async def take_lease(self, run_id: str, name: str) -> int:
+        """The next lease of a role's name: whoever holds an earlier one writes nothing more."""
+
+    @abstractmethod
+    async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
+        """From now on this store writes under the lease: every write raises LeaseLost once a later one was
+        taken, as this does."""
+
     # roles that are up
     @abstractmethod
     async def put_endpoint(self, endpoint: Endpoint) -> None: ...

@@ -37,6 +37,10 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
         "CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL AND name != ''",
     ),
+    2: (
+        "CREATE TABLE leases (run_id TEXT NOT NULL, name TEXT NOT NULL, lease INTEGER NOT NULL, "
+        "PRIMARY KEY (run_id, name))",
+    ),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSION = 2
+VERSION = 3
 """Written to ``PRAGMA user_version``; one more with every change of what is declared here."""
 
 APPLICATION_ID = 0x494E5354
@@ -256,6 +256,12 @@ KEYS = Table(
 
 SECRETS = Table("secrets", {"name": "TEXT PRIMARY KEY", "value": BLOB})
 
+LEASES = Table(
+    "leases",
+    {"run_id": TEXT, "name": TEXT, "lease": INTEGER},
+    constraints=("PRIMARY KEY (run_id, name)",),
+)
+
 # Kept by triggers: progress is polled, and counting rows would cost more with every group.
 GROUP_COUNTS = Table(
     "group_counts",
@@ -281,6 +287,7 @@ TABLES = (
     ENDPOINTS,
     KEYS,
     SECRETS,
+    LEASES,
     GROUP_COUNTS,
     SESSION_COUNTS,
 )

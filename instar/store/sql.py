@@ -9,7 +9,7 @@ from typing import TypeVar
 from instar.errors import StoreError
 from instar.store import calls as call_queries
 from instar.store import keys as key_queries
-from instar.store import policies, sessions, steps
+from instar.store import leases, policies, sessions, steps
 from instar.store.base import CallPart, KeyRow, Progress, Run, SessionRow, Store
 from instar.store.database import Database
 from instar.store.reader import Readers
@@ -279,6 +279,17 @@ class SqlStore(Store):
     async def secret(self, name: str) -> bytes:
         found = await self._look_up(lambda db: key_queries.get_secret(db, name))
         return found or await self._write(lambda db: key_queries.make_secret(db, name))
+
+    # who acts for a run
+
+    async def take_lease(self, run_id: str, name: str) -> int:
+        return await self._write(lambda db: leases.take(db, run_id, name))
+
+    async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
+        check = leases.guard(run_id, name, lease)
+        await self._write(check)
+        assert self._writer is not None
+        self._writer.guard = check
 
     # roles that are up
 

@@ -74,6 +74,8 @@ class Writer:
         ``patience`` seconds."""
         self.commits = 0
         self.writes = 0
+        self.guard: Work[None] | None = None
+        """Run first in every transaction; nothing is written where it raises StoreError."""
         self._db = db
         self._name = name
         self._patience = patience
@@ -154,6 +156,7 @@ class Writer:
                 for job in jobs:
                     self._commit([job])
         except StoreError as error:
+            self._db.rollback()
             _fail(jobs, error)
 
     def _persist(self, jobs: Sequence[_Job]) -> None:
@@ -174,6 +177,8 @@ class Writer:
         for job in jobs:
             job.result, job.error = None, None
         self._db.begin()
+        if self.guard is not None:
+            self.guard(self._db)
         for alike in _alike(jobs):
             if not self._together(alike):
                 for job in alike:

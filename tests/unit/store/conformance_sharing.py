@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from instar.errors import Conflict
+from instar.errors import Conflict, LeaseLost
 from instar.store.base import Store
 from instar.types import (
     Artifact,
@@ -37,6 +37,30 @@ class ManyHosts:
             for store in stores:
                 stack.push_async_callback(store.close)
             yield stores
+
+    async def test_who_has_lost_the_lease_writes_nothing(self, hosts: list[Store]) -> None:
+        driver, old, new = hosts
+        await old.hold_lease(RUN, "trainer", await driver.take_lease(RUN, "trainer"))
+        await old.claim_step(RUN, 1, [make_claim("k")])
+        lease = await driver.take_lease(RUN, "trainer")
+        with pytest.raises(LeaseLost, match="taken over the trainer of run 'run'"):
+            await old.advance_step(RUN, 1, StepState.SUBMITTED)
+        await new.hold_lease(RUN, "trainer", lease)
+        assert await new.release_steps(RUN, 0) == [1]
+        outcomes = await asyncio.gather(
+            old.claim_step(RUN, 1, [make_claim("k")]),
+            old.open_group(make_group("g")),
+            return_exceptions=True,
+        )
+        assert [type(outcome) for outcome in outcomes] == [LeaseLost, LeaseLost]
+        assert await new.claims(RUN) == []
+        assert await new.groups(RUN, Channel.TRAIN) == []
+        with pytest.raises(LeaseLost):
+            await driver.hold_lease(RUN, "trainer", lease - 1)
+        await driver.open_group(make_group("g"))  # it acts for no role, and goes on
+        await new.claim_step(RUN, 1, [make_claim("k")])
+        assert await driver.take_lease(RUN, "gateway") == 1
+        assert await driver.take_lease("another", "trainer") == 1
 
     async def test_a_sample_is_claimed_by_one(self, hosts: list[Store]) -> None:
         """Each host claims all groups in another order, four at a time, as steps of its own."""
