@@ -17,7 +17,7 @@ from instar.store.call_rows import (
     decode_part,
     encode_call,
 )
-from instar.store.codec import Row, load_message
+from instar.store.codec import Row, load_message, plain
 from instar.store.database import Database
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
@@ -153,13 +153,13 @@ class Fetched:
 
 
 def fetch_call(db: Database, call_id: str) -> Fetched:
-    rows = db.execute(_CHAIN, (call_id,)).fetchall()
+    rows = db.execute(_CHAIN, (plain(call_id),)).fetchall()
     return _with_tools(db, Fetched(rows, [call_id] if rows else []))
 
 
 def fetch_calls(db: Database, column: str, value: str) -> Fetched:
     """Those with this value in ``column``, and what they stand on."""
-    own = db.execute(f"SELECT * FROM calls WHERE {column} = ? ORDER BY seq", (value,)).fetchall()
+    own = db.execute(f"SELECT * FROM calls WHERE {column} = ? ORDER BY seq", (plain(value),)).fetchall()
     there = {row["call_id"] for row in own}
     outside: dict[str, Row] = {}
     for base_id in {row["base_id"] for row in own} - there - {None}:

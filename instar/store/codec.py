@@ -105,5 +105,5 @@ def load_message(text: str) -> Any:
 
 
 def plain(text: str | None) -> str | None:
-    """Text that a database can hold: a program's output may carry bytes that are no UTF-8."""
-    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
+    """Text that a database can hold: a program's output may carry bytes that are no UTF-8, or NUL."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

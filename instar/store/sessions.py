@@ -101,7 +101,7 @@ def open_session(db: Database, row: dict[str, Any]) -> None:
 
 
 def get_session(db: Database, column: str, value: str) -> Session | None:
-    row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (value,)).fetchone()
+    row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (plain(value),)).fetchone()
     return decode_session(row) if row else None
 
 

@@ -82,9 +82,9 @@ MISTAKES = {
         "engine: {type: vllm}",
         "engine.type: given 'vllm'; allowed: local, scripted, upstream, cloud, plugin",
     ),
-    "unknown variant of a single one": (
+    "unknown variant like a known one": (
         "store: {type: sqlte}",
-        "store.type: given 'sqlte'; allowed: sqlite (did you mean 'sqlite'?)",
+        "store.type: given 'sqlte'; allowed: sqlite, postgres (did you mean 'sqlite'?)",
     ),
     "missing variant": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",

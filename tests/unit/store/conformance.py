@@ -130,12 +130,19 @@ class RunsAndSessions(Conformance):
     async def test_reason_of_any_bytes_is_stored(self, store: Store) -> None:
         await store.open_session(make_session())
         assert await store.end_session(
-            "s", SessionStatus.FAILED, b"bad \xff byte".decode(errors="surrogateescape")
+            "s", SessionStatus.FAILED, b"bad \xff byte, \0 too".decode(errors="surrogateescape")
         )
         session = await store.session("s")
         assert session is not None
         assert session.reason is not None
         assert session.reason.startswith("bad ")
+        for name in ("\0", "\udcff"):
+            assert await store.session(name) is None
+            assert await store.call(name) is None
+            assert await store.calls(name) == await store.calls_of_request(name) == []
+            assert await store.session_by_external(RUN, "agent", name) is None
+        await store.open_session(make_session("named", external_id="\0"))
+        assert await store.session_by_external(RUN, "agent", "\0") is not None
 
     async def test_two_enders_one_wins(self, store: Store) -> None:
         await store.open_session(make_session())

@@ -1,18 +1,88 @@
-"""The PostgreSQL store passes the conformance suite, on a real server."""
+"""The PostgreSQL store passes the conformance suite, on a real server, and groups commits."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
 import pytest
 
+from instar.errors import Conflict, StoreFull
 from instar.store.postgres import PostgresStore
 from instar.store.postgres_server import Server
 from tests.postgres import PostgresServer
 
 from .conformance import OpenStore, StoreConformance
+from .make import make_call, make_session
+
+
+@pytest.fixture
+def server(postgres: PostgresServer) -> Server:
+    return Server(postgres.socket_url, postgres.new_schema(), timeout=30.0)
 
 
 class TestPostgresStore(StoreConformance):
     @pytest.fixture
-    def open_store(self, postgres: PostgresServer) -> OpenStore:
-        server = Server(postgres.socket_url, postgres.new_schema(), timeout=30.0)
+    def open_store(self, server: Server) -> OpenStore:
         return lambda: PostgresStore(server)
+
+
+@pytest.fixture
+async def store(server: Server) -> AsyncIterator[PostgresStore]:
+    store = PostgresStore(server)
+    yield store
+    await store.close()
+
+
+async def test_concurrent_writes_share_commits_and_fail_alone(store: PostgresStore) -> None:
+    await store.open_session(make_session())
+    before = store.commits
+    writes = [
+        store.add_calls([make_call(f"new-{i}"), make_call("twice" if i % 2 else f"other-{i}")])
+        for i in range(40)
+    ]
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert sum(isinstance(result, Conflict) for result in results) == 19
+    assert sum(result is None for result in results) == 21
+    assert len(await store.calls("s")) == 42
+    assert store.commits - before <= 5
+
+
+async def test_a_write_that_finds_no_room_fails_alone(
+    postgres: PostgresServer, server: Server, store: PostgresStore
+) -> None:
+    """The server says of the large ones what it says when its disk is full."""
+    await store.open_session(make_session())
+    postgres.query(
+        "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "RAISE EXCEPTION 'could not extend file' USING ERRCODE = 'disk_full'; END $$",
+        schema=server.schema,
+    )
+    postgres.query(
+        "CREATE TRIGGER full_disk BEFORE INSERT ON calls FOR EACH ROW "
+        "WHEN (length(NEW.prompt_ids) > 1000) EXECUTE FUNCTION full_disk()",
+        schema=server.schema,
+    )
+    sizes = [10, 20, 1000, 30, 2000, 40]
+    writes = [
+        store.add_calls([make_call(str(size), prompt_ids=np.arange(size, dtype=np.int32))]) for size in sizes
+    ]
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert [isinstance(result, StoreFull) for result in results] == [size >= 1000 for size in sizes]
+    assert [call.call_id for call in await store.calls("s")] == ["10", "20", "30", "40"]
+
+
+async def test_the_newest_is_found_by_its_index(
+    postgres: PostgresServer, server: Server, store: PostgresStore
+) -> None:
+    """What the gateway asks at each call does not walk the table."""
+    await store.open_session(make_session())
+    await store.add_calls(
+        [make_call(str(i)) for i in range(300)], tail_keys={str(i): i.to_bytes(16, "big") for i in range(300)}
+    )
+    postgres.query("ANALYZE calls", schema=server.schema)
+    question = "SELECT seq FROM calls WHERE tail_key = '\\x00' ORDER BY seq DESC LIMIT 1"
+    plan = str(postgres.query(f"EXPLAIN {question}", schema=server.schema))
+    assert "calls_by_tail" in plan
+    assert "Sort" not in plan
