@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 
+from instar.cluster.supervisor import HOST
 from instar.config import RunConfig
 from instar.store.base import Store
 from instar.types import Endpoint
@@ -27,6 +28,12 @@ AT_REST = {"engine": "idle", "trainer": "finished"}
 
 def is_busy(endpoint: Endpoint, now: float) -> bool:
     return endpoint.doing != AT_REST[endpoint.role] and now - endpoint.heartbeat < FRESH
+
+
+def _is_here(endpoint: Endpoint) -> bool:
+    """Whether it is on this machine, of several."""
+    host = os.environ.get(HOST)
+    return host is None or endpoint.log.startswith(f"{host}:")
 
 
 def _usable_cores() -> int:
@@ -46,7 +53,7 @@ async def share_cores(
         use_cores(granted)
     while config.trainer.mode == "async":
         endpoints = await store.endpoints(config.name)
-        busy = any(e.role == other and is_busy(e, time.time()) for e in endpoints)
+        busy = any(e.role == other and _is_here(e) and is_busy(e, time.time()) for e in endpoints)
         wanted = max(1, (cores // 2 if busy else cores) // among)
         if wanted != granted:
             use_cores(wanted)

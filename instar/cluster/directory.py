@@ -31,6 +31,10 @@ class Directory:
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
 
+    async def lease(self, name: str) -> str:
+        """A new one for the role of this name; who has an earlier one is out."""
+        return str(await self._store.take_lease(self._run_id, name))
+
     async def urls(self, role: str) -> dict[str, str]:
         """Those of the role's processes that listen, by name."""
         entries = await self._store.endpoints(self._run_id)

@@ -24,6 +24,8 @@ from instar.errors import InstarError
 
 ROLE_URL = "INSTAR_ROLE_URL"
 """Where a role listens itself, as others reach it."""
+LEASE = "INSTAR_LEASE"
+"""The lease that a role writes to the store under."""
 HOST = "INSTAR_HOST"
 """The host's name before a role's log file, where there are several."""
 

@@ -14,7 +14,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -26,6 +26,7 @@ from instar.cluster.ray.environment import handed_on
 from instar.cluster.ray.host import Order, Placed, Report, RoleHost
 from instar.cluster.ray.metrics import MetricsCopy
 from instar.cluster.ray.placement import Node, check_room, nodes_of, placement_of, wanted_of
+from instar.cluster.supervisor import LEASE
 from instar.config import RayClusterConfig, RunConfig, SqliteStoreConfig
 from instar.errors import ConfigError, InstarError
 
@@ -54,6 +55,8 @@ class Actor(Role):
     node_id: str = ""
     shares_folder: bool = False
     moves: int = 0
+    generation: int = 1
+    """Of the process whose end counts."""
     placed_at: float = 0.0
 
 
@@ -163,7 +166,7 @@ class RayCluster(Cluster):
                 continue
             actor.host, actor.node_id = placed.host, placed.node_id
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
-            actor.placed_at = time.monotonic()
+            actor.placed_at, actor.generation = time.monotonic(), 1
             self._note_host(actor)
             return
         wanted = wanted_of(placement_of(actor.role, self.config, await self.nodes()))
@@ -211,7 +214,8 @@ class RayCluster(Cluster):
     # --- watching -------------------------------------------------------------------------------
 
     async def _watch(self, actor: Actor) -> None:
-        while not actor.exit.done():
+        """As long as there is an actor: one whose role has ended keeps its socket and tells of its log."""
+        while actor.handle is not None:
             try:
                 await self._follow(actor)
             except Lost as lost:
@@ -222,9 +226,9 @@ class RayCluster(Cluster):
                     self.fail(error)
 
     async def _follow(self, actor: Actor) -> None:
-        """Until it has ended for good. Raises Lost."""
+        """Raises Lost when it is."""
         heard = time.monotonic()
-        while not actor.exit.done():
+        while actor.handle is not None:
             try:
                 report: Report = await self._ask(actor.handle.report.remote(), ANSWER_SECONDS)
             except TimeoutError as error:
@@ -248,12 +252,12 @@ class RayCluster(Cluster):
             )
         if report.failure is not None:
             self.fail(InstarError(report.failure))
-        if report.exit is not None:
+        if report.exit is not None and report.generation >= actor.generation:
             self._end(actor, report.exit)
 
     async def _move(self, actor: Actor, why: str) -> None:
         self._dismiss(actor)
-        if actor.stopping:
+        if actor.stopping or actor.exit.done():
             self._end(actor, GONE)
             return
         if time.monotonic() - actor.placed_at > FORGIVEN_AFTER:
@@ -263,13 +267,18 @@ class RayCluster(Cluster):
         self.log(f"{actor.name} is lost ({why}); starting it again where there is room")
         await asyncio.sleep(BACKOFF[actor.moves])
         actor.moves += 1
+        await self._replace(actor)
+
+    async def _replace(self, actor: Actor) -> None:
+        """A new actor for it, whatever has become of the one before, which may write nothing more."""
         assert actor.order is not None
+        lease = await self._directory.lease(actor.name)
+        actor.order = replace(actor.order, env={**actor.order.env, LEASE: lease})
         await self._place(actor)
         if actor.url:
             await self._directory.enter(actor)
 
     def _end(self, actor: Actor, code: int) -> None:
-        """Its actor stays, to tell of it; it ends by itself, for it is asked for no more reports."""
         if not actor.exit.done():
             actor.exit.set_result(code)
 
@@ -309,18 +318,18 @@ class RayCluster(Cluster):
     async def restart(self, name: str, timeout: float = 10.0) -> None:
         actor = self._actors[name]
         actor.stopping = False
-        if actor.exit.done():
-            self._dismiss(actor)
-            actor.exit = asyncio.get_running_loop().create_future()
-            await self._place(actor)
+        if actor.handle is None:
+            await self._replace(actor)
             self._watchers[name] = asyncio.create_task(self._watch(actor))
-            if actor.url:
-                await self._directory.enter(actor)
-            return
-        try:
-            await self._ask(actor.handle.restart.remote(timeout), timeout + ANSWER_SECONDS)
-        except (Lost, TimeoutError) as error:
-            raise InstarError(f"{name} on {actor.host} cannot be reached") from error
+        else:
+            try:
+                actor.generation = await self._ask(
+                    actor.handle.restart.remote(timeout), timeout + ANSWER_SECONDS
+                )
+            except (Lost, TimeoutError) as error:
+                raise InstarError(f"{name} on {actor.host} cannot be reached") from error
+        if actor.exit.done():
+            actor.exit = asyncio.get_running_loop().create_future()
 
     async def tail(self, name: str, lines: int = 12) -> str:
         actor = self._actors[name]

@@ -71,6 +71,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Report:
+    generation: int
+    """How often it was told to start."""
     restarts: int
     exit: int | None
     """Once it has ended for good."""
@@ -84,6 +86,7 @@ class RoleHost:
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
         self._name = ""
+        self._generation = 1
         self._folder = RunFolder(Path())
         self._events: list[str] = []
         self._heard = time.monotonic()
@@ -131,6 +134,7 @@ class RoleHost:
         failed = self._supervisor.failure
         events, self._events[:] = tuple(self._events), []
         return Report(
+            generation=self._generation,
             restarts=role.restarts,
             exit=role.exit.result() if role.exit.done() else None,
             failure=str(failed.exception()) if failed.done() else None,
@@ -154,9 +158,12 @@ class RoleHost:
         assert self._supervisor is not None
         self._supervisor.kill(self._name)
 
-    async def restart(self, timeout: float) -> None:
+    async def restart(self, timeout: float) -> int:
+        """Returns the generation that begins with it."""
         assert self._supervisor is not None
         await self._supervisor.restart(self._name, timeout)
+        self._generation += 1
+        return self._generation
 
     async def tail(self, lines: int) -> str:
         assert self._supervisor is not None
