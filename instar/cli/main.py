@@ -121,6 +121,29 @@ def report(run_dir: RunDir, as_json: AsJson = False) -> None:
     run_report(run_dir, as_json=as_json)
 
 
+class RoleAction(StrEnum):
+    restart = "restart"
+    drain = "drain"
+    stop = "stop"
+    start = "start"
+
+
+@app.command()
+def roles(
+    run_dir: RunDir,
+    action: Annotated[RoleAction | None, typer.Argument(help="What to do to one of them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Which: `engine-0`, `trainer`.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that a role has to drain; then it is stopped.")
+    ] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """List the processes of a run that is up; drain, stop, start or restart one while the others go on."""
+    from instar.cli.roles import run_roles
+
+    run_roles(run_dir, action.value if action else None, name, timeout, as_json=as_json)
+
+
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has, and what is missing."""

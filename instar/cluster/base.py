@@ -15,6 +15,8 @@ from typing import TypedDict, Unpack
 
 FATAL = 70
 """Exit code of a role whose failure another start would not cure."""
+DRAIN = signal.SIGUSR1
+"""Tells a role to begin nothing more, and to end with what is under way."""
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 FORGIVEN_AFTER = 120.0
 """Seconds of running after which earlier restarts are forgotten."""

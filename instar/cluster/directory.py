@@ -14,6 +14,8 @@ from instar.errors import EngineUnavailable
 from instar.store.base import Store
 from instar.types import Endpoint
 
+DRAINING = "draining"
+"""So begins what a role says of itself that is drained."""
 LOOK_EVERY = 1.0
 """Seconds between two looks at where the roles are."""
 FIRST_ANSWER = 3.0
@@ -35,10 +37,15 @@ class Directory:
         """A new one for the role of this name; who has an earlier one is out."""
         return str(await self._store.take_lease(self._run_id, name))
 
-    async def urls(self, role: str) -> dict[str, str]:
-        """Those of the role's processes that listen, by name."""
+    async def urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
+        """Those of the role's processes that listen, by name. ``draining``: also of those that are about to
+        end."""
         entries = await self._store.endpoints(self._run_id)
-        return {entry.name: entry.url for entry in entries if entry.role == role and entry.url}
+        return {
+            entry.name: entry.url
+            for entry in entries
+            if entry.role == role and entry.url and (draining or not entry.doing.startswith(DRAINING))
+        }
 
     async def first_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
         """Once there are any. Raises EngineUnavailable where there are none in time."""
@@ -62,8 +69,9 @@ class Engines:
         """By address."""
 
     async def current(self) -> list[Engine]:
-        """Those that have answered since they came to where they are, also when they do not just now."""
-        urls = await self._directory.urls(self._role)
+        """Those that have answered since they came to where they are, also when they do not just now. Not
+        those that are drained: soon nobody would answer."""
+        urls = await self._directory.urls(self._role, draining=False)
         await self._forget_all_but(urls)
         fresh = [url for url in urls.values() if url not in self._known]
         await asyncio.gather(*map(self._meet, fresh))

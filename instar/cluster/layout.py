@@ -90,6 +90,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.locks = path / "locks"
         self.report = path / "report"
+        self.control = path / "control.sock"
 
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"

@@ -1,8 +1,8 @@
 """One role of a run in a process of its own: ``python -m instar.cluster.role ROLE RUN_DIR``.
 
 Started by the supervisor. Reads its part of the config from the run's folder, announces itself in the
-store, ends gracefully on SIGTERM, and ends at once when its supervisor is gone. Keys come by the
-environment, never by the command line.
+store, ends gracefully on SIGTERM and drained on SIGUSR1, and ends at once when its supervisor is gone. Keys
+come by the environment, never by the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instar.cluster.base import FATAL
+from instar.cluster.base import DRAIN, FATAL
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, teacher_config, teacher_names
 from instar.cluster.supervisor import ROLE_URL
@@ -55,6 +55,9 @@ class Context:
         self.url = os.environ.get(ROLE_URL, "")
         """Where others reach it, if it listens."""
         self.stop = asyncio.Event()
+        """To end soon."""
+        self.drain = asyncio.Event()
+        """To begin nothing more, and to end with what is under way."""
 
     @property
     def run_id(self) -> str:
@@ -134,6 +137,7 @@ def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, context.stop.set)
+        loop.add_signal_handler(DRAIN, context.drain.set)
         await ROLES[role](context)
 
     uvloop.run(amain())
@@ -186,15 +190,28 @@ async def teacher(context: Context) -> None:
 
 
 async def _serve_engine(context: Context, store: Store, served: Engine, other: str, *, among: int) -> None:
-    """Until the role is stopped. ``other``: the role that it shares the cores with."""
-    from instar.engines.server import create_engine_app
+    """Until the role is stopped. ``other``: the role that it shares the cores with. ``among``: its processes.
+    While one of several is drained, the others take what comes; what comes to the only one waits at the
+    socket."""
+    from instar.engines.server import Gate, create_engine_app
     from instar.gateway.serve import serve
 
     listener = context.socket()
+    gate = Gate()
     status = await served.status()
 
     def doing() -> str:
-        return f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
+        busy = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
+        return f"draining: {busy}" if context.drain.is_set() else busy
+
+    async def drain() -> None:
+        await context.drain.wait()
+        await context.announce(store, doing())
+        await asyncio.sleep(HEARTBEAT)  # who had not read that yet has connected, and is answered
+        gate.close()
+        await gate.empty.wait()
+        context.stop.set()
+        await _forever()
 
     async def refresh() -> None:
         nonlocal status
@@ -202,9 +219,11 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
             status = await served.status()
             await asyncio.sleep(HEARTBEAT)
 
-    app = create_engine_app(served, os.environ[ENGINE_TOKEN])
+    app = create_engine_app(served, os.environ[ENGINE_TOKEN], gate)
+    alone = among == 1
     await _first(
-        serve(app, listener, stop=context.stop),
+        serve(app, listener, stop=context.stop, drain=context.drain if alone else None),
+        _forever() if alone else drain(),
         refresh(),
         share_cores(context.config, store, other, served.use_cores, among=among),
         context.heartbeat(store, doing),
@@ -244,11 +263,12 @@ async def gateway(context: Context) -> None:
                 app,
                 context.socket(),
                 stop=context.stop,
+                drain=context.drain,
                 # What is larger than the gateway's own limit, and yet not without end, it refuses itself.
                 max_head=2 * limits.max_header,
                 head_timeout=limits.read_timeout,
             ),
-            context.heartbeat(store, lambda: "serving"),
+            context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
             follow(),
         )
     if connected is not None:
@@ -328,7 +348,7 @@ async def trainer(context: Context) -> None:
         penalty=penalty,
         log=context.log,
     )
-    stopper = asyncio.create_task(_when(context.stop, loop.stop))
+    stopper = asyncio.create_task(_when(loop.stop, context.stop, context.drain))
     watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
     sharing = asyncio.create_task(share_cores(config, store, "engine", backend.use_cores))
     beating = asyncio.create_task(context.heartbeat(store, lambda: loop.doing))
@@ -390,20 +410,22 @@ async def rollout(context: Context) -> None:
         if context.arguments.evaluate:
             assert evaluator is not None
             beating = asyncio.create_task(context.heartbeat(store, lambda: evaluator.doing))
-            await _first(evaluator.evaluate_all(context.arguments.evaluate), context.stop.wait())
+            await _first(evaluator.try_all(context.arguments.evaluate), _any(context.stop, context.drain))
         else:
             tasks = load_tasks(config.rollout.tasks)
             runner = RolloutRunner(config, store, client, tasks, agent, create_scorer(config, tasks))
             runner.evaluator = evaluator
             beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
+            draining = asyncio.create_task(_when(runner.drain, context.drain))
             await _first(runner.run(), context.stop.wait())
+            draining.cancel()
         beating.cancel()
     finally:
         following.cancel()
         await agent.close()
         await client.close()
         monitor.close()
-    if not context.stop.is_set() and not context.arguments.evaluate:
+    if not (context.stop.is_set() or context.drain.is_set() or context.arguments.evaluate):
         await context.announce(store, FINISHED)
     await store.close()
 
@@ -438,8 +460,12 @@ async def _first(*parts: Awaitable[object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _when(event: asyncio.Event, action: Callable[[], None]) -> None:
-    await event.wait()
+async def _any(*events: asyncio.Event) -> None:
+    await _first(*(event.wait() for event in events))
+
+
+async def _when(action: Callable[[], None], *events: asyncio.Event) -> None:
+    await _any(*events)
     action()
 
 

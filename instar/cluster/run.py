@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
 from instar.cluster.base import Cluster, Options, Role
+from instar.cluster.control import Control, listening
 from instar.cluster.directory import Directory
 from instar.cluster.factory import create_cluster
 from instar.cluster.layout import (
@@ -53,6 +54,7 @@ class LiveRun:
     config: RunConfig
     folder: RunFolder
     cluster: Cluster
+    control: Control
     store: Store
     engine_token: str = field(repr=False)
     admin_key: str = field(repr=False)
@@ -106,10 +108,13 @@ async def serving(
         await _enter_run(config, store)
         cluster = await create_cluster(config, folder, Directory(store, config.name), log=log)
         leaving.push_async_callback(cluster.close)
+        control = Control(cluster, store, config.name)
+        await leaving.enter_async_context(listening(control, folder.control))
         run = LiveRun(
             config=config,
             folder=folder,
             cluster=cluster,
+            control=control,
             store=store,
             engine_token=secrets.token_urlsafe(24),
             admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
@@ -312,7 +317,8 @@ async def _phases(run: LiveRun) -> None:
 
 
 async def _train(run: LiveRun, stop: asyncio.Event) -> None:
-    """The trainer's end is the end of training: rollout, if it still runs, is stopped then."""
+    """The trainer's end is the end of training, unless a person ended it: rollout, if it still runs, is
+    stopped then."""
     cluster = run.cluster
     secrets = run.secrets
     await start_role(
@@ -323,10 +329,11 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
         without=secrets.withheld,
     )
     await start_role(run, "rollout", env=environment(run), without=secrets.withheld)
-    ended = asyncio.create_task(cluster.wait("trainer"))
+    ended = asyncio.create_task(run.control.ended("trainer"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not ended.done():
+        run.control.let_go()
         cluster.signal("trainer")
     stopped.cancel()
     try:

@@ -62,6 +62,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were reused."""
+    draining: bool = False
+    """Whether it only ends the replies under way and takes no further request."""
 
 
 class Engine(ABC):

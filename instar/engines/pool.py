@@ -38,6 +38,8 @@ class Member:
     reason: str = "it has not answered yet"
     """Why it is not healthy."""
     failures: int = 0
+    draining: bool = False
+    """Whether it takes no further request, healthy as it is."""
     in_flight: int = 0
     elsewhere: int = 0
     """Requests that others have there, as of the last check."""
@@ -52,6 +54,10 @@ class Member:
     @property
     def load(self) -> int:
         return self.in_flight + self.elsewhere
+
+    @property
+    def is_open(self) -> bool:
+        return self.healthy and not self.draining
 
     def doubt(self, reason: str) -> None:
         self.healthy = False
@@ -231,7 +237,7 @@ class EnginePool(Engine):
     # --- one request -------------------------------------------------------------------------------
 
     def _pick(self, tried: Iterable[Member], session: str | None = None) -> Member:
-        open_to = [member for member in self.members if member.healthy and member not in tried]
+        open_to = [member for member in self.members if member.is_open and member not in tried]
         if not open_to:
             raise self._nobody()
         idlest = min(open_to, key=lambda member: (member.load, member.served, member.place))
@@ -268,7 +274,9 @@ class EnginePool(Engine):
 
     def _nobody(self) -> EngineUnavailable:
         reasons = "; ".join(
-            f"engine {member.place}: {member.reason}" for member in self.members if not member.healthy
+            f"engine {member.place}: {'it is being drained' if member.healthy else member.reason}"
+            for member in self.members
+            if not member.is_open
         )
         count = len(self.members)
         return EngineUnavailable(f"none of the {count} engines can answer ({reasons or 'all were tried'})")
@@ -286,6 +294,7 @@ class EnginePool(Engine):
     async def _check(self, member: Member) -> None:
         try:
             status = await self._ask(member)
+            member.draining = status.draining
             if member.loaded is not None and status.version < member.loaded:
                 member.healthy = False
             if not member.healthy:

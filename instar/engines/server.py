@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import aclosing, contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -56,12 +56,42 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
-def create_engine_app(engine: Engine, token: str | None = None) -> Starlette:
+class Gate:
+    """Through it go the requests that sample or score. Closed, it lets no more in; ``empty`` is set once it
+    is closed and all are out."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.empty = asyncio.Event()
+        self._inside = 0
+
+    def close(self) -> None:
+        self.closed = True
+        self._leave(0)
+
+    @contextmanager
+    def passing(self) -> Generator[None]:
+        if self.closed:
+            raise EngineUnavailable("it is being drained and takes no further request")
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._leave(1)
+
+    def _leave(self, count: int) -> None:
+        self._inside -= count
+        if self.closed and not self._inside:
+            self.empty.set()
+
+
+def create_engine_app(engine: Engine, token: str | None = None, gate: Gate | None = None) -> Starlette:
     """The app. With a token, every route but /healthz asks for it as a bearer token."""
-    routes = _Routes(engine)
+    gate = gate or Gate()
+    routes = _Routes(engine, gate)
     return Starlette(
         routes=[
-            Route("/generate", _Generate(engine), methods=["POST"]),
+            Route("/generate", _Generate(engine, gate), methods=["POST"]),
             Route("/logprobs", _answer(routes.logprobs), methods=["POST"]),
             Route("/load", _answer(routes.load), methods=["POST"]),
             Route("/stage", _answer(routes.stage), methods=["POST"]),
@@ -77,8 +107,9 @@ def create_engine_app(engine: Engine, token: str | None = None) -> Starlette:
 class _Generate:
     """A plain ASGI app: what Starlette's responses would add costs more than playing a short reply."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, gate: Gate) -> None:
         self._engine = engine
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -89,7 +120,11 @@ class _Generate:
         except EngineError as error:
             await _error(400, error)(scope, receive, send)
             return
-        refused = await _Reply(self._engine.generate(prompt, params), receive, send).run()
+        try:
+            with self._gate.passing():
+                refused = await _Reply(self._engine.generate(prompt, params), receive, send).run()
+        except EngineUnavailable as error:
+            refused = error
         if refused is not None:
             await _error(_status_of(refused), refused)(scope, receive, send)
 
@@ -161,8 +196,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class _Routes:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, gate: Gate) -> None:
         self._engine = engine
+        self._gate = gate
 
     async def load(self, request: Request) -> Response:
         body = await _decoded(request, LoadBody)
@@ -185,14 +221,15 @@ class _Routes:
             check_scored(self._engine.info, ids)
         except EngineError as error:
             return _error(400, error)
-        values = await self._engine.logprobs(ids)
+        with self._gate.passing():
+            values = await self._engine.logprobs(ids)
         return Response(pack_floats(values), media_type="application/octet-stream")
 
     async def info(self, request: Request) -> Response:
         return _json(self._engine.info)
 
     async def status(self, request: Request) -> Response:
-        return _json(await self._engine.status())
+        return _json(msgspec.structs.replace(await self._engine.status(), draining=self._gate.closed))
 
     async def healthz(self, request: Request) -> Response:
         await self._engine.status()

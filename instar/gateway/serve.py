@@ -39,12 +39,15 @@ async def serve(
     listener: socket.socket,
     *,
     stop: asyncio.Event | None = None,
+    drain: asyncio.Event | None = None,
     grace: float = 10.0,
     max_head: int = 1 << 20,
     head_timeout: float = 60.0,
 ) -> None:
-    """Serve until ``stop`` is set, then give requests in flight ``grace`` seconds. A connection is closed
-    when the head of a request has more than ``max_head`` bytes or does not come within ``head_timeout``."""
+    """Serve until ``stop`` is set, then give requests in flight ``grace`` seconds; or until ``drain`` is set
+    and every request in flight has ended. Connections that come after either wait at the socket, if anyone
+    else holds it. One is closed when the head of a request has more than ``max_head`` bytes or does not come
+    within ``head_timeout``."""
     config = uvicorn.Config(
         app,
         http=BoundedProtocol.within(max_head, head_timeout),
@@ -60,11 +63,23 @@ async def serve(
 
     async def watch(stop: asyncio.Event) -> None:
         await stop.wait()
+        late = server.should_exit  # it drains, without a deadline of its own
         server.should_exit = True
+        if late:
+            await asyncio.sleep(grace)
+            server.force_exit = True
 
-    watcher = asyncio.create_task(watch(stop)) if stop else None
+    async def watch_drain(drain: asyncio.Event) -> None:
+        await drain.wait()
+        if not server.should_exit:
+            config.timeout_graceful_shutdown = None
+            server.should_exit = True
+
+    watchers = [asyncio.create_task(watch(stop))] if stop else []
+    if drain:
+        watchers.append(asyncio.create_task(watch_drain(drain)))
     try:
         await server.serve(sockets=[listener])
     finally:
-        if watcher:
+        for watcher in watchers:
             watcher.cancel()

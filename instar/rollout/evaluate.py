@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +13,12 @@ from instar.rewards.base import Scorer
 from instar.rollout.agents import create_agent
 from instar.rollout.base import Agent
 from instar.rollout.gateway_client import GatewayClient
-from instar.rollout.slots import Slot, SlotRunner, together
+from instar.rollout.slots import Slot, SlotRunner, describe, together
 from instar.rollout.tasks import TaskSet
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, Json, SessionStatus
+
+log = logging.getLogger(__name__)
 
 Record = Callable[[str, int, Mapping[str, Any]], None]
 """Takes ("eval", step, figures)."""
@@ -52,6 +55,18 @@ class Evaluator:
     async def evaluate_all(self, label: str) -> list[Json]:
         """In every mode, one after the other."""
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
+
+    async def try_all(self, label: str) -> None:
+        """`evaluate_all`, but a failure is only reported: training goes on without these figures."""
+        try:
+            await self.evaluate_all(label)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever it is, it kept tasks from being tried, and no more
+            text = f"the evaluation {label!r} failed: {describe(error)}"
+            log.warning(text, exc_info=True)
+            if self.record is not None:
+                self.record("warning", 0, {"text": text})
 
     async def evaluate(self, mode: str, label: str, progress: Progress | None = None) -> Json:
         """Try every task once. What an interrupted evaluation of the same label, mode and version has

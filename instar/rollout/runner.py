@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from functools import lru_cache
@@ -32,7 +33,9 @@ class Evaluates(Protocol):
     @property
     def doing(self) -> str: ...
 
-    async def evaluate_all(self, label: str) -> object: ...
+    async def try_all(self, label: str) -> None:
+        """Raises nothing that training could go on without."""
+        ...
 
 
 class RolloutRunner:
@@ -65,6 +68,8 @@ class RolloutRunner:
         self._draining = False
         self._unfinished = 0
         """Slots that have no final session yet."""
+        self._freed = asyncio.Event()
+        """A slot has ended: there may be room for another group."""
         self._running: set[asyncio.Task[None]] = set()
 
     # --- what the display shows ------------------------------------------------------------------
@@ -118,10 +123,11 @@ class RolloutRunner:
             task.result()
 
     async def _pause(self) -> None:
-        if self._running:
-            await asyncio.wait(self._running, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(POLL)
+        """Until a slot has ended, but not for long: the trainer makes room too."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL):
+                await self._freed.wait()
+        self._freed.clear()
 
     async def _evaluate_if_due(self, state: Admitted) -> None:
         """No group starts meanwhile, so that evaluation and rollout do not slow each other down."""
@@ -135,7 +141,7 @@ class RolloutRunner:
             self._evaluated = version
             self._evaluating = True
             try:
-                await self.evaluator.evaluate_all(f"v{version}")
+                await self.evaluator.try_all(f"v{version}")
             finally:
                 self._evaluating = False
 
@@ -200,6 +206,7 @@ class RolloutRunner:
             return await self.slots.run(slot)
         finally:
             self._unfinished -= 1
+            self._freed.set()
 
     # --- after a crash ---------------------------------------------------------------------------
 

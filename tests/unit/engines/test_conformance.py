@@ -15,7 +15,7 @@ from instar.config import LocalEngineConfig, ModelConfig, RunConfig, ScriptedEng
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.remote import RemoteEngine
-from instar.engines.server import create_engine_app
+from instar.engines.server import Gate, create_engine_app
 from tests.unit.engines.conformance import EngineConformance
 
 LONG_REPLY = "The answer is 893, and here is a long story about it: " + "tell me more. " * 40
@@ -34,11 +34,11 @@ def scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256)
 
 
 @asynccontextmanager
-async def served(engine: Engine, token: str | None) -> AsyncIterator[str]:
+async def served(engine: Engine, token: str | None, gate: Gate | None = None) -> AsyncIterator[str]:
     """The engine behind a real socket; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
-            create_engine_app(engine, token), log_level="warning", lifespan="off", ws="none"
+            create_engine_app(engine, token, gate), log_level="warning", lifespan="off", ws="none"
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve([listener]))

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from instar.config import CommandAgentConfig
+from instar.errors import ConfigError
+from instar.rollout.gateway_client import GatewayClient
 from instar.store.base import SessionRow
 from instar.types import Channel, SessionStatus
 from tests.unit.rollout import house as place
-from tests.unit.rollout.house import RUN, House, make_config, open_house, tries, until
+from tests.unit.rollout.house import KEY, RUN, House, make_config, open_house, tries, until
 
 
 async def evaluated(house: House) -> list[SessionRow]:
@@ -75,6 +78,32 @@ async def test_an_interrupted_evaluation_goes_on_where_it_was(house: House) -> N
     assert sum(tries.values()) == before, "what is evaluated is kept"
     statuses = [row.session.status for row in await house.store.sessions(RUN, channel=Channel.VAL)]
     assert statuses.count(SessionStatus.COMPLETED) == 4
+
+
+async def test_an_evaluation_that_fails_is_reported_and_no_more(house: House) -> None:
+    recorded: list[tuple[str, int, Any]] = []
+    evaluator = house.evaluator(make_config(house.folder), lambda *record: recorded.append(record))
+    evaluator.gateway = GatewayClient("http://127.0.0.1:9", KEY, patience=0.1)
+    await evaluator.try_all("v4")
+    await evaluator.gateway.close()
+    ((kind, _, told),) = recorded
+    assert kind == "warning"
+    assert told["text"].startswith("the evaluation 'v4' failed: ")
+    assert "127.0.0.1:9" in told["text"]
+
+
+async def test_a_mistake_in_the_config_is_no_failed_evaluation(house: House) -> None:
+    config = make_config(house.folder)
+    assert config.eval is not None
+    assert config.rollout is not None
+    modes = {"other": config.eval.modes["greedy"].model_copy(update={"agent_args": {"x": 1}})}
+    command = CommandAgentConfig(type="command", command=["true"])
+    changes = {
+        "eval": config.eval.model_copy(update={"modes": modes}),
+        "rollout": config.rollout.model_copy(update={"agent": command}),
+    }
+    with pytest.raises(ConfigError, match=r"eval\.modes: agent_args"):
+        await house.evaluator(config.model_copy(update=changes)).try_all("v4")
 
 
 @pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])

@@ -7,6 +7,7 @@ import pytest
 
 from instar.data.batcher import Batcher
 from instar.errors import AgentError
+from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import derive_seed
 from instar.types import Channel, Group, GroupStatus, RewardSource, Session, SessionStatus, Task
@@ -263,6 +264,25 @@ async def test_evaluation_while_training_is_due_every_so_many_versions(house: Ho
         await house.train_step(config, batcher, step, step - 1)
     await asyncio.wait_for(running, 20)
     assert labels == ["v2", "v2"], "in both modes, once"
+
+
+async def test_training_goes_on_without_an_evaluation_that_fails(house: House) -> None:
+    config = make_config(house.folder, trainer={"steps": 3})
+    assert config.eval is not None
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
+    warnings: list[str] = []
+    runner = house.runner(config)
+    evaluator = house.evaluator(config, lambda kind, step, told: warnings.append(told["text"]))
+    evaluator.gateway = GatewayClient("http://127.0.0.1:9", place.KEY, patience=0.1)
+    runner.evaluator = evaluator
+    running = asyncio.create_task(runner.run())
+    batcher = Batcher(house.store, RUN, config)
+    for step in (1, 2, 3):
+        await house.train_step(config, batcher, step, step - 1)
+    await asyncio.wait_for(running, 20)
+    await evaluator.gateway.close()
+    assert len(warnings) >= 2
+    assert "the evaluation 'v1' failed" in warnings[0]
 
 
 async def test_a_gateway_that_dies_costs_no_session(house: House) -> None:

@@ -1,0 +1,75 @@
+"""An engine that is drained: what it answers ends, what comes after goes elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from instar.engines.pool import EnginePool
+from instar.engines.remote import RemoteEngine
+from instar.engines.server import Gate
+from instar.errors import EngineUnavailable
+from instar.types import SamplingParams
+from tests.unit.engines.conformance import collect
+from tests.unit.engines.test_conformance import scripted_engine, served
+
+PROMPT = [5, 6, 7]
+
+
+async def test_it_ends_its_replies_and_takes_no_more(tiny: Path) -> None:
+    gate = Gate()
+    async with served(scripted_engine(tiny, delay=0.01), None, gate) as url:
+        engine = await RemoteEngine.connect(url)
+        async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=40))) as reply:
+            first = await anext(reply)
+            gate.close()
+            with pytest.raises(EngineUnavailable, match="being drained"):
+                await collect(engine, PROMPT)
+            assert (await engine.status()).draining
+            assert not gate.empty.is_set()
+            rest = [chunk async for chunk in reply]
+        assert len(first.token_ids) + sum(len(chunk.token_ids) for chunk in rest) == 40
+        assert rest[-1].finish_reason == "length"
+        await asyncio.wait_for(gate.empty.wait(), 5)
+        await engine.close()
+
+
+async def test_a_pool_goes_round_it(tiny: Path) -> None:
+    gates = [Gate(), Gate()]
+    async with (
+        served(scripted_engine(tiny), None, gates[0]) as one,
+        served(scripted_engine(tiny), None, gates[1]) as two,
+    ):
+        # Checked once a minute: what is refused has to be enough to look.
+        pool = EnginePool([RemoteEngine(one), RemoteEngine(two)], period=60)
+        await pool.start(10)
+        gates[0].close()
+        for session in range(6):
+            assert (await collect(pool.route(f"s{session}"), PROMPT))[-1].finish_reason
+        async with asyncio.timeout(10):
+            while not pool.members[0].draining:  # noqa: ASYNC110 - what is waited for is a health check
+                await asyncio.sleep(0.01)
+        assert [member.is_open for member in pool.members] == [False, True]
+        served_before = pool.members[0].served
+        assert (await collect(pool, PROMPT))[-1].finish_reason
+        assert pool.members[0].served == served_before
+        gates[1].close()
+        pool.members[1].doubted.set()
+        async with asyncio.timeout(10):
+            while pool.members[1].is_open:  # noqa: ASYNC110 - what is waited for is a health check
+                await asyncio.sleep(0.01)
+        with pytest.raises(EngineUnavailable, match="engine 1: it is being drained"):
+            await collect(pool, PROMPT)
+        await pool.close()
+
+
+def test_a_gate_that_nobody_is_in_is_empty_at_once() -> None:
+    gate = Gate()
+    with gate.passing():
+        pass
+    assert not gate.empty.is_set(), "it is still open"
+    gate.close()
+    assert gate.empty.is_set()
