@@ -24,7 +24,9 @@ def server(postgres: PostgresServer) -> Server:
 
 class TestPostgresStore(StoreConformance):
     @pytest.fixture
-    def open_store(self, server: Server) -> OpenStore:
+    def open_store(self, postgres: PostgresServer) -> OpenStore:
+        server = Server(postgres.socket_url, "conformance", timeout=30.0)
+        postgres.empty(server.schema)
         return lambda: PostgresStore(server)
 
 
