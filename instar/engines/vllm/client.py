@@ -104,11 +104,12 @@ class VllmClient:
 
 
 def refusal(status: int, body: bytes) -> EngineError:
-    """What a server said instead of an answer. While it is going down it says 500 or 503."""
+    """What a server said instead of an answer."""
     try:
         told = msgspec.json.decode(body)
         text = told["error"]["message"] if isinstance(told["error"], dict) else told["error"]
     except (msgspec.DecodeError, KeyError, TypeError):
         text = body[:400].decode(errors="replace")
-    kind = EngineUnavailable if status in (502, 503, 504) else EngineError
-    return kind(f"vLLM answered {status}: {text}")
+    # A server whose engine has died says 500, and ends.
+    gone = status in (502, 503, 504) or "EngineCore" in str(text)
+    return (EngineUnavailable if gone else EngineError)(f"vLLM answered {status}: {text}")

@@ -21,15 +21,17 @@ from instar.engines.vllm.command import Launch, find_vllm, fitting_rank
 from instar.engines.vllm.offers import Offers
 from instar.engines.vllm.process import VllmProcess
 from instar.engines.vllm.reply import Reply
-from instar.engines.vllm.serving import AdapterServing, BaseServing, MergedServing, Serving
+from instar.engines.vllm.serving import AdapterServing, BaseServing, Lease, MergedServing, Serving
 from instar.engines.vllm.transfer import Receiver, find_routes
-from instar.engines.vllm.weights import Weights
+from instar.engines.vllm.weights import NOTHING, Weights
 from instar.engines.vllm.wire import PATH, decode_scores, generate_body, known, logprobs_of, score_body
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model
-from instar.types import Artifact, Floats, Json, Policy, SamplingParams, TokenChunk
+from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+RETRY_SECONDS = 0.5
+"""Before a request that was not begun is sent again; by then it is known whether the server has ended."""
 
 
 class VllmEngine(Engine):
@@ -161,8 +163,7 @@ class VllmEngine(Engine):
         self._say(f"policies cannot be loaded: {offers.lacks}")
         return BaseServing(offers.lacks)
 
-    async def _until_ready(self) -> VllmProcess | VllmAddress:
-        assert self._server is not None
+    async def _until_ready(self) -> None:
         if not self._ready.is_set():
             self._raise_failure()
             try:
@@ -170,7 +171,6 @@ class VllmEngine(Engine):
                     await self._ready.wait()
             except TimeoutError as error:
                 raise self._unavailable() from error
-        return self._server
 
     def _raise_failure(self) -> None:
         if self._server is not None and self._server.failure is not None:
@@ -193,40 +193,32 @@ class VllmEngine(Engine):
         self._waiting += 1
         waiting = True
         try:
-            async with aclosing(self._sample(prompt, params)) as chunks:
-                async for chunk in chunks:
-                    if waiting:
-                        waiting = False
-                        self._waiting -= 1
-                        self._running += 1
-                    self._generated += len(chunk.token_ids)
-                    yield chunk
+            while waiting:
+                await self._until_ready()
+                try:
+                    async with aclosing(self._sample(prompt, params)) as chunks:
+                        async for chunk in chunks:
+                            if waiting:
+                                waiting = False
+                                self._waiting -= 1
+                                self._running += 1
+                            self._generated += len(chunk.token_ids)
+                            yield chunk
+                except EngineUnavailable:
+                    if not waiting or self._serving.version == NOTHING:
+                        raise
+                    # It is going down: the request waits for its return.
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             if waiting:
                 self._waiting -= 1
             else:
                 self._running -= 1
 
-    async def _sample(self, prompt: Any, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        server = await self._until_ready()
-        assert self._weights is not None
+    async def _sample(self, prompt: Ids, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         with self._serving.lease() as lease:
-            body = generate_body(
-                prompt,
-                params,
-                room=self._facts.max_context - len(prompt),
-                eos_ids=self._facts.eos_ids,
-                model=lease.model,
-                seeds=self._seeds,
-            )
-            reply = Reply(
-                await server.client.stream(PATH, body),
-                params,
-                client=server.client,
-                version=lease.version,
-                ends={*self._facts.eos_ids, *params.stop_token_ids},
-                tokenizer=self._tokenizer,
-            )
+            reply = await self._begin(prompt, params, lease)
+            assert self._weights is not None
             self._weights.replies.add(reply)
             try:
                 async with aclosing(reply.chunks()) as chunks:
@@ -235,6 +227,26 @@ class VllmEngine(Engine):
             finally:
                 self._weights.replies.discard(reply)
                 self._count(reply, len(prompt))
+
+    async def _begin(self, prompt: Ids, params: SamplingParams, lease: Lease) -> Reply:
+        server = self._server
+        assert server is not None
+        body = generate_body(
+            prompt,
+            params,
+            room=self._facts.max_context - len(prompt),
+            eos_ids=self._facts.eos_ids,
+            model=lease.model,
+            seeds=self._seeds,
+        )
+        return Reply(
+            await server.client.stream(PATH, body),
+            params,
+            client=server.client,
+            version=lease.version,
+            ends={*self._facts.eos_ids, *params.stop_token_ids},
+            tokenizer=self._tokenizer,
+        )
 
     def _count(self, reply: Reply, prompt_tokens: int) -> None:
         self._prompted += prompt_tokens
@@ -250,11 +262,12 @@ class VllmEngine(Engine):
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) == 1:
             return scores
-        server = await self._until_ready()
+        await self._until_ready()
+        assert self._server is not None
         self._running += 1
         try:
             with self._serving.lease() as lease:
-                answer = decode_scores(await server.client.ask(PATH, score_body(ids, lease.model)))
+                answer = decode_scores(await self._server.client.ask(PATH, score_body(ids, lease.model)))
         except msgspec.DecodeError as error:
             raise EngineError(f"vLLM's answer about given tokens cannot be read: {error}") from error
         finally:

@@ -90,11 +90,11 @@ def shapes(folder: Path) -> Shapes:
     try:
         for file in weight_files(folder):
             with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(HEAD_BYTES), "little")
+                length = min(int.from_bytes(opened.read(HEAD_BYTES), "little"), file.stat().st_size)
                 header = msgspec.json.decode(opened.read(length))
             header.pop("__metadata__", None)
             found.update({name: tuple(entry["shape"]) for name, entry in header.items()})
-    except (OSError, msgspec.DecodeError, KeyError, OverflowError) as error:
+    except (OSError, msgspec.DecodeError, KeyError) as error:
         raise EngineError(f"cannot read the weights in {folder}: {error}") from error
     return found
 

@@ -48,7 +48,7 @@ class VllmProcess:
         self._key = secrets.token_urlsafe(24)
         # Held, but not listened on, so that nobody else is given the port between two starts.
         self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self.client = VllmClient(url, self._key, idle_seconds=IDLE_SECONDS)

@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.client import VllmClient, refusal
 from instar.engines.vllm.wire import Choice, Usage, decode_event, logprobs_of
-from instar.errors import EngineError, EngineUnavailable
+from instar.errors import EngineUnavailable
 from instar.plain_http import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk
 
@@ -106,7 +106,7 @@ class Reply:
                 continue  # [DONE]
             event = decode_event(text[6:])
             if event.error is not None:
-                raise EngineError(f"vLLM failed: {event.error.get('message')}")
+                raise refusal(int(event.error.get("code") or 500), text[6:])
             self.usage = event.usage or self.usage
             for choice in event.choices:
                 new = choice.token_ids or []

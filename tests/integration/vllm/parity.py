@@ -1,0 +1,76 @@
+"""Whether an engine serves what a trainer has: its greedy replies and its logprobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig
+from instar.conformance.batches import make_sample
+from instar.engines.base import Engine
+from instar.types import Artifact, Floats, Policy
+from tests.integration.vllm.servers import model_config
+from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
+
+PROMPT = TOKENIZER.encode("What is 615 plus 278?")
+GAP = 2e-3
+"""Between the logprobs of two programs that compute the same fp32 model. Two versions differ by far more."""
+
+
+class Training:
+    """Steps on the tiny model that are far enough apart for their replies to differ."""
+
+    def __init__(self, model: Path, folder: Path, *, lora: bool = True) -> None:
+        section = LocalBackendConfig(lora=LoraConfig(rank=4) if lora else None, threads=1)
+        self.backend = LocalBackend(model_config(model), section, seed=1)
+        self._model, self._folder = model, folder
+        self.version = 0
+
+    async def step(self) -> Policy:
+        if self.version == 0:
+            await self.backend.start()
+        self.version += 1
+        ids = np.random.default_rng(self.version).integers(3, 300, 24).tolist()
+        sample = make_sample("s", ids, 1, advantages=np.ones(24, np.float32))
+        await self.backend.forward_backward([sample], LossConfig(name="cross_entropy"))
+        await self.backend.optim_step(AdamConfig(lr=0.004, grad_clip_norm=0))
+        artifact = await self.backend.publish(self._folder / f"v{self.version}")
+        return Policy("p", self.version, artifact)
+
+    async def logprobs(self, ids: list[int]) -> Floats:
+        (found,) = await self.backend.forward([make_sample("s", ids, 1)])
+        return found
+
+    def greedy(self, artifact: Artifact, ids: list[int]) -> list[int]:
+        """The likeliest token after each of these, by transformers and peft."""
+        logging.disable_progress_bar()
+        full = artifact.kind == "weights"
+        model: Any = AutoModelForCausalLM.from_pretrained(artifact.path if full else self._model)
+        if not full:
+            model = PeftModel.from_pretrained(model, artifact.path)
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+
+
+async def check_parity(engine: Engine, training: Training, policy: Policy) -> None:
+    """Its greedy replies are the trainer's, with the trainer's logprobs; also those of given tokens are."""
+    for prompt in (PROMPT, PROMPT[::-1], [*PROMPT, *PROMPT]):
+        await _check_reply(engine, training, policy, prompt)
+
+
+async def _check_reply(engine: Engine, training: Training, policy: Policy, prompt: list[int]) -> None:
+    chunks = await collect(engine, prompt, max_tokens=24, temperature=0)
+    ids = ids_of(chunks)
+    assert [v for chunk in chunks for v in chunk.versions] == [policy.version] * len(ids)
+    whole = [*prompt, *ids]
+    assert training.greedy(policy.artifact, whole)[len(prompt) - 1 : -1] == ids
+    theirs = await training.logprobs(whole)
+    np.testing.assert_allclose(logprobs_of(chunks), theirs[len(prompt) :], atol=GAP)
+    np.testing.assert_allclose((await engine.logprobs(whole))[1:], theirs[1:], atol=GAP)

@@ -1,0 +1,123 @@
+"""Real vLLM on a CPU for tests: a tiny model that it can serve, an engine over it, a server by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from instar.config import ModelConfig, RunConfig, VllmEngineConfig
+from instar.engines.base import Engine
+from instar.engines.factory import create_engine
+from instar.engines.server import create_engine_app
+from instar.engines.vllm import guard
+from tests.integration.backends.environments import interpreter
+from tests.tiny import make_tiny_model
+
+T = TypeVar("T")
+START_SECONDS = 300.0
+TOKEN = "engine-token"
+KEY = "key-of-the-server"
+
+
+def vllm_model(folder: Path) -> Path:
+    """The tiny model with heads of a size that vLLM's attention knows."""
+    return make_tiny_model(folder, hidden=128, heads=4, kv_heads=2, context=512)
+
+
+def model_config(folder: Path) -> ModelConfig:
+    return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=256)
+
+
+def vllm_config(**settings: Any) -> VllmEngineConfig:
+    given: dict[str, Any] = {"python": str(interpreter("vllm")), "kv_gib": 0.1, **settings}
+    return VllmEngineConfig(**given)
+
+
+class ServedEngine:
+    """An engine in a loop of its own, behind a socket as in its role; tests reach it by RemoteEngine."""
+
+    def __init__(self, config: RunConfig, log: Path) -> None:
+        self.said: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.engine: Engine = self.wait(self._make(config, log))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        app = create_engine_app(self.engine, TOKEN)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
+        self._server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+        self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([self._listener]), self._loop)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    async def _make(self, config: RunConfig, log: Path) -> Engine:
+        engine = create_engine(config)
+        await engine.bring_up(log, self.said.append)
+        return engine
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._serving.result(30)
+        self.wait(self.engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._listener.close()
+
+
+@contextmanager
+def server_by_hand(model: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """A vLLM server as a user would start it; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [str(interpreter("vllm")), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
+    command += ["--max-model-len", "256", "--kv-cache-memory-bytes", "100000000", *arguments]
+    env = {
+        **os.environ,
+        "VLLM_API_KEY": KEY,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, guard.__file__, *command],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(30)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.25)
+    raise TimeoutError(log.read_text()[-3000:])

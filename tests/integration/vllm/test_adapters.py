@@ -1,0 +1,133 @@
+"""A vLLM server that runs already: each version is an adapter beside the base weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.config import VllmEngineConfig
+from instar.engines.base import Engine
+from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.engine import VllmEngine
+from instar.errors import ConfigError, EngineError
+from instar.types import Artifact, Policy, SamplingParams
+from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
+from tests.integration.vllm.servers import KEY, model_config, server_by_hand, vllm_model
+from tests.unit.engines.conformance import collect, versions_of
+
+pytestmark = pytest.mark.timeout(600)
+VARIABLE = "KEY_OF_THE_TESTS_SERVER"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("logs") / "vllm.log"
+    arguments = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--enable-scale-out")
+    with server_by_hand(tiny, log, *arguments) as url:
+        yield url
+
+
+def section(url: str, **settings: object) -> VllmEngineConfig:
+    return VllmEngineConfig.model_validate({"servers": [url], "api_key_env": VARIABLE, **settings})
+
+
+@pytest.fixture
+async def engine(url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+    monkeypatch.setenv(VARIABLE, KEY)
+    engine = VllmEngine(model_config(tiny), section(url))
+    await engine.bring_up(Path("unused.log"), print)
+    yield engine
+    await engine.close()
+
+
+async def adapters(url: str) -> list[str]:
+    client = VllmClient(url, KEY)
+    try:
+        return [entry["id"] for entry in (await client.get("/v1/models"))["data"] if entry.get("parent")]
+    finally:
+        await client.close()
+
+
+async def until_loaded(url: str, names: list[str]) -> None:
+    async with asyncio.timeout(20):
+        while await adapters(url) != names:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.05)
+
+
+async def test_serves_what_the_trainer_has_after_each_sync(
+    engine: Engine, url: str, tiny: Path, tmp_path: Path
+) -> None:
+    assert engine.info.artifacts == ("adapter", "base")
+    training = Training(tiny, tmp_path)
+    before = await engine.logprobs(PROMPT)
+    for _ in range(3):
+        policy = await training.step()
+        await engine.load(policy)
+        await check_parity(engine, training, policy)
+        now = await engine.logprobs(PROMPT)
+        assert np.abs(now - before)[1:].max() > 10 * GAP, "each version is another one"
+        before = now
+    await until_loaded(url, ["p-v3-3"])
+    await engine.load(Policy("p", 4, Artifact("base")))
+    await until_loaded(url, [])
+    await training.backend.close()
+
+
+async def test_a_reply_ends_under_its_version_and_then_the_adapter_goes(
+    engine: Engine, url: str, tiny: Path, tmp_path: Path
+) -> None:
+    training = Training(tiny, tmp_path)
+    first, second = await training.step(), await training.step()
+    await engine.load(first)
+    stream = engine.generate(PROMPT[::-1], SamplingParams(max_tokens=220, seed=3))
+    chunks = [await anext(stream)]
+    await engine.load(second)
+    assert (await engine.status()).version == 2
+    assert set(versions_of(await collect(engine, PROMPT, max_tokens=4))) == {2}
+    assert await adapters(url) == ["p-v1-1", "p-v2-2"]
+    chunks += [chunk async for chunk in stream]
+    assert set(versions_of(chunks)) == {1}
+    await until_loaded(url, ["p-v2-2"])
+    await engine.load(Policy("p", 3, Artifact("base")))
+    await until_loaded(url, [])
+    await training.backend.close()
+
+
+async def test_refuses_what_the_server_cannot(engine: Engine, url: str, tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="not weights"):
+        await engine.load(Policy("p", 1, Artifact("weights", str(tiny))))
+    with pytest.raises(EngineError, match="cannot read the adapter"):
+        await engine.load(Policy("p", 1, Artifact("adapter", str(tmp_path))))
+    assert (await engine.status()).version == 0
+    for settings, named in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):
+        model = model_config(tiny).model_copy(update={} if settings else {"max_context": 512})
+        other = VllmEngine(model, section(url, **settings))
+        with pytest.raises(ConfigError, match=named):
+            await other.bring_up(Path("unused.log"), print)
+
+
+async def test_a_client_that_leaves_frees_the_server(engine: Engine, url: str) -> None:
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=240, temperature=0))
+    await anext(stream)
+    await stream.aclose()
+    client = VllmClient(url, KEY)
+    async with asyncio.timeout(20):
+        while await running(client):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def running(client: VllmClient) -> float:
+    """Requests that the server computes."""
+    lines = str(await client.get("/metrics")).splitlines()
+    (value,) = (line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running"))
+    return float(value)
