@@ -321,8 +321,10 @@ class EnginePool(Engine):
         info = await member.engine.refresh()
         if self._info is None:
             self._info = info
-        elif info != self._info:
+        elif _served(info) != _served(self._info):
             raise EngineError(f"it serves {_told(info)}, the others {_told(self._info)}")
+        else:
+            self._info = _together(info, self._info)
         while True:
             # The status first: a policy is known as the newest before an engine can serve it.
             status = await self._ask(member)
@@ -342,9 +344,9 @@ class EnginePool(Engine):
             member.loaded = policy.version
 
     def _refuse_mixed(self) -> None:
-        infos = {info for member in self.members if (info := _info_of(member)) is not None}
-        if len(infos) > 1:
-            raise ConfigError(f"engines of one pool differ: {' and '.join(sorted(map(_told, infos)))}")
+        infos = [info for member in self.members if (info := _info_of(member)) is not None]
+        if len({_served(info) for info in infos}) > 1:
+            raise ConfigError(f"engines of one pool differ: {' and '.join(sorted(set(map(_told, infos))))}")
 
 
 class _Routed(Engine):
@@ -379,6 +381,28 @@ def _info_of(member: Member) -> EngineInfo | None:
         return member.engine.info
     except EngineUnavailable:
         return None
+
+
+def _served(info: EngineInfo) -> tuple[str, int, int]:
+    """What engines of one pool have in common, of whatever kind they are."""
+    return info.model, info.vocab_size, info.max_context
+
+
+def _together(one: EngineInfo, other: EngineInfo) -> EngineInfo:
+    """What can be asked of either."""
+    if one == other:
+        return one
+    return EngineInfo(
+        kind=one.kind if one.kind == other.kind else "mixed",
+        model=one.model,
+        vocab_size=one.vocab_size,
+        max_context=one.max_context,
+        artifacts=tuple(kind for kind in one.artifacts if kind in other.artifacts),
+        streams=one.streams and other.streams,
+        versions_per_token=one.versions_per_token and other.versions_per_token,
+        scores=one.scores and other.scores,
+        routes=tuple(route for route in one.routes if route in other.routes),
+    )
 
 
 def _told(info: EngineInfo) -> str:
