@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.cluster.base import DRAIN, FATAL
 from instar.cluster.cores import share_cores
-from instar.cluster.layout import RunFolder, engine_names, teacher_config, teacher_names
+from instar.cluster.layout import RunFolder, engine_names, engine_of, teacher_config, teacher_names
 from instar.cluster.supervisor import ROLE_URL
 from instar.config import CloudEngineConfig, LocalClusterConfig, PostgresStoreConfig, RunConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
@@ -162,7 +162,9 @@ async def engine(context: Context) -> None:
 
     store = context.open_store()
     await context.announce(store, "loading the model")
-    served = create_engine(context.config)
+    place = engine_names(context.config).index(context.name)
+    served = create_engine(engine_of(context.config, place))
+    await served.bring_up(context.folder.log(context.name), context.log)
     head = await store.head(context.policy_id)
     if head.version > 0 and _is_at_hand(head):
         await served.load(head)
@@ -180,7 +182,9 @@ async def teacher(context: Context) -> None:
     await context.announce(store, "loading the model")
     if not isinstance(config.engine, CloudEngineConfig):  # a service's tokenizer is not at hand
         require_same_vocabulary(context.config.model, config.model)
-    served = create_engine(config)
+    place = teacher_names(context.config).index(context.name)
+    served = create_engine(engine_of(config, place))
+    await served.bring_up(context.folder.log(context.name), context.log)
     if not served.info.scores:
         raise ConfigError(
             f"trainer.reference.engine.type: the {served.info.kind} engine does not tell the logprobs of "
@@ -199,8 +203,11 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
     listener = context.socket()
     gate = Gate()
     status = await served.status()
+    away = ""
 
     def doing() -> str:
+        if away:
+            return f"not ready: {away}"
         busy = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
         return f"draining: {busy}" if context.drain.is_set() else busy
 
@@ -214,9 +221,12 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
         await _forever()
 
     async def refresh() -> None:
-        nonlocal status
+        nonlocal status, away
         while True:
-            status = await served.status()
+            try:
+                status, away = await served.status(), ""
+            except EngineUnavailable as error:  # it brings itself back, or raises another error in the end
+                away = str(error)
             await asyncio.sleep(HEARTBEAT)
 
     app = create_engine_app(served, os.environ[ENGINE_TOKEN], gate)

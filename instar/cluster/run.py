@@ -21,6 +21,8 @@ from instar.cluster.factory import create_cluster
 from instar.cluster.layout import (
     RunFolder,
     engine_names,
+    engine_of,
+    engine_python,
     public_settings,
     teacher_config,
     teacher_names,
@@ -121,8 +123,8 @@ async def serving(
             secrets=keys,
         )
         leaving.push_async_callback(_stop_watching, run)
-        for name in engine_names(config):
-            await _start_engine(run, "engine", name, config.engine.python)
+        for place, name in enumerate(engine_names(config)):
+            await _start_engine(run, "engine", name, engine_python(engine_of(config, place)))
         gateway = config.gateway
         await start_role(run, "gateway", env=environment(run), listen=(gateway.host, gateway.port))
         await _until_up(run, "engine", "gateway")
@@ -208,14 +210,14 @@ def environment(run: LiveRun) -> dict[str, str]:
 
 async def _start_teacher(run: LiveRun) -> None:
     """Where an engine is one. It ends with the run's other roles."""
-    for name in teacher_names(run.config):
-        await _start_engine(run, "teacher", name, _teacher_python(run.config))
+    for place, name in enumerate(teacher_names(run.config)):
+        await _start_engine(run, "teacher", name, _teacher_python(run.config, place))
     await _until_up(run, "teacher")
 
 
-def _teacher_python(config: RunConfig) -> str | None:
-    engine = teacher_config(config).engine
-    return config.backend.python if isinstance(engine, CloudEngineConfig) else engine.python
+def _teacher_python(config: RunConfig, place: int) -> str | None:
+    teacher = engine_of(teacher_config(config), place)
+    return config.backend.python if isinstance(teacher.engine, CloudEngineConfig) else engine_python(teacher)
 
 
 async def _until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
