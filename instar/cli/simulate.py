@@ -95,6 +95,7 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         retries=rollout.retries,
         timeout=rollout.timeout,
         failed_counts=rollout.failed_reward is not None,
+        masks_stale=config.trainer.stale == "mask",
     )
 
 

@@ -305,7 +305,7 @@ class Pipeline:
                     continue
                 tokens += size
                 self.outcome.samples += 1
-                self.outcome.staleness[self.version - stamp] += 1
+                self.outcome.staleness[self.version - max(stamp, oldest)] += 1
         seconds = self.work.train_base + self.work.train_per_token * tokens
         publish = self.publish()
         self.trained_seconds += seconds + publish

@@ -38,6 +38,7 @@ LIGHT = [
     "instar.clouds.base",
     "instar.protocol.base",
     "instar.reference.base",
+    "instar.simulate.base",
     "instar.gateway.base",
     "instar.gateway.dialects.base",
     "instar.gateway.upstream.base",

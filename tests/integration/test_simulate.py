@@ -1,0 +1,88 @@
+"""Two real runs, one in each mode, and what `instar simulate` makes of what was measured in the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.conformance.tiny import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "bench"
+STEPS = 8
+TOLERANCE = 0.35
+"""Of the samples per hour. The machine that tests run on does other things too."""
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(BENCH), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def instar(*arguments: object) -> Any:
+    command = [sys.executable, "-m", "instar.cli.main", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By mode: the figures of the run, and its YAML's path."""
+    folder = tmp_path_factory.mktemp("runs")
+    model = make_tiny_model(folder / "model", hidden=32, context=1024)
+    workload = folder / "workload.jsonl"
+    turns = [[[8, 6, 0.2]], [[8, 6, 0.3], [4, 10, 0.2]], [[8, 6, 0.1]], [[8, 6, 2.5], [4, 6, 0.2]]]
+    workload.write_text("".join(json.dumps({"turns": played}) + "\n" for played in turns))
+    sys.path.insert(0, str(BENCH))
+    try:
+        from async_parts.runs import Plan, run  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.remove(str(BENCH))
+    plan = Plan(
+        engine={"type": "scripted", "function": "tests.integration.sayer:say", "delay": 0.01},
+        model={"name": str(model), "dtype": "fp32", "device": "cpu"},
+        backend={"type": "local", "threads": 1, "lora": {"rank": 4}},
+        kind="digits",
+        lr=1e-3,
+        steps=STEPS,
+        group_size=2,
+        groups_per_step=2,
+        concurrency=4,
+        max_staleness=4,
+        scale=1.0,
+        speed=40.2,
+        context=1024,
+        eval_tasks=2,
+        limit=200.0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        return {mode: run(plan, mode, folder, workload, 0) | {"folder": folder} for mode in ("sync", "async")}
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_simulator_predicts_both_modes_from_one_run(
+    measured: dict[str, dict[str, Any]], mode: str
+) -> None:
+    found = measured[mode]
+    folder = found["folder"]
+    said = instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
+    error = said["samples_per_hour"] / found["samples_per_hour"] - 1
+    print(f"{mode}: {found['samples_per_hour']:.0f} measured, {error:+.1%} predicted")
+    assert said["finished"]
+    assert abs(error) < TOLERANCE
+    assert found["samples_per_hour"] < 1.1 * said["bound"]
+
+
+def test_async_is_predicted_and_found_to_be_faster(measured: dict[str, dict[str, Any]]) -> None:
+    assert measured["async"]["samples_per_hour"] > 1.3 * measured["sync"]["samples_per_hour"]
+    assert measured["async"]["staleness_max"] <= 4
+    assert measured["sync"]["staleness_max"] == 0

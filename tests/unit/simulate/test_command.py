@@ -1,0 +1,88 @@
+"""`instar simulate`, as it is typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from instar.cli.main import app, main
+
+ROOT = Path(__file__).parents[3]
+RUN: dict[str, Any] = {
+    "engine": {"type": "vllm", "count": 2},
+    "trainer": {"groups_per_step": 2, "steps": 6},
+    "rollout": {
+        "tasks": {"type": "jsonl", "path": "tasks.jsonl"},
+        "agent": {"type": "command", "command": ["agent"]},
+        "group_size": 4,
+        "concurrency": 16,
+    },
+}
+
+
+def write(folder: Path, **more: Any) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({**RUN, **more}))
+    return path
+
+
+def simulate(path: Path, *options: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["simulate", str(path), "--json", *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_the_prediction_is_one_line_of_json(tmp_path: Path) -> None:
+    path = write(tmp_path, simulate={"tool": 1.0, "turns": [1, 2, 8]})
+    said = simulate(path)
+    assert (said["engines"], said["max_staleness"], said["steps"], said["samples"]) == (2, 1, 6, 48)
+    assert 0 < said["samples_per_hour"] <= 1.02 * said["bound"]
+    assert set(said["recommended"]) == {"engines", "max_staleness", "why"}
+    assert sum(said["staleness"].values()) == said["samples"]
+    assert simulate(path, "--no-sweep", "--engines", "1", "--max-staleness", "3")["max_staleness"] == 3
+
+
+def test_a_workload_file_is_replayed(tmp_path: Path) -> None:
+    workload = tmp_path / "work.jsonl"
+    workload.write_text('{"turns": [[10, 100, 2.0], [10, 100, 8.0]]}\n')
+    given = write(tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0})
+    option = simulate(given, "--no-sweep")
+    assert option["seconds"] > 3 * 10, "three waves of 16 sessions, each of 10 s at least"
+    assert option == simulate(given, "--no-sweep", "--workload", str(workload))
+
+
+def test_a_table_is_for_people(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["simulate", str(write(tmp_path, simulate={}))])
+    assert done.exit_code == 0, done.output
+    assert "samples per hour" in done.stdout
+    assert "Recommended:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "said"),
+    [
+        ({}, [], "nothing is known of this run's times"),
+        ({"simulate": {}, "rollout": None}, [], "rollout: needed to simulate"),
+        ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
+        ({"simulate": {"tool": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], options: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", str(write(tmp_path, **more)), *options])
+    assert said in capsys.readouterr().err
+
+
+def test_the_workload_of_the_bench_is_what_its_maker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "workloads"))
+    import make  # pyright: ignore[reportMissingImports]
+
+    lines = (ROOT / "bench" / "workloads" / "agents.jsonl").read_text().splitlines()
+    assert [json.loads(line)["turns"] for line in lines] == json.loads(json.dumps(make.make()))
