@@ -36,6 +36,7 @@ LIGHT = [
     "instar.rewards.base",
     "instar.rollout.base",
     "instar.clouds.base",
+    "instar.cluster.base",
     "instar.protocol.base",
     "instar.reference.base",
     "instar.simulate.base",

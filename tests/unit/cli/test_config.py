@@ -22,8 +22,8 @@ AGENT = "{type: command, command: [sh]}"
 MISTAKES = {
     "unknown section": (
         "trainr: {}",
-        "trainr: no such setting; allowed: agent_id, backend, dir, engine, eval, gateway, model, "
-        "models, name, reward, rollout, seed, store, trainer, upstreams (did you mean 'trainer'?)",
+        "trainr: no such setting; allowed: agent_id, backend, cluster, dir, engine, eval, gateway, "
+        "model, models, name, reward, rollout, seed, simulate, store, sync, trainer, upstreams (did you mean 'trainer'?)",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
@@ -79,8 +79,8 @@ MISTAKES = {
     ),
     "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: missing; it has no default"),
     "unknown variant": (
-        "engine: {type: vllm}",
-        "engine.type: given 'vllm'; allowed: local, scripted, upstream, cloud, plugin",
+        "engine: {type: sglang}",
+        "engine.type: given 'sglang'; allowed: local, scripted, upstream, cloud, vllm, mixed, plugin",
     ),
     "unknown variant like a known one": (
         "store: {type: sqlte}",
