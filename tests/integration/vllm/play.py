@@ -1,0 +1,31 @@
+"""An agent that a model of random weights can serve: one streamed call, and more reward for more letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from instar.rollout.base import AgentSession
+from tests.torture.play import note
+
+
+def tasks(count: int = 64) -> list[dict[str, Any]]:
+    return [{"number": number} for number in range(count)]
+
+
+async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str, tokens: int) -> float:
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=300) as client:
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": f"say {task['number']}"}],
+            max_tokens=tokens,
+            stream=True,
+        )
+        text = ""
+        name = ""
+        async for chunk in stream:
+            name = chunk.id
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+    note(ledger, name)
+    return sum(letter.isalpha() for letter in text) / max(1, len(text))

@@ -1,0 +1,157 @@
+"""Whole runs with two real vLLM servers behind the gateway."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from instar.cluster.layout import RunFolder
+from instar.store.factory import open_store
+from instar.types import Call, Floats
+from tests.integration.backends.environments import interpreter
+from tests.integration.vllm.parity import GAP
+from tests.integration.vllm.servers import vllm_model
+from tests.torture.tortured import Tortured
+
+pytestmark = pytest.mark.timeout(900)
+RUN_SECONDS = 600
+HERE = "tests.integration.vllm.play"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_model(tmp_path_factory.mktemp("model"))
+
+
+def settings(folder: Path, model: Path, policy: str, *, tokens: int, **trainer: Any) -> dict[str, Any]:
+    agent = {"ledger": str(folder / "ledger.txt"), "tokens": tokens}
+    return {
+        "name": "served",
+        "dir": str(folder / "run"),
+        "model": {"name": str(model), "dtype": "fp32", "device": "cpu", "max_context": 256},
+        "engine": {
+            "type": "vllm",
+            "python": str(interpreter("vllm")),
+            "policy": policy,
+            "count": 2,
+            "kv_gib": 0.1,
+        },
+        "backend": {"type": "local", "threads": 1, "lora": {"rank": 4}},
+        "trainer": {
+            "groups_per_step": 2,
+            "adam": {"lr": 1e-2},
+            "warmup_steps": 0,
+            "keep_checkpoints": 20,
+            "tensorboard": False,
+            **trainer,
+        },
+        "rollout": {
+            "tasks": {"type": "python", "function": f"{HERE}:tasks"},
+            "agent": {"type": "function", "function": f"{HERE}:agent", "args": agent},
+            "group_size": 4,
+            "timeout": 300,
+            "retries": 6,
+        },
+        "reward": {"type": "agent"},
+    }
+
+
+class Policies:
+    """The versions that a run has published, by transformers and peft."""
+
+    def __init__(self, model: Path, adapters: dict[int, str]) -> None:
+        logging.disable_progress_bar()
+        self._model, self._adapters = model, adapters
+        self._loaded: dict[int, Any] = {}
+
+    def logprobs(self, version: int, ids: Floats) -> Floats:
+        if version not in self._loaded:
+            model: Any = AutoModelForCausalLM.from_pretrained(self._model)
+            if version:
+                model = PeftModel.from_pretrained(model, self._adapters[version])
+            self._loaded[version] = model
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            logits = self._loaded[version](tokens[None]).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy()
+
+
+async def recorded(run: Tortured) -> tuple[list[Call], dict[int, str]]:
+    store = open_store(RunFolder(run.run_dir).read_config(), read_only=True)
+    try:
+        published = {policy.version: policy.artifact.path for policy, _ in await store.published("served")}
+        sessions = [row[0] for row in run.query("SELECT session_id FROM sessions")]
+        return [call for name in sessions for call in await store.calls(name)], published
+    finally:
+        await store.close()
+
+
+async def check_every_token(run: Tortured, model: Path) -> set[int]:
+    """Every recorded token has the logprob that the version it is stamped with gives it."""
+    calls, adapters = await recorded(run)
+    policies = Policies(model, adapters)
+    seen: set[int] = set()
+    for call in calls:
+        for version in set(call.versions.tolist()):
+            theirs = policies.logprobs(version, call.sequence)[len(call.prompt_ids) - 1 :]
+            own = call.versions == version
+            np.testing.assert_allclose(call.logprobs[own], theirs[own], atol=GAP)
+            seen.add(version)
+    return seen
+
+
+def servers(run: Tortured) -> Iterator[int]:
+    """Processes of vLLM that sample for this run: those whose log lies in its folder."""
+    for entry in Path("/proc").iterdir():
+        try:
+            name = (entry / "comm").read_text() if entry.name.isdigit() else ""
+            if name.startswith("VLLM::EngineCor") and str(run.run_dir) in str(
+                (entry / "fd" / "1").readlink()
+            ):
+                yield int(entry.name)
+        except OSError:
+            continue  # it ended meanwhile
+
+
+def committed(run: Tortured) -> int:
+    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
+
+
+async def test_merged_weights_and_a_killed_server(model: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=8)
+    run = Tortured(tmp_path, config)
+    run.start()
+    assert run.wait_until(lambda: committed(run) >= 2, timeout=RUN_SECONDS), run.explain()
+    victim, _other = sorted(servers(run))
+    os.kill(victim, signal.SIGKILL)
+    run.finish(timeout=RUN_SECONDS)
+    run.assert_consistent()
+    logs = run.run_dir / "logs"
+    roles = [(logs / f"engine-{place}.log").read_text() for place in range(2)]
+    assert sum("starting it again" in text for text in roles) == 1
+    assert all((logs / f"engine-{place}-vllm.log").stat().st_size for place in range(2))
+    assert "engine" not in run.output.read_text(), "the roles themselves went on"
+    seen = await check_every_token(run, model)
+    assert len(seen) >= 3
+    assert not list(servers(run)), "the servers ended with the run"
+
+
+async def test_adapters(model: Path, tmp_path: Path) -> None:
+    run = Tortured(tmp_path, settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
+    run.start()
+    run.finish(timeout=RUN_SECONDS)
+    run.assert_consistent()
+    assert await check_every_token(run, model) == {0, 1, 2}
+    logs = [(run.run_dir / "logs" / f"engine-{place}-vllm.log").read_text() for place in range(2)]
+    assert all("Removed LoRA adapter" in text or "unload" in text.lower() for text in logs)
+    assert not list(servers(run))
