@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from instar.cluster.base import DRAIN, FATAL
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, engine_of, teacher_config, teacher_names
-from instar.cluster.supervisor import ROLE_URL
+from instar.cluster.supervisor import HOST, LEASE, ROLE_URL, log_name
 from instar.config import CloudEngineConfig, LocalClusterConfig, PostgresStoreConfig, RunConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
@@ -73,13 +73,14 @@ class Context:
     def log(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
-    def open_store(self) -> Store:
-        """It has read its password, which no agent is to inherit."""
+    async def open_store(self) -> Store:
+        """To write under this role's lease. It has read its password, which no agent is to inherit."""
         from instar.store.factory import open_store
 
         store, section = open_store(self.config), self.config.store
         if isinstance(section, PostgresStoreConfig) and (name := section.password_variable(os.environ)):
             del os.environ[name]
+        await store.hold_lease(self.run_id, self.name, int(os.environ[LEASE]))
         return store
 
     async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
@@ -97,7 +98,7 @@ class Context:
                 self.url,
                 os.getpid(),
                 doing,
-                str(self.folder.log(self.name)),
+                log_name(os.environ.get(HOST, ""), self.folder.log(self.name)),
                 time.time(),
             )
         )
@@ -160,7 +161,7 @@ def _end_with_supervisor(lifeline: int) -> None:
 async def engine(context: Context) -> None:
     from instar.engines.factory import create_engine
 
-    store = context.open_store()
+    store = await context.open_store()
     await context.announce(store, "loading the model")
     place = engine_names(context.config).index(context.name)
     served = create_engine(engine_of(context.config, place))
@@ -178,7 +179,7 @@ async def teacher(context: Context) -> None:
     from instar.reference.vocabulary import require_same_vocabulary
 
     config = teacher_config(context.config)
-    store = context.open_store()
+    store = await context.open_store()
     await context.announce(store, "loading the model")
     if not isinstance(config.engine, CloudEngineConfig):  # a service's tokenizer is not at hand
         require_same_vocabulary(context.config.model, config.model)
@@ -255,7 +256,7 @@ async def gateway(context: Context) -> None:
     from instar.gateway.build import gateway_app
     from instar.gateway.serve import serve
 
-    store = context.open_store()
+    store = await context.open_store()
     await context.announce(store, "waiting for the engine")
 
     async def head() -> Policy:
@@ -325,7 +326,7 @@ async def trainer(context: Context) -> None:
     from instar.trainer.monitor import Monitor
 
     config = context.config
-    store = context.open_store()
+    store = await context.open_store()
     await context.announce(store, "loading the model")
     backend = create_backend(config)
     config, warnings = settle(config, backend.capabilities)
@@ -400,7 +401,7 @@ async def rollout(context: Context) -> None:
 
     config = context.config
     assert config.rollout is not None
-    store = context.open_store()
+    store = await context.open_store()
     await context.announce(store, "loading tasks")
     # Out of the environment before any agent's code runs: what that starts inherits the rest.
     os.environ.pop(ENGINE_TOKEN)

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
@@ -27,10 +27,8 @@ from instar.cluster.layout import (
     teacher_config,
     teacher_names,
 )
-from instar.cluster.role import (
-    ADMIN_KEY,
-    ENGINE_TOKEN,
-)
+from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN
+from instar.cluster.supervisor import LEASE
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
@@ -123,10 +121,14 @@ async def serving(
             secrets=keys,
         )
         leaving.push_async_callback(_stop_watching, run)
-        for place, name in enumerate(engine_names(config)):
-            await _start_engine(run, "engine", name, engine_python(engine_of(config, place)))
         gateway = config.gateway
-        await start_role(run, "gateway", env=environment(run), listen=(gateway.host, gateway.port))
+        await _at_once(
+            *(
+                _start_engine(run, "engine", name, engine_python(engine_of(config, place)))
+                for place, name in enumerate(engine_names(config))
+            ),
+            start_role(run, "gateway", env=environment(run), listen=(gateway.host, gateway.port)),
+        )
         await _until_up(run, "engine", "gateway")
         yield run
     run.phase = "done"
@@ -166,11 +168,24 @@ async def _stop_watching(run: LiveRun) -> None:
 
 
 async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[Options]) -> Role:
-    """Start a role, and let the others know where it is."""
+    """Start a role, in the place of any that had its name before, and let the others know where it is."""
+    lease = await run.store.take_lease(run.run_id, options.get("name") or role)
+    options["env"] = {**options.get("env", {}), LEASE: str(lease)}
     started = await run.cluster.start(role, *arguments, **options)
     if started.url:
         await Directory(run.store, run.run_id).enter(started)
     return started
+
+
+async def _at_once(*starts: Coroutine[Any, Any, object]) -> None:
+    """The first that fails ends the others."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _start_engine(run: LiveRun, role: str, name: str, python: str | None) -> None:
@@ -323,14 +338,16 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
     stopped then."""
     cluster = run.cluster
     secrets = run.secrets
-    await start_role(
-        run,
-        "trainer",
-        python=run.config.backend.python,
-        env={**environment(run), **secrets.env},
-        without=secrets.withheld,
+    await _at_once(
+        start_role(
+            run,
+            "trainer",
+            python=run.config.backend.python,
+            env={**environment(run), **secrets.env},
+            without=secrets.withheld,
+        ),
+        start_role(run, "rollout", env=environment(run), without=secrets.withheld),
     )
-    await start_role(run, "rollout", env=environment(run), without=secrets.withheld)
     ended = asyncio.create_task(run.control.ended("trainer"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -31,6 +31,10 @@ OF_THE_WORKER = (
     "RAY_RAYLET_PID",
 )
 """Variables that Ray gives its worker, and that mean something else in the role's process."""
+WITH_RAY = ("engine", "teacher", "trainer")
+"""Roles that may use the cluster themselves, to carry weights."""
+OF_THE_CLUSTER = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Variables that let a process in; what an agent starts inherits none."""
 LOOK_EVERY = 0.5
 
 
@@ -110,8 +114,8 @@ class RoleHost:
             *order.arguments,
             name=order.name,
             python=order.python,
-            env={**order.env, HOST: host, "RAY_ADDRESS": _cluster_address()},
-            without=order.without | (set(OF_THE_WORKER) - order.env.keys()),
+            env={**order.env, HOST: host, **_way_in(order.role)},
+            without=order.without | (set(OF_THE_WORKER) - order.env.keys()) | _withheld(order.role),
             listen=listen,
         )
         return Placed(host, _node_id(), role.url, role.log, shares)
@@ -186,9 +190,13 @@ def _node_id() -> str:
     return str(_ray_context().get_node_id())
 
 
-def _cluster_address() -> str:
-    """Of the cluster, for a role that uses it itself."""
-    return str(_ray_context().gcs_address)
+def _way_in(role: str) -> dict[str, str]:
+    """The address of the cluster, for a role that uses it itself."""
+    return {"RAY_ADDRESS": str(_ray_context().gcs_address)} if role in WITH_RAY else {}
+
+
+def _withheld(role: str) -> frozenset[str]:
+    return frozenset() if role in WITH_RAY else frozenset(OF_THE_CLUSTER)
 
 
 def _ray_context() -> Any:
