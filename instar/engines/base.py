@@ -99,6 +99,10 @@ class Engine(ABC):
         """Serve this policy from the next token on. Requests in flight go on under it; keys and
         values computed under the old weights are never read by a request that begins later."""
 
+    async def bring(self, policy: Policy) -> Policy:
+        """The policy as the engine can load it: files on a machine that it does not see are sent to it."""
+        return policy
+
     async def stage(self, transfer: Transfer) -> Json:
         """Take in a part of a policy's weights beside those that are served; requests notice nothing. Parts
         of another policy that were staged before are given up. Returns what the sender is to know."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ import msgspec
 from instar import errors
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
 from instar.engines.checks import as_ids
+from instar.engines.uploads import SeenBody, files_of, pieces
 from instar.engines.wire import decode_line, joined, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.plain_http import PlainClient, PlainResponse
@@ -111,6 +113,21 @@ class RemoteEngine(Engine):
     async def load(self, policy: Policy) -> None:
         await self._call("POST", "/load", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
 
+    async def bring(self, policy: Policy) -> Policy:
+        if policy.artifact.kind not in ("adapter", "weights"):
+            return policy
+        folder = Path(policy.artifact.path)
+        try:
+            files = await asyncio.to_thread(files_of, folder)
+        except OSError:
+            return policy  # not here either; the engine says what it makes of that
+        asked = msgspec.json.encode(SeenBody(str(folder), files))
+        if msgspec.json.decode(await self._call("POST", "/seen", STATUS_SECONDS, asked))["seen"]:
+            return policy
+        told = await self._call("POST", "/upload", LOAD_SECONDS, pieces(folder, files))
+        artifact = msgspec.structs.replace(policy.artifact, path=msgspec.json.decode(told)["path"])
+        return msgspec.structs.replace(policy, artifact=artifact)
+
     async def stage(self, transfer: Transfer) -> Json:
         return msgspec.json.decode(
             await self._call("POST", "/stage", LOAD_SECONDS, msgspec.json.encode(transfer)), type=Json
@@ -128,7 +145,9 @@ class RemoteEngine(Engine):
         if self._client is not None:
             await self._client.close()
 
-    async def _call(self, method: str, path: str, seconds: float, body: bytes | None = None) -> bytes:
+    async def _call(
+        self, method: str, path: str, seconds: float, body: bytes | AsyncIterable[bytes] | None = None
+    ) -> bytes:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session().request(

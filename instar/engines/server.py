@@ -5,6 +5,7 @@
     POST /load      {policy}              → {}
     POST /stage     Transfer              → what the sender is to know
     POST /commit    {policy}              → {}
+    POST /seen, /upload                     policies' folders, see `uploads`
     GET  /info, /status, /healthz
 
 The body of /generate is, one after the other: 4 bytes, little-endian, the length of what follows; the
@@ -34,6 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from instar.engines.base import Engine, Transfer
 from instar.engines.checks import check_request, check_scored
+from instar.engines.uploads import Uploads
 from instar.engines.wire import encode_line, joined, pack_floats, unpack_ids, unpack_request
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
 from instar.types import Policy, TokenChunk
@@ -89,6 +91,7 @@ def create_engine_app(engine: Engine, token: str | None = None, gate: Gate | Non
     """The app. With a token, every route but /healthz asks for it as a bearer token."""
     gate = gate or Gate()
     routes = _Routes(engine, gate)
+    uploads = Uploads()
     return Starlette(
         routes=[
             Route("/generate", _Generate(engine, gate), methods=["POST"]),
@@ -96,6 +99,8 @@ def create_engine_app(engine: Engine, token: str | None = None, gate: Gate | Non
             Route("/load", _answer(routes.load), methods=["POST"]),
             Route("/stage", _answer(routes.stage), methods=["POST"]),
             Route("/commit", _answer(routes.commit), methods=["POST"]),
+            Route("/seen", _answer(uploads.seen), methods=["POST"]),
+            Route("/upload", _answer(uploads.take), methods=["POST"]),
             Route("/info", _answer(routes.info)),
             Route("/status", _answer(routes.status)),
             Route("/healthz", _answer(routes.healthz)),

@@ -1,4 +1,4 @@
-"""Carries a policy by telling every engine to load it from where it was published."""
+"""Carries a policy by telling every engine to load it from where it was published, or from a copy of that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FileSync(Sync):
 
     @property
     def route(self) -> str:
-        return "files: the engines read what was published"
+        return "files: the engines read what is published, or are sent it where they do not see it"
 
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         return list(await asyncio.gather(*(self._load(policy, engine) for engine in engines)))
@@ -41,7 +41,7 @@ class FileSync(Sync):
             async with asyncio.timeout(self._deadline):
                 for attempt in range(self._attempts):
                     try:
-                        await engine.load(policy)
+                        await engine.load(await engine.bring(policy))
                         return None
                     except TRANSIENT as error:
                         last = error

@@ -1,0 +1,134 @@
+"""Policies' folders on the way to an engine that does not see them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from instar.config import ModelConfig, ScriptedEngineConfig
+from instar.engines.remote import RemoteEngine
+from instar.engines.scripted import ScriptedEngine
+from instar.engines.uploads import KEPT
+from instar.errors import EngineError
+from instar.sync.files import FileSync
+from instar.types import Artifact, Policy
+from tests.unit.engines.test_conformance import served
+
+
+class NotingEngine(ScriptedEngine):
+    """Notes what the folders that it is told to load hold."""
+
+    def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
+        super().__init__(model, config)
+        self.loaded: list[dict[str, bytes]] = []
+        self.paths: list[Path] = []
+
+    async def load(self, policy: Policy) -> None:
+        folder = Path(policy.artifact.path)
+        self.paths.append(folder)
+        self.loaded.append(contents(folder))
+        await super().load(policy)
+
+
+class FarAway(RemoteEngine):
+    """Of a trainer whose folders the engine does not see."""
+
+    async def _call(self, method: str, path: str, seconds: float, body: object = None) -> bytes:
+        if path == "/seen":
+            return b'{"seen": false}'
+        return await super()._call(method, path, seconds, body)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(tiny: Path) -> NotingEngine:
+    return NotingEngine(ModelConfig(name=str(tiny)), ScriptedEngineConfig())
+
+
+@pytest.fixture
+async def url(engine: NotingEngine) -> AsyncIterator[str]:
+    async with served(engine, None) as url:
+        yield url
+
+
+def policy(folder: Path, version: int) -> Policy:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    (folder / "adapter_model.safetensors").write_bytes(os.urandom(9_000_000))
+    (folder / "empty").write_bytes(b"")
+    return Policy("p", version, Artifact("adapter", str(folder)))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+async def test_what_the_engine_sees_is_not_sent(engine: NotingEngine, url: str, tmp_path: Path) -> None:
+    remote = await RemoteEngine.connect(url)
+    given = policy(tmp_path / "v1", 1)
+    assert await FileSync().push(given, [remote]) == [None]
+    assert engine.paths == [tmp_path / "v1"]
+    await remote.close()
+
+
+async def test_a_folder_of_the_same_name_with_other_files_is_not_taken_for_it(
+    url: str, tmp_path: Path
+) -> None:
+    remote = await RemoteEngine.connect(url)
+    given = policy(tmp_path / "v1", 1)
+    body = {"path": given.artifact.path, "files": {"adapter_config.json": [8, 1]}}
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/seen", json=body) as response:
+        assert await response.json() == {"seen": False}
+    await remote.close()
+
+
+async def test_what_it_does_not_see_is_sent_and_old_ones_go(
+    engine: NotingEngine, url: str, tmp_path: Path
+) -> None:
+    remote = FarAway(url)
+    await remote.refresh()
+    for version in range(1, KEPT + 3):
+        given = policy(tmp_path / f"v{version}", version)
+        assert await FileSync().push(given, [remote]) == [None]
+        assert engine.loaded[-1] == contents(tmp_path / f"v{version}")
+        assert not engine.paths[-1].is_relative_to(tmp_path)
+        assert (await engine.status()).version == version
+    assert [path.is_dir() for path in engine.paths] == [False] * 2 + [True] * KEPT
+    assert sorted(engine.paths[-1].parent.iterdir()) == sorted(engine.paths[-KEPT:])
+    await remote.close()
+
+
+def packed(files: list[tuple[str, int]], content: bytes, digest: bytes | None = None) -> bytes:
+    head = json.dumps({"files": files}).encode()
+    return b"".join(
+        [len(head).to_bytes(4, "little"), head, content, digest or hashlib.sha256(content).digest()]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (packed([("a", 5)], b"12345", b"x" * 32), "hash"),
+        (packed([("a", 9)], b"12345"), "not whole|hash"),
+        (packed([("a", 99)], b"12345"), "not whole"),
+        (packed([("../a", 5)], b"12345"), "cannot be called"),
+        (packed([("..", 5)], b"12345"), "cannot be called"),
+        (packed([("/tmp/a", 5)], b"12345"), "cannot be called"),
+        (b"\xff\xff\xff\xff", "names of its files"),
+        (b"\x02\x00\x00\x00[]", "cannot be read"),
+    ],
+)
+async def test_an_upload_that_is_not_whole_leaves_nothing(url: str, body: bytes, why: str) -> None:
+    remote = await RemoteEngine.connect(url)
+    with pytest.raises(EngineError, match=why):
+        await remote._call("POST", "/upload", 10.0, body)
+    told = await remote._call("POST", "/upload", 10.0, packed([("a", 5)], b"12345"))
+    whole = Path(json.loads(told)["path"])
+    assert contents(whole) == {"a": b"12345"}
+    assert list(whole.parent.iterdir()) == [whole]
+    await remote.close()
