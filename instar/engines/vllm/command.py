@@ -104,12 +104,12 @@ class Launch:
             found += self._whole_prompts()
         else:
             found += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
+        found += ["--worker-extension-cls", EXTENSION]
         if self.adapters:
             found += ["--enable-lora", "--max-lora-rank", str(fitting_rank(config.lora_rank or 16))]
             found += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
-        else:
-            found += ["--worker-extension-cls", EXTENSION]
-            found += [] if self.vllm.on_cpu else ["--weight-transfer-config", '{"backend": "nccl"}']
+        elif not self.vllm.on_cpu:
+            found += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*found, *config.args]
 
     def _whole_prompts(self) -> list[str]:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from instar.engines.vllm.ahead import AdapterReader
+
 RAY_SECONDS = 60.0
 """Deadline of one chunk from Ray's object store."""
 OUTLIVES_SECONDS = 10**6
@@ -31,7 +33,7 @@ PLAIN_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEm
 """What vLLM calls the handling of layers whose parameters are as a model's files have them."""
 
 
-class WeightReceiver:
+class WeightReceiver(AdapterReader):
     """Mixed into vLLM's worker class; its names must be none of the worker's."""
 
     device: torch.device

@@ -15,6 +15,7 @@ import msgspec
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import KEPT_ADAPTERS
 from instar.engines.vllm.merge import check_same_shape, merged
+from instar.engines.vllm.transfer import read_ahead
 from instar.engines.vllm.weights import Weights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Policy
@@ -131,6 +132,7 @@ class AdapterServing(Serving):
             raise EngineUnavailable(f"requests still run under {len(self._held)} versions of the policy")
         self._loads += 1  # the same version may be loaded again, from other files
         name = f"{policy.policy_id}-v{policy.version}-{self._loads}"
+        await read_ahead(self._client, str(folder))
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         return name
 

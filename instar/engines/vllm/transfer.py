@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,8 +10,11 @@ import msgspec
 from instar.engines.base import Route, Transfer
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.weights import Weights
-from instar.errors import EngineError
+from instar.errors import EngineError, EngineUnavailable
 from instar.types import Json, Policy
+
+READ_SECONDS = 60.0
+LOOK_EVERY = 0.01
 
 
 async def find_routes(client: VllmClient) -> tuple[Route, ...]:
@@ -25,6 +29,22 @@ async def find_routes(client: VllmClient) -> tuple[Route, ...]:
     if all(end["ray"] for end in ends):
         routes.append("ray")
     return tuple(routes)
+
+
+async def read_ahead(client: VllmClient, folder: str) -> None:
+    """Have the workers read an adapter while they go on sampling. A server without our worker extension reads
+    it when it is told to load it, and its streams wait."""
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            while True:
+                told: list[Json] = await client.rpc("instar_read_adapter", {"path": folder})
+                if all(worker.get("done") or "error" in worker for worker in told):
+                    return  # what is wrong with the adapter, loading it tells
+                await asyncio.sleep(LOOK_EVERY)
+    except EngineUnavailable:
+        raise
+    except (EngineError, TimeoutError):
+        return
 
 
 class Receiver:

@@ -1,0 +1,33 @@
+"""An engine of a run, in a process of its own: prints its address once it is up, ends when its input does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from instar.config import RunConfig
+from instar.engines.factory import create_engine
+from instar.engines.server import create_engine_app
+from instar.gateway.serve import bind, serve
+
+
+async def main(config: RunConfig, log: Path) -> None:
+    engine = create_engine(config)
+    stop = asyncio.Event()
+    await engine.bring_up(log, say=lambda line: print(line, file=sys.stderr))
+    listener = bind("127.0.0.1", 0)
+    host, port = listener.getsockname()[:2]
+    serving = asyncio.create_task(serve(create_engine_app(engine), listener, stop=stop))
+    print(f"http://{host}:{port}", flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        stop.set()
+        await serving
+        await engine.close()
+
+
+if __name__ == "__main__":
+    job = Path(sys.argv[1])
+    asyncio.run(main(RunConfig.model_validate_json(job.read_bytes()), job.with_suffix(".log")))
