@@ -66,5 +66,6 @@ def _children() -> list[int]:
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its asker, not before
+        # It ends with its asker, not before. Ignored by the system, they would be by the command too.
+        signal.signal(number, lambda *_: None)
     sys.exit(main())

@@ -1,0 +1,323 @@
+"""The vLLM engine's own parts; with real servers it is tested in tests/integration/vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from instar.cluster.layout import engine_names, engine_of, engine_python
+from instar.config import RunConfig, VllmEngineConfig
+from instar.engines.factory import settle_vllm
+from instar.engines.pool import EnginePool
+from instar.engines.vllm import guard
+from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.command import Installation, Launch, find_vllm, fitting_rank
+from instar.engines.vllm.merge import check_same_shape, merged
+from instar.engines.vllm.reply import Reply
+from instar.engines.vllm.weights import NOTHING, Weights
+from instar.engines.vllm.wire import PATH, generate_body
+from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.types import SamplingParams, TokenChunk
+from tests.tiny import make_tiny_model, make_tiny_tokenizer
+from tests.unit.engines.pretend_vllm import END, PretendVllm, event
+from tests.unit.engines.test_conformance import local_engine, scripted_engine
+
+TOKENIZER = make_tiny_tokenizer()
+
+
+# --- replies ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[PretendVllm]:
+    async with PretendVllm().serving() as server:
+        yield server
+
+
+@pytest.fixture
+async def client(vllm: PretendVllm) -> AsyncIterator[VllmClient]:
+    client = VllmClient(vllm.url)
+    yield client
+    await client.close()
+
+
+async def begin(client: VllmClient, weights: Weights, **params: Any) -> Reply:
+    reply = Reply(
+        await client.stream(PATH, b"{}"),
+        SamplingParams(**params),
+        client=client,
+        version=lambda: weights.version,
+        ends=(2,),
+        tokenizer=TOKENIZER,
+    )
+    weights.replies.add(reply)
+    return reply
+
+
+async def test_a_change_of_weights_divides_what_came_before_from_what_comes_after(
+    vllm: PretendVllm, client: VllmClient
+) -> None:
+    """Also where nobody had read the first part by then."""
+    weights = Weights(client)
+    reply = await begin(client, weights)
+    vllm.say.put_nowait(event(5) + event(6))
+    async with asyncio.timeout(5):
+        while not reply.received:  # noqa: ASYNC110 - of the socket
+            await asyncio.sleep(0.01)
+    async with weights.paused() as change:
+        change.begins()
+        change.serves(4)
+    vllm.say.put_nowait(event(7) + event(8, finish="length") + END)
+    vllm.say.put_nowait(None)
+    chunks = [chunk async for chunk in reply.chunks()]
+    assert [t for c in chunks for t in c.token_ids] == [5, 6, 7, 8]
+    assert [v for c in chunks for v in c.versions] == [0, 0, 4, 4]
+    assert vllm.heard == [PATH, "/pause", "/resume"]
+
+
+async def test_a_change_that_fails_after_it_began_serves_nothing(
+    vllm: PretendVllm, client: VllmClient
+) -> None:
+    weights = Weights(client)
+    reply = await begin(client, weights)
+    vllm.say.put_nowait(event(5))
+    stream = reply.chunks()
+    await anext(stream)
+    vllm.failing.add("/collective_rpc")
+    with pytest.raises(EngineError, match="as the test wants it"):  # noqa: PT012 - the pause is what is tested
+        async with weights.paused() as change:
+            change.begins()
+            await client.rpc("reload_weights")
+    assert weights.version == NOTHING
+    with pytest.raises(EngineUnavailable):
+        weights.check()
+    with pytest.raises(EngineUnavailable):
+        await anext(stream)
+    assert "/resume" not in vllm.heard
+    async with weights.paused() as change:
+        change.serves(3)
+    assert weights.version == 3
+    assert vllm.heard[-1] == "/resume"
+
+
+async def test_a_change_that_never_began_leaves_what_is_served(vllm: PretendVllm, client: VllmClient) -> None:
+    weights = Weights(client)
+    with pytest.raises(RuntimeError):
+        async with weights.paused():
+            raise RuntimeError
+    assert weights.version == 0
+    assert vllm.heard == ["/pause", "/resume"]
+
+
+async def test_a_missing_logprob_is_nan_and_greedy_tokens_were_certain(
+    vllm: PretendVllm, client: VllmClient
+) -> None:
+    weights = Weights(client)
+    missing = event(5).replace(b"-1.0", b"-9999.0")
+    vllm.say.put_nowait(missing + event(6, finish="length") + END)
+    vllm.say.put_nowait(None)
+    (chunk,) = [c async for c in (await begin(client, weights, temperature=0)).chunks()]
+    assert math.isnan(chunk.logprobs[0])
+    assert chunk.logprobs[1] == -1.0
+    assert chunk.behavior_logprobs == [0.0, 0.0]
+    vllm.say.put_nowait(event(5, finish="length", logprobs=None) + END)
+    vllm.say.put_nowait(None)
+    (chunk,) = [c async for c in (await begin(client, weights, top_p=0.5, score=False)).chunks()]
+    assert np.isnan(chunk.logprobs).all()
+    assert np.isnan(chunk.behavior_logprobs or []).all()
+
+
+async def test_names_the_stop_string_where_vllm_does_not(vllm: PretendVllm, client: VllmClient) -> None:
+    ids = TOKENIZER.encode("The answer is 893")
+    for more, named in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
+        vllm.say.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **more) + END)
+        vllm.say.put_nowait(None)
+        reply = await begin(client, Weights(client), stop=("never", "893"))
+        last: TokenChunk = [chunk async for chunk in reply.chunks()][-1]
+        assert (last.finish_reason, last.stop) == ("stop", named)
+
+
+@pytest.mark.parametrize(
+    "said", [event(5), event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n']
+)
+async def test_a_reply_that_breaks_off_is_no_reply(
+    said: bytes, vllm: PretendVllm, client: VllmClient
+) -> None:
+    vllm.say.put_nowait(said)
+    vllm.say.put_nowait(None)
+    with pytest.raises(EngineUnavailable):
+        async for _ in (await begin(client, Weights(client))).chunks():
+            pass
+
+
+def test_asks_for_no_text_without_stop_strings() -> None:
+    def body(**params: Any) -> dict[str, Any]:
+        prompt = np.asarray([5, 6], np.int32)
+        given = SamplingParams(max_tokens=50, **params)
+        made = generate_body(prompt, given, room=7, eos_ids=[2], model=None, seeds=True)
+        return json.loads(made)["sampling_params"]
+
+    plain = body(seed=-(2**70) - 1, stop_token_ids=(9,))
+    assert plain["max_tokens"] == 7
+    assert plain["stop_token_ids"] == [2, 9]
+    assert plain["detokenize"] is False
+    assert 0 <= plain["seed"] < 2**63
+    assert plain["logprobs"] == 0
+    assert body(stop=("x",))["detokenize"] is True
+    assert "logprobs" not in body(score=False)
+
+
+# --- weights ----------------------------------------------------------------------------------------
+
+
+def test_merges_as_peft_does(tiny: Path, adapter: Path) -> None:
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
+    with merged(tiny, adapter, "fp32") as folder:
+        check_same_shape(folder, tiny)
+        found = load_file(folder / "model.safetensors")
+    assert not folder.exists()
+    expected = whole.state_dict()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
+    with merged(tiny, adapter, "bf16") as folder:
+        kinds = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
+    assert kinds == {"torch.float32", "torch.bfloat16"}, "what is not adapted stays as it is"
+
+
+def test_refuses_weights_of_another_model(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", layers=1)
+    with pytest.raises(EngineError, match="another architecture"):
+        check_same_shape(other, tiny)
+    with pytest.raises(EngineError, match="does not have"), merged(other, adapter, "fp32"):
+        pass
+
+
+# --- starting a server ------------------------------------------------------------------------------
+
+
+def launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> Launch:
+    found = Installation("python", "0.32.0+cpu" if cpu else "0.26.0", scale_out=cpu)
+    return Launch(config, found, Path("model"), "bf16", 512, adapters, cores=2)
+
+
+def test_a_server_gets_its_key_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTAR_ADMIN_KEY", "of-the-gateway")
+    started = launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
+    environment = started.environment("the-key", Path("package"))
+    assert environment["VLLM_API_KEY"] == "the-key"
+    assert environment["MORE"] == "1"
+    assert "of-the-gateway" not in environment.values()
+    command = started.command(1234)
+    assert "the-key" not in command
+    assert command[-2:] == ["--seed", "3"]
+    assert "127.0.0.1" in command
+
+
+def test_adapters_and_devices_have_their_own_arguments() -> None:
+    on_gpu = launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).command(1)
+    assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
+    assert "0.4" in on_gpu
+    assert "--enforce-eager" not in on_gpu
+    assert "--enable-scale-out" not in on_gpu, "which that version does not have"
+    on_cpu = launch(VllmEngineConfig()).command(1)
+    assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(on_cpu)
+    assert "--enable-lora" not in on_cpu
+    with pytest.raises(ConfigError, match="512"):
+        fitting_rank(513)
+
+
+def test_an_interpreter_without_vllm_is_told() -> None:
+    for python in (sys.executable, "/nowhere/python"):
+        with pytest.raises(ConfigError, match=r"engine\.python"):
+            find_vllm(python)
+
+
+CHILDREN = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_server_ends_with_its_asker_and_so_does_what_it_started() -> None:
+    asker = f"""
+import subprocess, sys, time
+guard = subprocess.Popen([sys.executable, {guard.__file__!r}, sys.executable, "-c", {CHILDREN!r}],
+                         stdin=subprocess.PIPE, start_new_session=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", asker], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    grandchild = int(process.stdout.readline())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 15
+    while _alive(grandchild):
+        assert time.monotonic() < deadline, "what the server had started goes on"
+        time.sleep(0.05)
+    process.stdout.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- several engines --------------------------------------------------------------------------------
+
+
+def test_every_process_has_its_own_part() -> None:
+    servers = ["http://a:1", "http://b:2"]
+    parts = [
+        {"type": "scripted", "count": 2, "python": "p"},
+        {"type": "vllm", "servers": servers},
+        {"type": "vllm", "python": "v"},
+    ]
+    config = RunConfig.model_validate({"engine": {"type": "mixed", "parts": parts}})
+    assert engine_names(config) == [f"engine-{place}" for place in range(5)]
+    own = [engine_of(config, place) for place in range(5)]
+    assert [part.engine.type for part in own] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
+    assert [part.engine.servers for part in own[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
+    assert [engine_python(part) for part in own] == ["p", "p", None, None, None]
+    with pytest.raises(ValueError, match="there are 2"):
+        VllmEngineConfig.model_validate({"servers": servers, "count": 3})
+
+
+def test_what_the_run_says_settles_what_the_section_leaves_open() -> None:
+    def settled(**run: Any) -> VllmEngineConfig:
+        return settle_vllm(VllmEngineConfig(), RunConfig.model_validate(run))
+
+    assert settled().policy == "auto"
+    assert settled(backend={"type": "local", "lora": {"rank": 8}}).lora_rank == 8
+    assert settled(backend={"type": "local", "lora": None}).policy == "merged"
+    assert settled(sync={"route": "ipc"}).policy == "merged"
+    assert settled().gpu_memory == 0.9
+
+
+async def test_engines_of_several_kinds_are_one(tiny: Path) -> None:
+    pool = EnginePool([local_engine(tiny), scripted_engine(tiny)])
+    await pool.start()
+    assert pool.info.kind == "mixed"
+    assert set(pool.info.artifacts) == {"adapter", "weights", "base"}
+    replies = [[c async for c in pool.generate([5, 6], SamplingParams(max_tokens=2))] for _ in range(4)]
+    assert all(chunks[-1].finish_reason for chunks in replies)
+    await pool.close()
