@@ -1,0 +1,246 @@
+"""A run on a Ray cluster of three nodes that loses one of them, an engine, its gateway and its trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.ray.nodes import ROOT, Network, RayNode, require_namespaces
+from tests.postgres import PASSWORD, PostgresServer
+from tests.tiny import make_tiny_model
+
+HERE = "tests.integration.ray.play"
+STEPS = 26
+PASSWORD_ENV = "INSTAR_TEST_PASSWORD"
+
+
+class Cluster:
+    """Three nodes: the head has gateway, rollout and the driver, the others have engines, one the trainer."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        require_namespaces()
+        # Ray's sockets lie in its folder, and a socket's path is short.
+        self.folder = Path(tempfile.mkdtemp(prefix="instar-ray-", dir="/tmp"))
+        stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.network = Network()
+        stack.callback(self.network.remove)
+        self.postgres = PostgresServer(host=self.network.address)
+        stack.callback(self.postgres.remove)
+        self.head = self._node(stack, "a", 1, None, front=1)
+        self.head.wait()
+        self.steady = self._node(stack, "b", 2, self.head, engines=2, trainer=1)
+        self.lost = self._node(stack, "c", 3, self.head, engines=1)
+        self.steady.wait()
+        self.lost.wait()
+
+    def _node(
+        self, stack: ExitStack, name: str, number: int, head: RayNode | None, **resources: float
+    ) -> RayNode:
+        node = RayNode(self.network, name, number, self.folder, head, **resources)
+        stack.callback(node.remove)
+        return node
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack)
+
+
+class RayRun:
+    """`instar train` on the head node."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.schema = cluster.postgres.new_schema()
+        self.output = folder / "output.txt"
+        file = folder / "run.yaml"
+        file.write_text(yaml.safe_dump(self._settings()))
+        command = [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"]
+        head = cluster.head
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                head.inside(command),
+                cwd=ROOT,
+                env=head.environment(**{"RAY_ADDRESS": head.cluster, PASSWORD_ENV: PASSWORD}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        def on(**resources: float) -> dict[str, Any]:
+            return {"cpus": 0.1, "resources": resources}
+
+        placement = {
+            "gateway": on(front=0.1),
+            "rollout": on(front=0.1),
+            "trainer": on(trainer=1),
+            "engine": on(engines=1),
+        }
+        return {
+            "name": "three",
+            "dir": str(self.run_dir),
+            "seed": 0,
+            "model": {
+                "name": str(self.folder / "model"), "dtype": "fp32", "device": "cpu", "max_context": 128
+            },
+            "store": {
+                "type": "postgres",
+                "url": self.cluster.postgres.tcp_url,
+                "db_schema": self.schema,
+                "password_env": PASSWORD_ENV,
+            },
+            "cluster": {"type": "ray", "node_timeout": 6, "placement": placement},
+            "gateway": {"port": 0},
+            "engine": {"type": "local", "threads": 1, "count": 2},
+            "backend": {"type": "local", "threads": 1, "lora": {"rank": 8, "alpha": 16}},
+            "trainer": {
+                "steps": STEPS,
+                "groups_per_step": 2,
+                "adam": {"lr": 1e-2},
+                "warmup_steps": 0,
+                "checkpoint_every": 4,
+                "tensorboard": False,
+            },
+            "rollout": {
+                "tasks": {"type": "python", "function": f"{HERE}:tasks"},
+                "agent": {
+                    "type": "function", "function": f"{HERE}:agent", "args": {"ledger": str(self.ledger)}
+                },
+                "group_size": 16,
+                "concurrency": 32,
+                "retries": 6,
+                "timeout": 120,
+            },
+            "reward": {"type": "rule", "function": f"{HERE}:share"},
+        }  # fmt: skip
+
+    @property
+    def ledger(self) -> Path:
+        return self.folder / "ledger.txt"
+
+    def query(self, sql: str, *values: object) -> list[Any]:
+        return self.cluster.postgres.query(sql, *values, schema=self.schema)
+
+    def steps(self) -> int:
+        """How many are committed or published."""
+        try:
+            return self.query("SELECT COUNT(*) FROM steps WHERE version IS NOT NULL")[0][0]
+        except Exception:  # noqa: BLE001 the tables are not there yet
+            return 0
+
+    def endpoint(self, name: str) -> tuple[str, int, str]:
+        """(address, process, what it does), as it says itself."""
+        (row,) = self.query("SELECT url, pid, doing FROM endpoints WHERE name = %s", name)
+        return row
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"the run is over\n{self.explain()}"
+            assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.explain()}"
+            time.sleep(0.05)
+
+    def finish(self, timeout: float) -> None:
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it did not end\n{self.explain()}")
+        assert code == 0, f"exit code {code}\n{self.explain()}"
+
+    def explain(self) -> str:
+        parts = [self.output.read_text(errors="replace")[-6000:]]
+        for log in sorted((self.run_dir / "logs").glob("*.log")):
+            parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}")
+        return "\n".join(parts)
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path) -> Iterator[RayRun]:
+    make_tiny_model(tmp_path / "model", seed=0, std=0.2)
+    made = RayRun(cluster, tmp_path)
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.mark.timeout(480)
+def test_a_run_survives_its_nodes(cluster: Cluster, run: RayRun) -> None:
+    run.wait_until(lambda: run.steps() >= 3)
+    hosts = {name: run.endpoint(name)[0].split("//")[1].split(":")[0] for name in ("engine-0", "engine-1")}
+    assert sorted(hosts.values()) == [cluster.steady.address, cluster.lost.address]
+    assert cluster.head.address in run.endpoint("gateway")[0]
+    (moved,) = [name for name, host in hosts.items() if host == cluster.lost.address]
+    (stayed,) = [name for name, host in hosts.items() if host != cluster.lost.address]
+
+    os.kill(run.endpoint(stayed)[1], signal.SIGKILL)
+    steps = run.steps()
+    run.wait_until(lambda: run.steps() >= steps + 2)
+
+    cluster.lost.cut_off()
+    steps = run.steps()
+    run.wait_until(lambda: cluster.steady.address in run.endpoint(moved)[0])
+    run.wait_until(lambda: run.steps() >= steps + 2)
+
+    run.wait_until(lambda: "running" in run.endpoint(stayed)[2] or "running" in run.endpoint(moved)[2])
+    os.kill(run.endpoint("gateway")[1], signal.SIGKILL)
+    steps = run.steps()
+    run.wait_until(lambda: run.steps() >= steps + 2)
+
+    run.wait_until(lambda: "samples" in run.endpoint("trainer")[2])
+    os.kill(run.endpoint("trainer")[1], signal.SIGKILL)
+    run.finish(240)
+
+    assert_consistent(run)
+    said = run.output.read_text()
+    assert f"{stayed} ended with signal SIGKILL; starting it again" in said
+    assert f"{moved} is lost" in said
+    assert "trainer ended with signal SIGKILL; starting it again" in said
+    assert "gateway ended with signal SIGKILL; starting it again" in said
+    rewards = [json.loads(line)["reward_mean"] for line in metrics(run)]
+    assert rewards[0] < 0.2
+    assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.3, [round(reward, 2) for reward in rewards]
+
+
+def metrics(run: RayRun) -> list[str]:
+    """The last record of each step, as the driver has it."""
+    latest: dict[int, str] = {}
+    for line in (run.run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "train":
+            latest[record["step"]] = line
+    return [latest[step] for step in sorted(latest)]
+
+
+def assert_consistent(run: RayRun) -> None:
+    steps = run.query("SELECT step, state FROM steps ORDER BY step")
+    assert steps == [(step, "committed") for step in range(1, STEPS + 1)]
+    again = run.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
+    assert not again, f"claimed twice: {again}"
+    unfinished = run.query(
+        "SELECT c.session_id FROM claims c JOIN sessions s USING (session_id) "
+        "WHERE c.outcome = 'trained' AND s.status != 'completed'"
+    )
+    assert not unfinished, f"trained on sessions that were not completed: {unfinished}"
+    ended = set(run.ledger.read_text().splitlines())
+    stored = {row[0] for row in run.query("SELECT request_id FROM calls WHERE status = 'ok'")}
+    assert len(ended) >= STEPS * 32, "the agent noted every reply"
+    assert ended <= stored, f"acknowledged and not recorded: {sorted(ended - stored)}"
