@@ -1,4 +1,5 @@
-"""Ray nodes on one machine, each in a network namespace with an address of its own, behind one bridge."""
+"""Ray nodes on one machine, each in a network namespace with an address of its own, behind one bridge, and
+with a folder that the others do not see."""
 
 from __future__ import annotations
 
@@ -54,6 +55,11 @@ class RayNode:
     ) -> None:
         self.name = name
         self.namespace = f"{network.bridge}-{name}"
+        self.own = folder / f"own-{name}"
+        """What it has as `runs` in the folder."""
+        self._runs = folder / "runs"
+        for each in (self.own, self._runs):
+            each.mkdir(exist_ok=True)
         self.address = f"{network.prefix}.{number}"
         self._outside = f"{network.bridge[-8:]}{name}"
         self._token = folder / "token"
@@ -94,7 +100,8 @@ class RayNode:
 
     def inside(self, command: list[str]) -> list[str]:
         """The command, to be run on this node."""
-        return ["ip", "netns", "exec", self.namespace, *command]
+        mounting = f'mount --bind {self.own} {self._runs} && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "sh", "-c", mounting, "sh", *command]
 
     def wait(self, timeout: float = 90) -> None:
         deadline = time.monotonic() + timeout
