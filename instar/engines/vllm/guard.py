@@ -64,8 +64,12 @@ def _children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
+def _nothing(number: int, frame: object) -> None:
+    pass
+
+
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         # It ends with its asker, not before. Ignored by the system, they would be by the command too.
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _nothing)
     sys.exit(main())
