@@ -1,0 +1,100 @@
+"""vLLM on a GPU serves what the trainer beside it has, as adapters and as merged weights.
+
+Run by hand where there is one: `python -m pytest tests/gpu/test_vllm.py`. INSTAR_TEST_VLLM names the interpreter
+that has vLLM, where it is not the running one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import (
+    AdamConfig,
+    LocalBackendConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    VllmEngineConfig,
+)
+from instar.conformance.batches import make_sample
+from instar.engines.vllm.command import find_vllm
+from instar.engines.vllm.engine import VllmEngine
+from instar.errors import ConfigError
+from instar.types import Policy, SamplingParams
+from tests.tiny import make_tiny_model
+from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of, versions_of
+
+PYTHON = os.environ.get("INSTAR_TEST_VLLM")
+PROMPT = TOKENIZER.encode("What is 615 plus 278?")
+MEAN_GAP = 0.06
+"""Between the logprobs of two programs in bf16."""
+
+
+def has_vllm() -> bool:
+    try:
+        return not find_vllm(PYTHON).on_cpu
+    except ConfigError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(not has_vllm(), reason="INSTAR_TEST_VLLM names no interpreter that has vLLM for GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=256, heads=4, kv_heads=2)
+    return ModelConfig(name=str(folder), dtype="bf16", device="cuda", max_context=512)
+
+
+@pytest.fixture(params=["adapter", "merged"])
+async def engine(
+    model: ModelConfig, request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[VllmEngine]:
+    section = VllmEngineConfig(policy=request.param, python=PYTHON, gpu_memory=0.2, lora_rank=8)
+    engine = VllmEngine(model, section)
+    await engine.bring_up(tmp_path / "engine.log", print)
+    yield engine
+    await engine.close()
+
+
+async def test_serves_what_the_trainer_has(engine: VllmEngine, model: ModelConfig, tmp_path: Path) -> None:
+    backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=8)), seed=1)
+    await backend.start()
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, seed=1))
+    live = [await anext(stream)]
+    for version in (1, 2):
+        ids = np.random.default_rng(version).integers(3, 300, 24).tolist()
+        sample = make_sample("s", ids, 1, advantages=np.ones(24, np.float32))
+        await backend.forward_backward([sample], LossConfig(name="cross_entropy"))
+        await backend.optim_step(AdamConfig(lr=0.004))
+        await engine.load(Policy("p", version, await backend.publish(tmp_path / f"v{version}")))
+        chunks = await collect(engine, PROMPT, max_tokens=64, seed=version)
+        assert set(versions_of(chunks)) == {version}
+        whole = [*PROMPT, *ids_of(chunks)]
+        (theirs,) = await backend.forward([make_sample("s", whole, 1)])
+        assert np.abs(theirs[len(PROMPT) :] - logprobs_of(chunks)).mean() < MEAN_GAP
+        assert np.abs(theirs - await engine.logprobs(whole))[1:].mean() < MEAN_GAP
+    live += [chunk async for chunk in stream]
+    assert versions_of(live) == sorted(versions_of(live))
+    assert engine.misstamped == 0
+    await backend.close()
+
+
+async def test_many_streams(engine: VllmEngine) -> None:
+    replies = await asyncio.gather(
+        *(collect(engine, [*PROMPT, 3 + n], max_tokens=128, seed=n) for n in range(256))
+    )
+    assert all(chunks[-1].finish_reason for chunks in replies)
