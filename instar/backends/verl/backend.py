@@ -11,10 +11,11 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,12 +24,15 @@ from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import loss_and_metrics
 from instar.backends.verl.settings import WorkerSettings
-from instar.backends.verl.share import Share, deal, gather
+from instar.backends.verl.share import Share, Weight, deal, gather
 from instar.backends.verl.workers import RayWorkers
 from instar.config import AdamConfig, LossConfig, ModelConfig, VerlBackendConfig
 from instar.errors import BackendError, BackendLost, ConfigError, NonFinite
 from instar.models import device_and_dtype, resolve_model
 from instar.types import Artifact, Floats, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -37,6 +41,8 @@ SUPPORTED = ">=0.9.1,<0.10"
 INSTALL = "python3 -m venv verl-env && verl-env/bin/pip install 'instar[local,verl]'"
 LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
 META = "instar.json"
+AT_A_TIME = 32 * 2**20
+"""Bytes of weights that rank 0 hands out at once; they pass through Ray's object store."""
 
 
 class VerlBackend(Backend):
@@ -63,13 +69,23 @@ class VerlBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        lora = self._config.lora is not None
+        lora = self._config.lora
         return BackendCapabilities(
             losses=LOSSES,
-            artifacts=frozenset({"adapter" if lora else "weights"}),
+            artifacts=frozenset({"weights" if lora is None else "adapter"}),
             full_finetuning=True,
-            reference=lora,
+            reference=lora is not None,
+            # An adapter on an output layer that is tied to the input's cannot be merged.
+            live=lora is None or "lm_head" not in lora.targets,
         )
+
+    async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
+        begin, more = True, True
+        while more:
+            weights, more = await self._run(partial(self._hand_out, begin))
+            begin = False
+            for weight in weights:
+                yield weight.name, weight.tensor()
 
     async def start(self) -> None:
         await self._run(self._start)
@@ -147,6 +163,9 @@ class VerlBackend(Backend):
 
     def _deal(self, samples: Sequence[Sample]) -> Share:
         return deal(samples, self._config.ranks, self._config.micro_batch_tokens)
+
+    def _hand_out(self, begin: bool) -> tuple[list[Weight], bool]:
+        return self._workers.call("hand_out", begin, AT_A_TIME)[0]
 
     def _optim_step(self, adam: AdamConfig) -> OptimStep:
         if not self._workers.alive:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instar.types import Floats, Ids, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,22 @@ class Trained:
     """Whether the loss was, on every rank; otherwise nothing was added."""
     logprobs: list[Floats]
     micro_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight on its way from rank 0, as bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    content: NDArray[np.uint8]
+
+    def tensor(self) -> Tensor:
+        import torch
+
+        # A copy: what comes out of Ray's object store can only be read.
+        return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
 def deal(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> Share:

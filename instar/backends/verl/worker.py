@@ -35,8 +35,9 @@ from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
 from instar.backends.local.losses import Tokens, token_loss
 from instar.backends.local.state import write_adapter_files, write_weights
+from instar.backends.served import served_weights
 from instar.backends.verl.settings import WorkerSettings, training_config
-from instar.backends.verl.share import Row, Trained
+from instar.backends.verl.share import Row, Trained, Weight
 from instar.config import AdamConfig, LossConfig
 from instar.types import Floats
 
@@ -138,6 +139,27 @@ class InstarWorker(TinkerTrainingWorker):
                 weights[name] = tensor.detach().to("cpu", dtype)
         if self.rank == 0:
             write_weights(weights, Path(self._settings.folder), folder, dtype)
+
+    def hand_out(self, begin: bool, most_bytes: int) -> tuple[list[Weight], bool]:
+        """The next weights that an engine would serve, about so many bytes of them, and whether there are
+        more. Every rank takes part, for the shards are gathered; rank 0 has them."""
+        if begin:
+            self._module.state_dict()  # shards again what a pass has gathered, which may be of an old state
+            trained: Any = self._module
+            dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
+            causal = trained.base_model.model if hasattr(trained, "peft_config") else trained
+            self._handing = served_weights(causal, dtype)
+        found: list[Weight] = []
+        size = 0
+        for name, tensor in self._handing:
+            size += tensor.nbytes
+            if self.rank == 0:
+                content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                dtype_name = str(tensor.dtype).removeprefix("torch.")
+                found.append(Weight(name, dtype_name, list(tensor.shape), content))
+            if size >= most_bytes:
+                return found, True
+        return found, False
 
     # --- verl's hook ---------------------------------------------------------------------------
 

@@ -172,6 +172,7 @@ async def full_finetuning(checks: Checks, model: ModelConfig, folder: Path) -> N
     forwards: list[np.ndarray] = []
     weights: list[dict[str, np.ndarray]] = []
     passes = 0.0
+    handed = True
     for name, backend in {
         "local": LocalBackend(model, LocalBackendConfig(lora=None), seed=3),
         "verl": verl(model, lora=None, micro_batch_tokens=60),
@@ -188,8 +189,12 @@ async def full_finetuning(checks: Checks, model: ModelConfig, folder: Path) -> N
             artifact = await backend.publish(folder / f"full-{name}")
             assert artifact.kind == "weights"
             weights.append(load_file(Path(artifact.path) / "model.safetensors"))
+            live = {key: tensor.numpy() async for key, tensor in backend.tensors()}
+            handed &= live.keys() == weights[-1].keys()
+            handed &= all(np.array_equal(live[key], weights[-1][key]) for key in live)
         finally:
             await backend.close()
+    checks.that("all weights: handed out as published", handed, "")
     checks.that("all weights: in several passes", passes > 3, f"{passes:.0f}")
     gap = difference(forwards[0], forwards[1])
     checks.that("all weights: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
@@ -198,6 +203,22 @@ async def full_finetuning(checks: Checks, model: ModelConfig, folder: Path) -> N
         difference(weights[0][name], weights[1][name]) for name in weights[0].keys() & weights[1].keys()
     )
     checks.that("all weights: as the local backend's", gap < 1e-4, f"{gap:.1e}")
+
+
+async def hands_out_merged(checks: Checks, backend: VerlBackend, folder: Path, base: Path) -> None:
+    """The weights of an engine that serves no adapters: what is published, merged into the base model's."""
+    await backend.forward_backward(tree_samples(0), LossConfig())
+    await backend.optim_step(ADAM)
+    live = {name: tensor.numpy() async for name, tensor in backend.tensors()}
+    artifact = await backend.publish(folder / "merged")
+    adapter = load_file(Path(artifact.path) / "adapter_model.safetensors")
+    merged = load_file(base / "model.safetensors")
+    for name in [name for name in adapter if name.endswith("lora_A.weight")]:
+        delta = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * (LORA["alpha"] / LORA["rank"])
+        merged[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
+    checks.that("handed out: the same tensors", live.keys() == merged.keys())
+    gap = max(difference(live[name], merged[name]) for name in live.keys() & merged.keys())
+    checks.that("handed out: the adapter merged", gap < 1e-6, f"{gap:.1e}")
 
 
 async def raised(kind: type[Exception], work: object) -> Exception | None:
@@ -239,6 +260,7 @@ async def main() -> int:
         backend = verl(model)
         try:
             await resumes_and_refuses(checks, backend, folder)
+            await hands_out_merged(checks, backend, folder, path)
             await survives_death(checks, backend, folder)
         finally:
             await closes(checks, backend)
