@@ -1,7 +1,7 @@
 """vLLM on a GPU serves what the trainer beside it has, as adapters and as merged weights.
 
-Run by hand where there is one: `python -m pytest tests/gpu/test_vllm.py`. INSTAR_TEST_VLLM names the interpreter
-that has vLLM, where it is not the running one.
+Run by hand where there is one: `python -m pytest tests/gpu/test_vllm.py`. INSTAR_TEST_VLLM names the
+interpreter that has vLLM, where it is not the running one.
 """
 
 from __future__ import annotations
