@@ -56,10 +56,12 @@ class SyncConfig(Section):
 
     route: RouteName = "auto"
     """`files`: the engines read what was published, or are sent it where they cannot see the folder. `ipc`:
-    from GPU memory of the trainer, on the same GPU. `nccl`: over NCCL, between GPUs. `ray`: through Ray's
-    object store. `auto`: by what the two ends are; the log says which."""
+    out of a buffer of the trainer's, in the memory of the GPU that they share, or of the machine. `nccl`:
+    over NCCL, between GPUs. `ray`: through Ray's object store, to engines on nodes of the cluster. `auto`:
+    `ipc` or `nccl` on GPUs where all weights are replaced, `ray` on a Ray cluster without GPUs where all
+    weights are trained, else `files`; the trainer's log says which."""
     chunk_mib: Positive = 256
-    """Most weights in flight at once, in MiB, on the routes that go without files."""
+    """Weights in one chunk of the route `ray`, in MiB; two are in its object store at most."""
     deadline: Seconds = 120.0
     """For one engine to serve a version, with all attempts. Then it stays on what it serves, and is tried
     again while the trainer waits for data."""

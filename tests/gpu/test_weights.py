@@ -1,0 +1,115 @@
+"""Weights on the way through the memory of a GPU.
+
+Run by hand where there is one: `python -m pytest tests/gpu/test_weights.py`. INSTAR_TEST_VLLM names the
+interpreter that has vLLM, where it is not the running one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig, RunConfig
+from instar.conformance.batches import make_sample
+from instar.engines.remote import RemoteEngine
+from instar.sync.factory import create_sync
+from instar.sync.shared import SharedBuffer
+from instar.types import Artifact, Policy
+from tests.integration.vllm.servers import TOKEN, ServedEngine, vllm_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+PYTHON = os.environ.get("INSTAR_TEST_VLLM")
+needs_vllm = pytest.mark.skipif(
+    PYTHON is None and find_spec("vllm") is None, reason="no vLLM here, and INSTAR_TEST_VLLM names none"
+)
+READER = """
+import json, sys, torch
+from instar.engines.vllm.extension import open_buffer, views
+handle, layout = json.loads(sys.stdin.readline())
+torch.cuda.init()
+found = dict(views(open_buffer(handle, torch.device("cuda", 0)), layout))
+for line in sys.stdin:
+    print(json.dumps({name: tensor.float().sum().item() for name, tensor in found.items()}), flush=True)
+"""
+
+
+def test_another_process_sees_what_is_written_into_a_buffer_that_it_opened_once() -> None:
+    buffer = SharedBuffer([("a", "bfloat16", [2, 3], 0), ("b", "float32", [4], 256)], "cuda")
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        reader.stdin.write(json.dumps([buffer.handle, buffer.layout]) + "\n")
+        for value in (1.0, 2.0):
+            buffer.views["a"].fill_(value)
+            buffer.views["b"].fill_(10 * value)
+            buffer.settle()
+            reader.stdin.write("look\n")
+            reader.stdin.flush()
+            assert json.loads(reader.stdout.readline()) == {"a": 6 * value, "b": 40 * value}
+        reader.stdin.close()
+    buffer.close()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder: Path = vllm_model(tmp_path_factory.mktemp("tiny"))
+    return RunConfig.model_validate(
+        {
+            "model": {"name": str(folder), "dtype": "bf16", "device": "cuda", "max_context": 256},
+            "engine": {
+                "type": "vllm",
+                "policy": "merged",
+                "gpu_memory": 0.2,
+                "eager": True,
+                "python": PYTHON,
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    served = ServedEngine(config, tmp_path_factory.mktemp("logs") / "engine.log")
+    yield served
+    served.close()
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+async def test_on_one_gpu_weights_go_by_its_memory_and_the_server_serves_them(
+    config: RunConfig, served: ServedEngine
+) -> None:
+    engine = await RemoteEngine.connect(served.url, TOKEN)
+    model = ModelConfig.model_validate(config.model.model_dump())
+    backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=4)))
+    sync = await create_sync(config, backend, [engine])
+    assert sync.route.startswith("ipc")
+    ids = np.random.default_rng(0).integers(3, 300, 40).tolist()
+    sample = make_sample("s", ids, 1, advantages=np.ones(40, np.float32))
+    before = await engine.logprobs(ids)
+    for version in (1, 2, 3):
+        await backend.forward_backward([sample], LossConfig(name="cross_entropy"))
+        await backend.optim_step(AdamConfig(lr=0.004, grad_clip_norm=0))
+        assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]
+        (theirs,) = await backend.forward([sample])
+        now = await engine.logprobs(ids)
+        assert np.abs(now - theirs)[1:].mean() < 0.06
+        assert np.abs(now - before)[1:].mean() > 0.2
+    await sync.close()
+    await engine.close()
+    await backend.close()
