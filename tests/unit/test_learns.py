@@ -119,7 +119,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
             store=store,
             backend=backend,
             batcher=Batcher(store, config.name, config),
-            sync=create_sync(backend.capabilities.artifacts, engine.info.artifacts),
+            sync=await create_sync(config, backend, [engine]),
             engines=engines,
             monitor=monitor,
         )

@@ -62,7 +62,7 @@ def test_another_package_adds_a_variant_by_an_entry_point(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
-    assert done.stdout.strip() == "['extra', 'local', 'scripted'] ExtraEngine", done.stderr
+    assert done.stdout.strip() == "['extra', 'local', 'scripted', 'vllm'] ExtraEngine", done.stderr
 
 
 def test_a_config_names_a_plugin_by_entry_point_or_path() -> None:
