@@ -23,7 +23,8 @@ MISTAKES = {
     "unknown section": (
         "trainr: {}",
         "trainr: no such setting; allowed: agent_id, backend, cluster, dir, engine, eval, gateway, "
-        "model, models, name, reward, rollout, seed, simulate, store, sync, trainer, upstreams (did you mean 'trainer'?)",
+        "model, models, name, reward, rollout, seed, simulate, store, sync, trainer, upstreams "
+        "(did you mean 'trainer'?)",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
