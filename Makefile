@@ -35,8 +35,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/instar demo
 
+# Several at once, for most of the time a test waits; torch's own threads would only be in their way.
+WORKERS ?= 3
+
 test: install
-	$(BIN)/python -m pytest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -n $(WORKERS) --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
