@@ -11,18 +11,18 @@ from instar.types import Json
 from tests.unit.cli.conftest import Instar
 
 FOLDER = Path(__file__).parents[3] / "recipes"
-DEMOS = ("local", *SERVICES)
-"""Recipes that are the demo's run."""
-OWN = {"name", "backend", "engine"}
+BACKENDS = {"local": "local", **{name: name for name in SERVICES}, "vllm": "local", "ray": "local"}
+"""Recipes that are the demo's run, and what trains them."""
+OWN = {"name", "backend", "engine", "store", "cluster"}
 """What a recipe may say otherwise than the demo."""
 
 
-@pytest.mark.parametrize("name", DEMOS)
-def test_a_recipe_is_the_demo_with_another_backend(name: str, instar: Instar) -> None:
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_recipe_is_the_demo_elsewhere(name: str, instar: Instar) -> None:
     demo = instar("config", "show", "--json").json
     shown = instar("config", "show", FOLDER / f"{name}.yaml", "--json").json
     assert shown["name"] == f"demo-{name}"
-    assert shown["backend"]["type"] == name
+    assert shown["backend"]["type"] == BACKENDS[name]
     assert {key: shown[key] for key in shown.keys() - OWN} == {key: demo[key] for key in demo.keys() - OWN}
 
 
