@@ -21,13 +21,18 @@ from instar.rollout.base import AgentSession
 from instar.simulate.sessions import read_workload
 from instar.types import Json
 
-ASK = "Write digits, digits and nothing else."
+BEGIN: list[Json] = [
+    {"role": "system", "content": "Answer with digits only."},
+    {"role": "user", "content": "Next: 31"},
+    {"role": "assistant", "content": "4 1 5 9"},
+]
+"""What every conversation begins with; after it SmolLM2 writes digits half of the time."""
 KINDS = {"digits": string.digits, "letters and digits": string.ascii_letters + string.digits}
 LEAST = 8
-"""Tokens that a reply counts for at least: a model that ends its replies at once is not asked for ever."""
+"""Tokens that a reply counts for at least, and that are worth asking for another one."""
 MARGIN = 96
 """Tokens of the context left free."""
-EVAL_TOKENS = 32
+EVAL_PROMPT, EVAL_TOKENS = 12, 32
 GATE_SECONDS = 120.0
 
 
@@ -49,7 +54,7 @@ def tasks(workload: str, group_size: int, groups: int, run_dir: str) -> list[Jso
 
 
 def heldout(size: int) -> list[Json]:
-    return [{"index": -1 - index, "plays": [[[0, EVAL_TOKENS, 0.0]]]} for index in range(size)]
+    return [{"index": -1 - index, "plays": [[[EVAL_PROMPT, EVAL_TOKENS, 0.0]]]} for index in range(size)]
 
 
 class Player:
@@ -62,18 +67,19 @@ class Player:
         turns = plays[self._played[task["index"]] % len(plays)]
         self._played[task["index"]] += 1
         written: list[str] = []
-        messages: list[Json] = [{"role": "system", "content": ASK}]
+        messages = [*BEGIN]
         used = 0
         for prompt, tokens, tool in turns:
-            messages.append({"role": "user", "content": f"Next:{' 1' * int(prompt)}"})
+            messages.append({"role": "user", "content": f"Next: 27{' a' * int(prompt)}"})
             left = int(tokens)
             while left > 0 and used + 2 * int(prompt) + left + MARGIN < context:
                 reply, used, sampled = await self._ask(session, messages, left)
                 written.append(reply)
                 messages.append({"role": "assistant", "content": reply})
                 left -= max(sampled, LEAST)
-                if left > 0:
-                    messages.append({"role": "user", "content": "Go on."})
+                if left < LEAST:
+                    break
+                messages.append({"role": "user", "content": "Go on."})
             await asyncio.sleep(tool)
         text = "".join("".join(written).split())
         return sum(char in KINDS[kind] for char in text) / max(1, len(text))
