@@ -94,7 +94,6 @@ def settings(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) ->
             "adam": {"lr": plan.lr},
             "loss": {"name": "importance_sampling"},
             "warmup_steps": 0,
-            "checkpoint_every": plan.steps,
             "tensorboard": False,
         },
         "rollout": {

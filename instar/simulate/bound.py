@@ -32,7 +32,8 @@ class Bound:
 def bound(work: Work, plant: Plant) -> Bound:
     """Of C sessions at once, those that wait for a tool or a first token generate nothing. At x sessions per
     second that is x times their mean wait w, so x times their mean tokens is at most what the engines make
-    of C - x·w replies at once; on average too, for a batch's speed is concave in its size."""
+    of C - x·w replies at once; on average too, for a batch's speed is concave in its size. And the last step
+    is trained when the last session has ended."""
     count = len(work.sessions)
     tokens = sum(session.generated for session in work.sessions) / count
     sequence = sum(session.tokens for session in work.sessions) / count
@@ -41,9 +42,10 @@ def bound(work: Work, plant: Plant) -> Bound:
     kept = 1 - (0.0 if plant.failed_counts else work.failures)
     useful = kept * (1 - work.zero_signal)
     step = work.train_base + work.train_per_token * sequence * plant.batch * useful + mean_of(work.publish)
-    rollout = _sessions_per_second(work, plant, tokens, waits)
+    sessions = plant.batch * plant.steps
+    rolled = sessions / _sessions_per_second(work, plant, tokens, waits)
     return Bound(
-        rollout=3600 * useful * rollout,
+        rollout=3600 * useful * sessions / (rolled + step),
         trainer=3600 * useful * plant.batch / step if step else float("inf"),
     )
 
