@@ -10,7 +10,7 @@ from instar.cluster.base import Role
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, Newest
 from instar.engines.remote import RemoteEngine
-from instar.errors import EngineUnavailable
+from instar.errors import EngineUnavailable, InstarError
 from instar.store.base import Store
 from instar.types import Endpoint
 
@@ -18,8 +18,8 @@ DRAINING = "draining"
 """So begins what a role says of itself that is drained."""
 LOOK_EVERY = 1.0
 """Seconds between two looks at where the roles are."""
-FIRST_ANSWER = 3.0
-"""Seconds that one new engine may keep others waiting."""
+ANSWER_SECONDS = 3.0
+"""That one engine may keep others waiting."""
 
 
 class Directory:
@@ -61,7 +61,11 @@ class Engines:
     """The engines of a run, wherever they are. A connection is kept for as long as its engine is at its
     address."""
 
-    def __init__(self, directory: Directory, token: str, role: str = "engine") -> None:
+    def __init__(
+        self, directory: Directory, token: str, role: str = "engine", *, skip_silent: bool = False
+    ) -> None:
+        """``skip_silent``: leave out those that do not answer, as long as others do."""
+        self._skip_silent = skip_silent
         self._directory = directory
         self._role = role
         self._token = token
@@ -75,7 +79,11 @@ class Engines:
         await self._forget_all_but(urls)
         fresh = [url for url in urls.values() if url not in self._known]
         await asyncio.gather(*map(self._meet, fresh))
-        return [self._known[url] for url in urls.values() if url in self._known]
+        known: list[Engine] = [self._known[url] for url in urls.values() if url in self._known]
+        if not self._skip_silent:
+            return known
+        answers = await asyncio.gather(*map(_answers, known))
+        return [engine for engine, answered in zip(known, answers, strict=True) if answered] or known
 
     async def first(self, timeout: float = 300.0) -> list[Engine]:
         """The current ones, as soon as one has answered. Raises EngineUnavailable where none does in time."""
@@ -92,7 +100,7 @@ class Engines:
     async def _meet(self, url: str) -> None:
         engine = RemoteEngine(url, self._token)
         try:
-            async with asyncio.timeout(FIRST_ANSWER):
+            async with asyncio.timeout(ANSWER_SECONDS):
                 await engine.refresh()
         except (EngineUnavailable, TimeoutError):
             await engine.close()
@@ -102,6 +110,15 @@ class Engines:
     async def _forget_all_but(self, urls: Mapping[str, str]) -> None:
         for url in [url for url in self._known if url not in urls.values()]:
             await self._known.pop(url).close()
+
+
+async def _answers(engine: Engine) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await engine.status()
+    except (InstarError, TimeoutError):
+        return False
+    return True
 
 
 class FollowedPool(EnginePool):

@@ -330,7 +330,11 @@ async def trainer(context: Context) -> None:
     await context.announce(store, "loading the model")
     backend = create_backend(config)
     config, warnings = settle(config, backend.capabilities)
-    engines = Engines(Directory(store, context.run_id), os.environ[ENGINE_TOKEN])
+    engines = Engines(
+        Directory(store, context.run_id),
+        os.environ[ENGINE_TOKEN],
+        skip_silent=not isinstance(config.cluster, LocalClusterConfig),
+    )
     known = await engines.first()
     teaching, follow = None, _forever
     if teacher_names(config):

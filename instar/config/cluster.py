@@ -30,18 +30,23 @@ class PlacementConfig(Section):
 
 class RayClusterConfig(Section):
     """Every role is an actor on a Ray cluster, placed by its resources and started again elsewhere when its
-    node is lost. Needs `instar[ray]`, and a PostgreSQL store once there are several nodes."""
+    node is lost. Needs `instar[ray]`, and a PostgreSQL store once there are several nodes. Each node keeps
+    logs in its own `dir`; the trainer keeps its checkpoints there, so it stays on its node, and goes on on
+    another one only where `dir` is a folder that they share."""
 
     type: Literal["ray"] = "ray"
     address: str | None = None
-    """Of the cluster, `host:6379` or `auto`. Default: `RAY_ADDRESS`, else one is started on this machine."""
+    """Of the cluster, `host:6379` or `auto`, from one of its nodes. Default: `RAY_ADDRESS`, else one is
+    started on this machine."""
     placement: dict[RoleName, PlacementConfig] = {}
-    """What a process of each role is given. Default: one core, and a GPU for engines and the trainer where
-    the nodes have them."""
+    """What a process of each role is given. Default: one core, less where the cluster has few, and a GPU for
+    each engine and the trainer; they share where there are fewer."""
     env: list[str] = []
-    """Names of further environment variables to hand on to the roles."""
+    """Names of further environment variables to hand on to the roles. Those that any setting names
+    (`api_key_env`, say), `PYTHONPATH` and `CUDA_HOME` are handed on anyway."""
     node_timeout: Seconds = 30.0
-    """How long a node may be out of reach before its roles are started elsewhere."""
+    """Seconds that a node may be out of reach before its roles are started elsewhere, and those it still runs
+    end. Ray itself may count it as dead sooner."""
 
 
 ClusterConfig = Annotated[

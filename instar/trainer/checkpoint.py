@@ -58,7 +58,10 @@ def _read_state(path: Path) -> TrainerState:
     try:
         return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
     except FileNotFoundError as error:
-        raise InstarError(f"the store names the checkpoint {path}, which is not there") from error
+        raise InstarError(
+            f"the store names the checkpoint {path}, which is not there; for a trainer to go on on another "
+            "machine, `dir` must be a folder that both see"
+        ) from error
 
 
 def discard_later(run_dir: Path, step: int) -> None:

@@ -228,9 +228,10 @@ class RayCluster(Cluster):
     async def _follow(self, actor: Actor) -> None:
         """Raises Lost when it is."""
         heard = time.monotonic()
+        patience = min(ANSWER_SECONDS, self._section.node_timeout / 3)
         while actor.handle is not None:
             try:
-                report: Report = await self._ask(actor.handle.report.remote(), ANSWER_SECONDS)
+                report: Report = await self._ask(actor.handle.report.remote(), patience)
             except TimeoutError as error:
                 silent = time.monotonic() - heard
                 if silent > self._section.node_timeout:

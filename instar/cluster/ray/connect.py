@@ -16,6 +16,7 @@ from instar.errors import ConfigError, InstarError
 T = TypeVar("T")
 OWN = "local"
 """Stands for a cluster of our own on this machine."""
+REACH_SECONDS = 10.0
 CONNECT_SECONDS = 90.0
 HANDED_ON = ("PYTHONPATH",)
 """Variables that Ray's own workers need to find our code. They are no secrets: Ray shows them."""
@@ -36,6 +37,7 @@ async def connect(address: str) -> Any:
             f"cluster.address: given {address!r}, a Ray client's; start Instar on a node of the cluster, "
             "with `auto` or host:port"
         )
+    await _check_answers(address)
     env = {name: os.environ[name] for name in HANDED_ON if os.environ.get(name)}
     options: dict[str, Any] = {
         "address": address,
@@ -53,6 +55,19 @@ async def connect(address: str) -> Any:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cluster.address: cannot connect to {address}: {error}") from error
     return ray
+
+
+async def _check_answers(address: str) -> None:
+    """Ray itself would try for a minute and a half."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError) as error:
+        raise ConfigError(f"cluster.address: no Ray cluster answers at {address}") from error
+    writer.close()
 
 
 async def in_thread(work: Callable[[], T], seconds: float, *, stays: bool = False) -> T:

@@ -56,6 +56,19 @@ async def test_the_trainers_engines_are_where_the_store_says(store: Store, tiny:
     await engines.close()
 
 
+async def test_an_engine_that_is_silent_keeps_nobody_waiting(store: Store, tiny: Path) -> None:
+    directory = Directory(store, "run")
+    engines = Engines(directory, TOKEN, skip_silent=True)
+    async with served(scripted_engine(tiny), TOKEN) as one:
+        async with served(scripted_engine(tiny), TOKEN) as two:
+            await directory.enter(at(one))
+            await directory.enter(at(two, "engine-1"))
+            first, second = await engines.current()
+        assert await engines.current() == [first]
+    assert await engines.current() == [first, second], "the last ones are not given up"
+    await engines.close()
+
+
 async def answers(engine: Engine) -> bool:
     try:
         return len(ids_of(await collect(engine, [5, 6], max_tokens=4))) == 4

@@ -1,0 +1,92 @@
+"""The same run on a Ray cluster of its own, on this machine: nothing of it is left, however it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_tiny_model
+from tests.torture.tortured import Tortured, settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=2048)
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+
+
+def on_ray(folder: Path, model: Path, **trainer: Any) -> Tortured:
+    return Tortured(folder, {**settings(folder, model, **trainer), "cluster": {"type": "ray"}})
+
+
+def descendants(pid: int) -> set[int]:
+    """Those that are alive, from the process table."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue  # it ended meanwhile
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_ends_well_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    run = on_ray(tmp_path, model, steps=3)
+    process = run.start()
+    assert run.wait_until(run.is_up, 200)
+    logs = dict(run.query("SELECT name, log FROM endpoints"))
+    assert logs["trainer"] == f"127.0.0.1:{run.run_dir / 'logs' / 'trainer.log'}"
+    of_ray = descendants(process.pid)
+    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.processes()]
+    assert all(b"INSTAR_LEASE=" in each for each in environments)
+    run.finish(200)
+    run.assert_consistent()
+    until(lambda: not any(map(is_alive, of_ray)))
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_drains_and_no_role_outlives_its_driver(model: Path, tmp_path: Path) -> None:
+    run = on_ray(tmp_path, model, steps=6, checkpoint_every=100)
+    process = run.start()
+    assert run.wait_until(
+        lambda: run.is_up() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")), 200
+    )
+    process.send_signal(signal.SIGINT)
+    assert run.wait(100) == 130, run.explain()
+    assert {state for (state,) in run.query("SELECT state FROM steps")} == {"committed"}
+    assert json.loads(run.output.read_text().splitlines()[-1])["stopped"] is True
+
+    run.start(resume=True)
+    assert run.wait_until(lambda: "trainer" in run.processes().values(), 200)
+    run.kill()
+    run.assert_no_orphans(within=30)  # Ray's own agents take a minute to notice
