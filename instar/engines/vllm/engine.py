@@ -135,7 +135,7 @@ class VllmEngine(Engine):
         if not self._seeds:
             self._say("seeds are not passed on: on a CPU, vLLM may die of them unless Instar has started it")
         self._weights = Weights(client)
-        self._receiver = Receiver(self._weights)
+        self._receiver = Receiver(self._weights, self._folder)
         self._weights.tells_version = offers.tells_version
         self._serving = self._choose(offers, self._weights)
         self._info = EngineInfo(

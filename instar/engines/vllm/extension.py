@@ -200,9 +200,25 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Sequence[t
 
     needed = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
-    loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
-    finalize_layerwise_reload(model, model_config)
+    try:
+        loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
+        finalize_layerwise_reload(model, model_config)
+    except BaseException:
+        _give_up(model)
+        raise
     _require_all(needed, loaded)
+
+
+def _give_up(model: nn.Module) -> None:
+    """vLLM holds on to what it was given of a layer until it has all: without this, nothing could be loaded
+    after a load that failed."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+        info.reset()
 
 
 def is_plain(model: nn.Module) -> bool:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from instar.engines.base import Route, Transfer
 from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.merge import Shapes, shapes
 from instar.engines.vllm.weights import Weights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Json, Policy
 
 READ_SECONDS = 60.0
 LOOK_EVERY = 0.01
+TIED = "lm_head.weight"
+"""Some files hold it although it is the input's."""
 
 
 async def find_routes(client: VllmClient) -> tuple[Route, ...]:
@@ -50,9 +55,15 @@ async def read_ahead(client: VllmClient, folder: str) -> None:
 class Receiver:
     """Stages and commits on one server. Every worker of it takes in all the weights."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, base: Path) -> None:
+        """``base``: the model's folder. What is not of its shapes is refused before anything is touched."""
         self._weights = weights
         self._client = weights.client
+        self._base = base
+        self._shapes: Shapes | None = None
+        self._missing: set[str] = set()
+        """Names of weights that have not come yet for the policy ``_key``."""
+        self._key = ""
         self._update: Json | None = None
         """What comes over NCCL at the next commit."""
 
@@ -60,10 +71,27 @@ class Receiver:
         if transfer.route == "nccl":
             return await self._agree(transfer.body)
         self._update = None
-        answers = await self._tell("instar_stage", {**transfer.body, "key": _key(transfer.policy)})
+        key = _key(transfer.policy)
+        if "layout" in transfer.body:
+            await self._check(key, transfer.body["layout"])
+        elif "buffer" in transfer.body:
+            self._missing = set()  # it was checked when it was opened, and holds all
+        answers = await self._tell("instar_stage", {**transfer.body, "key": key})
         return answers[0] | {"workers": answers}
 
+    async def _check(self, key: str, layout: Sequence[Sequence[Any]]) -> None:
+        if self._shapes is None:
+            self._shapes = await asyncio.to_thread(shapes, self._base)
+        if key != self._key:
+            self._key, self._missing = key, self._shapes.keys() - {TIED}
+        for name, _, shape, *_ in layout:
+            if self._shapes.get(name) != tuple(shape):
+                raise EngineError(f"the weights are of another architecture: {name} is {shape} there")
+            self._missing.discard(name)
+
     async def commit(self, policy: Policy) -> None:
+        if self._missing:
+            raise EngineError(f"{len(self._missing)} weights did not come, {min(self._missing)} for one")
         async with self._weights.paused() as change:
             before = self._weights.version
             change.begins()

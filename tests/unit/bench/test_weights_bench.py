@@ -1,0 +1,65 @@
+"""What bench/weights.py makes of the times that its streams noted."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
+    """bench/weights.py, which finds its parts beside itself."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module("weights")
+    for name in [name for name in sys.modules if name.split(".")[0] in ("weights", "weights_parts")]:
+        del sys.modules[name]
+
+
+def test_a_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
+    quiet = [0.01 * i for i in range(100)]
+    one = [*quiet, 1.06, 1.07, 2.09, 2.10]  # it waits 70 ms, and later a second without an update
+    other = [0.995, 1.000, 1.010, 3.000, 3.030]
+    updates = bench.Updates(
+        first=9.0,
+        made=[bench.Update(1.0, 1.05), bench.Update(3.005, 3.006)],
+        replies=[one, other[:3], other[3:]],
+        off=0.5,
+    )
+    figures = updates.figures()
+    assert figures["pause_ms_max"] == pytest.approx(1020, abs=1)
+    assert figures["pause_ms_p50"] == pytest.approx((1020 + 30) / 2, abs=1)
+    assert figures["gap_ms_p50"] == pytest.approx(10, abs=0.1)
+    assert figures["gap_ms_max"] == pytest.approx(10, abs=0.1)
+    assert figures["seconds"] == pytest.approx((0.05 + 0.001) / 2)
+    assert figures["first_seconds"] == 9.0
+
+
+def test_times_between_replies_are_no_pauses(bench: ModuleType) -> None:
+    updates = bench.Updates(made=[bench.Update(1.0, 1.0)], replies=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]])
+    assert updates.figures()["pause_ms_max"] == pytest.approx(60)
+
+
+def test_shapes_are_those_of_the_models_they_stand_for(bench: ModuleType, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = bench.make_model(tmp_path / "model", bench.SHAPES["tiny"], "cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(bench.SHAPES["tiny"])
+    assert len(AutoTokenizer.from_pretrained(folder)) == bench.SHAPES["tiny"].vocab
+    assert parameters(bench.SHAPES["0.6B"]) == 596_049_920
+    assert parameters(bench.SHAPES["4B"]) == 4_022_468_096
+
+
+def parameters(shape: object) -> int:
+    """As Qwen3 has them, input and output tied."""
+    s = vars(shape)
+    attention = s["hidden"] * s["head_dim"] * (2 * s["heads"] + 2 * s["kv_heads"]) + 2 * s["head_dim"]
+    layer = attention + 3 * s["hidden"] * s["intermediate"] + 2 * s["hidden"]
+    return s["vocab"] * s["hidden"] + s["layers"] * layer + s["hidden"]
