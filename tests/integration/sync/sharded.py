@@ -1,0 +1,101 @@
+"""One of two ranks that train a model sharded by FSDP2, over gloo: ``sharded.py MODEL URL TOKEN RAY``.
+
+Rank 0 carries the weights to the engine at URL through Ray, gathered one parameter at a time while the other
+rank takes part, and prints what it computed with the whole model before it was sharded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from instar.backends.base import Backend, BackendCapabilities
+from instar.backends.served import served_weights
+from instar.engines.remote import RemoteEngine
+from instar.sync.ray import RaySync
+from instar.types import Artifact, Policy
+
+IDS = list(range(5, 45))
+
+
+class Sharded(Backend):
+    """Of every pass over the weights, the other rank is told by a word from this one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.sharded = 0
+
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        return BackendCapabilities(frozenset(), frozenset({"weights"}), live=True)
+
+    async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
+        for name, tensor in gathering(self._model):
+            assert not isinstance(tensor, DTensor)
+            yield name, tensor
+
+    async def _never(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("it does not train")
+
+    forward = forward_backward = optim_step = publish = save_state = load_state = close = _never
+
+
+def gathering(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from served_weights(model, torch.float32)
+
+
+def build(folder: str) -> tuple[torch.nn.Module, list[float]]:
+    """The same on every rank, changed by an adapter; its logprobs before it is sharded."""
+    torch.manual_seed(7)
+    causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapter = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(causal, adapter)
+    with torch.no_grad():
+        ids = torch.tensor(IDS)
+        scores = causal(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    logprobs = scores.gather(1, ids[1:, None])[:, 0].tolist()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in causal.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(causal, mesh=mesh)
+    assert sum(isinstance(parameter, DTensor) for parameter in causal.parameters()) > 10
+    assert any(p.to_local().numel() < p.numel() for p in causal.parameters() if isinstance(p, DTensor))
+    return causal, logprobs
+
+
+async def push(model: torch.nn.Module, url: str, token: str, address: str) -> None:
+    engine = await RemoteEngine.connect(url, token)
+    sync = RaySync(Sharded(model), address=address, chunk_bytes=128 * 1024, deadline=120)
+    await sync.start()
+    outcomes = await sync.push(Policy("sharded", 11, Artifact("live")), [engine])
+    assert outcomes == [None], outcomes
+    await sync.close()
+    await engine.close()
+
+
+def main(folder: str, url: str, token: str, address: str) -> None:
+    dist.init_process_group("gloo")
+    model, logprobs = build(folder)
+    if dist.get_rank() == 0:
+        asyncio.run(push(model, url, token, address))
+        print(json.dumps({"ids": IDS, "logprobs": logprobs}))
+    else:
+        for _ in gathering(model):
+            pass
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

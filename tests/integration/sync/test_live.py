@@ -1,0 +1,193 @@
+"""Weights into a real vLLM server without files: from shared memory, and through Ray's object store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from instar.config import RunConfig
+from instar.engines.base import Engine
+from instar.engines.remote import RemoteEngine
+from instar.engines.vllm.client import VllmClient
+from instar.errors import ConfigError, SyncError
+from instar.sync.factory import create_sync
+from instar.sync.shared import Place, SharedBuffer
+from instar.types import Artifact, Policy, SamplingParams
+from tests.integration.backends.environments import ROOT
+from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
+from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
+from tests.tiny import make_tiny_model
+from tests.unit.engines.conformance import versions_of
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    """After the cluster, whose token its workers have to know of."""
+    config = RunConfig(model=model_config(tiny), engine=vllm_config(policy="merged"))
+    served = ServedEngine(config, tmp_path_factory.mktemp("logs") / "engine.log")
+    yield served
+    served.close()
+
+
+@pytest.fixture
+async def engine(served: ServedEngine) -> AsyncIterator[RemoteEngine]:
+    engine = await RemoteEngine.connect(served.url, TOKEN)
+    yield engine
+    await engine.close()
+
+
+def config(tiny: Path, route: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": model_config(tiny).model_dump(), "sync": {"route": route, "chunk_mib": 1}}
+    )
+
+
+@pytest.mark.parametrize(("route", "lora"), [("ipc", True), ("ipc", False), ("ray", True)])
+async def test_the_server_serves_what_the_trainer_has_after_each_push(
+    route: str, lora: bool, engine: RemoteEngine, tiny: Path, tmp_path: Path
+) -> None:
+    """An adapter merged in, or all weights, also those that input and output share."""
+    training = Training(tiny, tmp_path, lora=lora)
+    sync = await create_sync(config(tiny, route), training.backend, [engine])
+    assert sync.live
+    assert sync.route.startswith(route)
+    before = await engine.logprobs(PROMPT)
+    for _ in range(2):
+        policy = await training.step()
+        assert await sync.push(Policy("p", policy.version, Artifact("live")), [engine]) == [None]
+        await check_parity(engine, training, policy)
+        now = await engine.logprobs(PROMPT)
+        assert np.abs(now - before)[1:].max() > 10 * GAP, "each version is another one"
+        before = now
+    await engine.load(Policy("p", 0, Artifact("base")))
+    await sync.close()
+    await training.backend.close()
+
+
+async def test_a_reply_goes_on_under_the_new_weights(
+    engine: RemoteEngine, tiny: Path, tmp_path: Path
+) -> None:
+    training = Training(tiny, tmp_path)
+    sync = await create_sync(config(tiny, "ipc"), training.backend, [engine])
+    version = (await training.step()).version
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=3))
+    chunks = [await anext(stream)]
+    assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]
+    chunks += [chunk async for chunk in stream]
+    stamped = versions_of(chunks)
+    assert len(stamped) == 200 or chunks[-1].finish_reason == "stop"
+    assert stamped == sorted(stamped)
+    assert {stamped[0], stamped[-1]} == {0, 1}
+    await engine.load(Policy("p", 0, Artifact("base")))
+    await sync.close()
+    await training.backend.close()
+
+
+async def test_an_engine_that_is_gone_keeps_nobody(engine: RemoteEngine, tiny: Path, tmp_path: Path) -> None:
+    training = Training(tiny, tmp_path)
+    gone = RemoteEngine("http://127.0.0.1:9", TOKEN)
+    policy = await training.step()
+    sync = await create_sync(config(tiny, "ray"), training.backend, [engine])
+    failed, fine = await sync.push(Policy("p", policy.version, Artifact("live")), [gone, engine])
+    assert isinstance(failed, SyncError)
+    assert fine is None
+    await check_parity(engine, training, policy)
+    await engine.load(Policy("p", 0, Artifact("base")))
+    await sync.close()
+    await gone.close()
+    await training.backend.close()
+
+
+async def test_weights_of_another_shape_are_refused_before_anything_is_touched(
+    engine: RemoteEngine, tiny: Path, tmp_path: Path
+) -> None:
+    other = Training(make_tiny_model(tmp_path / "other", hidden=64, heads=2, kv_heads=2), tmp_path)
+    await other.step()
+    before = await engine.logprobs(PROMPT)
+    for route in ("ipc", "ray"):
+        sync = await create_sync(config(tiny, route), other.backend, [engine])
+        (failed,) = await sync.push(Policy("p", 1, Artifact("live")), [engine])
+        assert isinstance(failed, SyncError)
+        assert "another architecture" in str(failed)
+        await sync.close()
+    assert (await engine.status()).version == 0
+    np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
+    await other.backend.close()
+
+
+async def test_a_worker_that_failed_in_the_middle_says_so_and_can_be_loaded_again(
+    engine: RemoteEngine, served: ServedEngine, tiny: Path
+) -> None:
+    """Past the engine, which would refuse such weights: vLLM has taken some of them when it notices."""
+    client: VllmClient = served.engine._server.client  # type: ignore[attr-defined]
+    before = await engine.logprobs(PROMPT)
+    files = load_file(tiny / "model.safetensors")
+    layout, end = list[Place](), 0
+    for name, tensor in files.items():
+        shape = [7] if name == "model.norm.weight" else list(tensor.shape)
+        layout.append((name, "float32", shape, end))
+        end += 4 * tensor.numel()
+    buffer = SharedBuffer(layout, "cpu")
+    body = {"key": "p:1", "buffer": buffer.name, "handle": buffer.handle, "layout": layout}
+
+    def tell(method: str) -> Any:
+        return served.wait(client.rpc(method, {"text": json.dumps(body)}))
+
+    assert await asyncio.to_thread(tell, "instar_stage") == [{"known": True}]
+    (told,) = await asyncio.to_thread(tell, "instar_commit")
+    assert told["touched"]
+    assert "7" in told["error"]
+    (told,) = await asyncio.to_thread(tell, "instar_commit")
+    assert told == {"error": "nothing is staged for p:1", "touched": False}
+    await engine.load(Policy("p", 0, Artifact("base")))
+    np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
+    buffer.close()
+
+
+async def test_a_model_sharded_over_two_ranks_reaches_the_server(
+    engine: RemoteEngine, served: ServedEngine, cluster: str, tiny: Path
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", "0", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "tests.integration.sync.sharded"]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*command, str(tiny), served.url, TOKEN, cluster],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (await engine.status()).version == 11
+    theirs = await engine.logprobs(told["ids"])
+    np.testing.assert_allclose(theirs[1:], told["logprobs"], atol=GAP)
+    await engine.load(Policy("p", 0, Artifact("base")))
+
+
+async def test_a_route_that_is_not_there_is_refused_by_name(
+    engine: Engine, tiny: Path, tmp_path: Path
+) -> None:
+    training = Training(tiny, tmp_path)
+    with pytest.raises(ConfigError, match=r"sync.route: given 'nccl'; .*Supported here: ipc, ray, files"):
+        await create_sync(config(tiny, "nccl"), training.backend, [engine])
+    await training.backend.close()

@@ -1,0 +1,32 @@
+"""A whole run whose weights reach two real vLLM servers through Ray's object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.vllm.servers import vllm_model
+from tests.integration.vllm.test_run import RUN_SECONDS, check_every_token, servers, settings
+from tests.torture.tortured import Tortured
+
+pytestmark = pytest.mark.timeout(900)
+
+
+async def test_weights_through_rays_object_store(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    model = vllm_model(tmp_path / "model")
+    config = settings(tmp_path, model, "merged", tokens=24, steps=3, mode="sync")
+    run = Tortured(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
+    run.start()
+    run.finish(timeout=RUN_SECONDS)
+    run.assert_consistent()
+    assert await check_every_token(run, model) == {0, 1, 2}
+    log = (run.run_dir / "logs" / "trainer.log").read_text()
+    assert (
+        f"weights reach the engines by ray: through the object store of the Ray cluster at {cluster}" in log
+    )
+    assert "did not reach an engine" not in log
+    assert not list(servers(run))
