@@ -137,7 +137,8 @@ class VllmEngine(Engine):
         self._weights = Weights(client)
         self._receiver = Receiver(self._weights, self._folder)
         self._weights.tells_version = offers.tells_version
-        self._serving = self._choose(offers, self._weights)
+        routes = await find_routes(client) if offers.reloads else ()
+        self._serving = self._choose(offers, self._weights, extended=bool(routes))
         self._info = EngineInfo(
             kind="vllm",
             model=self._model.name,
@@ -146,10 +147,10 @@ class VllmEngine(Engine):
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.per_token,
             scores=True,
-            routes=await find_routes(client) if self._serving.per_token else (),
+            routes=routes if self._serving.per_token else (),
         )
 
-    def _choose(self, offers: Offers, weights: Weights) -> Serving:
+    def _choose(self, offers: Offers, weights: Weights, *, extended: bool) -> Serving:
         own = isinstance(self._server, VllmProcess)
         policy = offers.policy(self._config)
         if policy == "adapter":
@@ -158,7 +159,13 @@ class VllmEngine(Engine):
         if policy == "merged":
             host = urlsplit(weights.client.url).hostname or ""
             return MergedServing(
-                weights, self._folder, offers.root, self._dtype, shared=not own and host not in LOOPBACK
+                weights,
+                self._folder,
+                offers.root,
+                self._dtype,
+                shared=not own and host not in LOOPBACK,
+                extended=extended,
+                on_cpu=self._model.device == "cpu",
             )
         self._say(f"policies cannot be loaded: {offers.lacks}")
         return BaseServing(offers.lacks)

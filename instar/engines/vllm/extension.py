@@ -14,9 +14,10 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,6 +65,18 @@ class WeightReceiver(AdapterReader):
             return {"error": f"{type(error).__name__}: {error}", "touched": True}
         finally:
             inbox.forget()
+        return {}
+
+    def instar_reload(self, text: str) -> dict[str, Any]:
+        """Put the full weights of a folder in place. The server is paused meanwhile."""
+        model, weights = self.model_runner.get_model(), from_folder(Path(json.loads(text)["path"]))
+        try:
+            if self.device.type == "cuda" and is_plain(model):
+                load_in_place(model, weights, None)
+            else:
+                load_through_layers(model, self.model_config, weights)
+        except Exception as error:  # noqa: BLE001 - as above
+            return {"error": f"{type(error).__name__}: {error}", "touched": True}
         return {}
 
     @property
@@ -165,7 +178,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def load_in_place(
-    model: nn.Module, weights: Sequence[tuple[str, Tensor]], buffer: Tensor | None
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
     """Load, and see where each weight went: from then on it is copied there straight. None where that cannot
     be told: a weight was changed on its way, split among several workers, or went to a place that is no
@@ -190,7 +203,7 @@ def load_in_place(
     return CopyPlan([target for target, _ in recorder.copies], [source for _, source in recorder.copies])
 
 
-def load_through_layers(model: nn.Module, model_config: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
+def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """vLLM's own way, for layers that keep their weights in another form than the files: on a CPU, or
     quantized."""
     from vllm.model_executor.model_loader.reload import (
@@ -207,6 +220,15 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Sequence[t
         _give_up(model)
         raise
     _require_all(needed, loaded)
+    _pack_tied(model)
+
+
+def _pack_tied(model: nn.Module) -> None:
+    """On a CPU vLLM keeps a packed copy of a matrix, and does not renew that of an output layer which shares
+    its weights with the embedding."""
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and type(layer.quant_method).__name__ == "UnquantizedEmbeddingMethod":
+            cast(Any, layer.quant_method).process_weights_after_loading(layer)
 
 
 def _give_up(model: nn.Module) -> None:
@@ -230,6 +252,16 @@ def is_plain(model: nn.Module) -> bool:
 def _require_all(needed: set[str], loaded: set[str] | None) -> None:
     if loaded is not None and (missing := sorted(needed - loaded)):
         raise ValueError(f"{len(missing)} parameters did not come, {missing[0]} for one")
+
+
+def from_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a folder, one after another."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with cast(Any, safe_open(file, "pt")) as opened:
+            for name in opened.keys():  # noqa: SIM118 - no dict
+                yield name, opened.get_tensor(name)
 
 
 # --- from the trainer ---------------------------------------------------------------------------

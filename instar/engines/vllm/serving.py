@@ -18,7 +18,7 @@ from instar.engines.vllm.merge import check_same_shape, merged
 from instar.engines.vllm.transfer import read_ahead
 from instar.engines.vllm.weights import Weights
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import ArtifactKind, Policy
+from instar.types import ArtifactKind, Json, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +169,29 @@ class AdapterServing(Serving):
 class MergedServing(Serving):
     """The server's own weights are replaced; requests in flight go on under the new ones."""
 
-    artifacts = ("adapter", "weights", "base")
     per_token = True
 
-    def __init__(self, weights: Weights, base: Path, served_base: str, dtype: str, *, shared: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        base: Path,
+        served_base: str,
+        dtype: str,
+        *,
+        shared: bool,
+        extended: bool,
+        on_cpu: bool,
+    ) -> None:
         """``served_base``: where the server finds the base model. ``shared``: whether it runs on another
-        machine, and sees the folders of policies alone."""
+        machine, and sees the folders of policies alone. ``extended``: whether it has our worker extension,
+        without which vLLM on a CPU does not renew an output layer that is tied to the embedding."""
+        self.artifacts = ("adapter", "weights", "base") if extended or not on_cpu else ("adapter", "base")
         self._weights = weights
         self._base = base
         self._served_base = served_base
         self._dtype = dtype
         self._shared = shared
+        self._extended = extended
         self._policy: Policy | None = None
         """What was loaded last."""
 
@@ -223,7 +235,10 @@ class MergedServing(Serving):
     async def _reload(self, folder: str, version: int) -> None:
         async with self._weights.paused() as change:
             change.begins()
-            await self._weights.client.rpc("reload_weights", {"weights_path": folder})
+            if self._extended:
+                await _tell_workers(self._weights.client, "instar_reload", {"path": folder})
+            else:
+                await self._weights.client.rpc("reload_weights", {"weights_path": folder})
             change.serves(version)
 
     async def _restore(self) -> None:
@@ -243,6 +258,13 @@ class MergedServing(Serving):
     def reset(self) -> None:
         self._weights.reset()
         self._policy = None
+
+
+async def _tell_workers(client: VllmClient, method: str, body: Json) -> None:
+    """Raises EngineError with what the first worker says that fails."""
+    for answer in await client.rpc(method, {"text": msgspec.json.encode(body).decode()}):
+        if "error" in answer:
+            raise EngineError(f"vLLM's worker: {answer['error']}")
 
 
 def _check_rank(folder: Path, most: int | None) -> None:
