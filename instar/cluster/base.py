@@ -74,6 +74,10 @@ class Cluster(ABC):
     async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Role:
         """Start a role, and again whenever it dies."""
 
+    def listens_on(self, host: str) -> str:
+        """Where a role that is told to listen on ``host`` does, for people."""
+        return host
+
     async def wait(self, name: str) -> int:
         """Until the role has ended for good. Raises the first cause when any role cannot go on."""
         ended = self.roles[name].exit

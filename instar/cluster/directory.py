@@ -18,7 +18,7 @@ DRAINING = "draining"
 """So begins what a role says of itself that is drained."""
 LOOK_EVERY = 1.0
 """Seconds between two looks at where the roles are."""
-ANSWER_SECONDS = 3.0
+ANSWER_SECONDS = 2.0
 """That one engine may keep others waiting."""
 
 

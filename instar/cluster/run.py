@@ -117,7 +117,7 @@ async def serving(
             control=control,
             store=store,
             engine_token=secrets.token_urlsafe(24),
-            admin_key=given_admin_key(os.environ, ADMIN_KEY, config.gateway.host),
+            admin_key=given_admin_key(os.environ, ADMIN_KEY, cluster.listens_on(config.gateway.host)),
             secrets=keys,
         )
         leaving.push_async_callback(_stop_watching, run)

@@ -29,6 +29,7 @@ from instar.cluster.ray.placement import Node, check_room, nodes_of, placement_o
 from instar.cluster.supervisor import LEASE
 from instar.config import RayClusterConfig, RunConfig, SqliteStoreConfig
 from instar.errors import ConfigError, InstarError
+from instar.gateway.auth import is_loopback
 
 REPORT_EVERY = 0.5
 ANSWER_SECONDS = 5.0
@@ -76,6 +77,7 @@ class RayCluster(Cluster):
         self.folder = folder
         self._section = config.cluster
         self._ray = ray
+        self._alone = address_of(config.cluster) == OWN
         self._directory = directory
         self._actors: dict[str, Actor] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -120,6 +122,9 @@ class RayCluster(Cluster):
     def roles(self) -> Mapping[str, Actor]:
         return self._actors
 
+    def listens_on(self, host: str) -> str:
+        return "the address of its node" if is_loopback(host) and not self._alone else host
+
     # --- starting -------------------------------------------------------------------------------
 
     async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Actor:
@@ -139,15 +144,25 @@ class RayCluster(Cluster):
             env={**handed_on(self.config, os.environ, without), **options.get("env", {})},
             without=without,
             listen=options.get("listen"),
-            alone=address_of(self._section) == OWN,
+            alone=self._alone,
             patience=self._section.node_timeout,
         )
         actor = Actor(role, name, order=order)
         actor.host = before.host if before else self._host_before(name)
         self._actors[name] = actor
         await self._place(actor)
-        self._watchers[name] = asyncio.create_task(self._watch(actor))
+        self._begin_watching(actor)
         return actor
+
+    def _begin_watching(self, actor: Actor) -> None:
+        watcher = asyncio.create_task(self._watch(actor))
+        watcher.add_done_callback(self._end_watching)
+        self._watchers[actor.name] = watcher
+
+    def _end_watching(self, watcher: asyncio.Task[None]) -> None:
+        """A role that nobody watches must not go unnoticed."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self.fail(InstarError(f"{type(error).__name__}: {error}"))
 
     async def _place(self, actor: Actor) -> None:
         """Have Ray find a node for it. Raises InstarError when it does not."""
@@ -232,6 +247,7 @@ class RayCluster(Cluster):
         while actor.handle is not None:
             try:
                 report: Report = await self._ask(actor.handle.report.remote(), patience)
+                await self._take(actor, report)
             except TimeoutError as error:
                 silent = time.monotonic() - heard
                 if silent > self._section.node_timeout:
@@ -240,7 +256,6 @@ class RayCluster(Cluster):
                 continue
             heard = time.monotonic()
             self._lost.discard(actor.node_id)
-            await self._take(actor, report)
             await asyncio.sleep(REPORT_EVERY)
 
     async def _take(self, actor: Actor, report: Report) -> None:
@@ -298,7 +313,9 @@ class RayCluster(Cluster):
         except errors.ActorUnavailableError as error:
             await asyncio.sleep(REPORT_EVERY)
             raise TimeoutError from error
-        except (errors.RayActorError, errors.RaySystemError, errors.NodeDiedError) as error:
+        except errors.RayTaskError:
+            raise  # of the actor's own code
+        except errors.RayError as error:
             raise Lost(_first_line(error)) from error
 
     # --- control --------------------------------------------------------------------------------
@@ -321,7 +338,7 @@ class RayCluster(Cluster):
         actor.stopping = False
         if actor.handle is None:
             await self._replace(actor)
-            self._watchers[name] = asyncio.create_task(self._watch(actor))
+            self._begin_watching(actor)
         else:
             try:
                 actor.generation = await self._ask(

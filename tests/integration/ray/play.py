@@ -36,6 +36,8 @@ async def agent(task: dict[str, str], session: AgentSession, *, ledger: str) -> 
             if not line.startswith(b"data: {"):
                 continue
             chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise ConnectionError(chunk["error"])
             if chunk["choices"] and chunk["choices"][0]["finish_reason"]:
                 note(ledger, chunk["id"])
                 ended = True
