@@ -12,7 +12,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,13 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instar.cluster.base import DRAIN, FATAL
+from instar.cluster.context import (
+    ADMIN_KEY,
+    ENGINE_TOKEN,
+    HEARTBEAT,
+    Context,
+    forever,
+    until_any,
+    until_first,
+    when,
+)
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, engine_of, teacher_config, teacher_names
-from instar.cluster.supervisor import HOST, LEASE, ROLE_URL, log_name
-from instar.config import CloudEngineConfig, LocalClusterConfig, PostgresStoreConfig, RunConfig
+from instar.config import CloudEngineConfig, LocalClusterConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
-from instar.types import Endpoint, Policy
+from instar.types import Policy
 
 if TYPE_CHECKING:
     from instar.cluster.directory import Directory
@@ -37,71 +45,7 @@ if TYPE_CHECKING:
     from instar.rollout.gateway_client import GatewayClient
     from instar.trainer.loop import Trainer
 
-ADMIN_KEY = "INSTAR_ADMIN_KEY"
-ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
-HEARTBEAT = 0.5
 FINISHED = "finished"
-
-
-class Context:
-    """What every role has at hand."""
-
-    def __init__(self, role: str, folder: RunFolder, arguments: argparse.Namespace) -> None:
-        self.role = role
-        self.name: str = arguments.name or role
-        self.folder = folder
-        self.config: RunConfig = folder.read_config()
-        self.arguments = arguments
-        self.url = os.environ.get(ROLE_URL, "")
-        """Where others reach it, if it listens."""
-        self.stop = asyncio.Event()
-        """To end soon."""
-        self.drain = asyncio.Event()
-        """To begin nothing more, and to end with what is under way."""
-
-    @property
-    def run_id(self) -> str:
-        return self.config.name
-
-    @property
-    def policy_id(self) -> str:
-        return self.config.name
-
-    def socket(self) -> socket.socket:
-        return socket.socket(fileno=self.arguments.fd)
-
-    def log(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-    async def open_store(self) -> Store:
-        """To write under this role's lease. It has read its password, which no agent is to inherit."""
-        from instar.store.factory import open_store
-
-        store, section = open_store(self.config), self.config.store
-        if isinstance(section, PostgresStoreConfig) and (name := section.password_variable(os.environ)):
-            del os.environ[name]
-        await store.hold_lease(self.run_id, self.name, int(os.environ[LEASE]))
-        return store
-
-    async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
-        """Say what this role does, twice a second, until cancelled."""
-        while True:
-            await self.announce(store, doing())
-            await asyncio.sleep(HEARTBEAT)
-
-    async def announce(self, store: Store, doing: str) -> None:
-        await store.put_endpoint(
-            Endpoint(
-                self.run_id,
-                self.role,
-                self.name,
-                self.url,
-                os.getpid(),
-                doing,
-                log_name(os.environ.get(HOST, ""), self.folder.log(self.name)),
-                time.time(),
-            )
-        )
 
 
 def main() -> None:
@@ -219,7 +163,7 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
         gate.close()
         await gate.empty.wait()
         context.stop.set()
-        await _forever()
+        await forever()
 
     async def refresh() -> None:
         nonlocal status, away
@@ -232,9 +176,9 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
 
     app = create_engine_app(served, os.environ[ENGINE_TOKEN], gate)
     alone = among == 1
-    await _first(
+    await until_first(
         serve(app, listener, stop=context.stop, drain=context.drain if alone else None),
-        _forever() if alone else drain(),
+        forever() if alone else drain(),
         refresh(),
         share_cores(context.config, store, other, served.use_cores, among=among),
         context.heartbeat(store, doing),
@@ -262,14 +206,14 @@ async def gateway(context: Context) -> None:
     async def head() -> Policy:
         return await store.head(context.policy_id)
 
-    connected, follow = None, _forever
+    connected, follow = None, forever
     if engine_names(context.config):
         connected, follow = await _connect(context, store, "engine", newest=head)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
         _spare_the_collector()
-        await _first(
+        await until_first(
             serve(
                 app,
                 context.socket(),
@@ -298,14 +242,10 @@ async def _connect(
     if isinstance(context.config.cluster, LocalClusterConfig):  # nothing moves there
         urls = await directory.first_urls(role)
         connected = await connect_engines(list(urls.values()), token, timeout=300, newest=newest)
-        return connected, _forever
+        return connected, forever
     pool = FollowedPool(directory, token, role=role, newest=newest)
     await pool.start()
     return pool, pool.follow
-
-
-async def _forever() -> None:
-    await asyncio.Event().wait()
 
 
 def _spare_the_collector() -> None:
@@ -336,7 +276,7 @@ async def trainer(context: Context) -> None:
         skip_silent=not isinstance(config.cluster, LocalClusterConfig),
     )
     known = await engines.first()
-    teaching, follow = None, _forever
+    teaching, follow = None, forever
     if teacher_names(config):
         teaching, follow = await _connect(context, store, "teacher")
     finding = asyncio.create_task(follow())
@@ -363,7 +303,7 @@ async def trainer(context: Context) -> None:
         penalty=penalty,
         log=context.log,
     )
-    stopper = asyncio.create_task(_when(loop.stop, context.stop, context.drain))
+    stopper = asyncio.create_task(when(loop.stop, context.stop, context.drain))
     watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
     sharing = asyncio.create_task(share_cores(config, store, "engine", backend.use_cores))
     beating = asyncio.create_task(context.heartbeat(store, lambda: loop.doing))
@@ -425,14 +365,16 @@ async def rollout(context: Context) -> None:
         if context.arguments.evaluate:
             assert evaluator is not None
             beating = asyncio.create_task(context.heartbeat(store, lambda: evaluator.doing))
-            await _first(evaluator.try_all(context.arguments.evaluate), _any(context.stop, context.drain))
+            await until_first(
+                evaluator.try_all(context.arguments.evaluate), until_any(context.stop, context.drain)
+            )
         else:
             tasks = load_tasks(config.rollout.tasks)
             runner = RolloutRunner(config, store, client, tasks, agent, create_scorer(config, tasks))
             runner.evaluator = evaluator
             beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
-            draining = asyncio.create_task(_when(runner.drain, context.drain))
-            await _first(runner.run(), context.stop.wait())
+            draining = asyncio.create_task(when(runner.drain, context.drain))
+            await until_first(runner.run(), context.stop.wait())
             draining.cancel()
         beating.cancel()
     finally:
@@ -460,28 +402,6 @@ ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {
     "trainer": trainer,
     "rollout": rollout,
 }
-
-
-async def _first(*parts: Awaitable[object]) -> None:
-    """Until the first part ends; its error is raised, the others are cancelled."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _any(*events: asyncio.Event) -> None:
-    await _first(*(event.wait() for event in events))
-
-
-async def _when(action: Callable[[], None], *events: asyncio.Event) -> None:
-    await _any(*events)
-    action()
 
 
 if __name__ == "__main__":

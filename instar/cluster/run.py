@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
 from instar.cluster.base import Cluster, Options, Role
+from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN
 from instar.cluster.control import Control, listening
 from instar.cluster.directory import Directory
 from instar.cluster.factory import create_cluster
@@ -27,7 +28,6 @@ from instar.cluster.layout import (
     teacher_config,
     teacher_names,
 )
-from instar.cluster.role import ADMIN_KEY, ENGINE_TOKEN
 from instar.cluster.supervisor import LEASE
 from instar.config import (
     CloudConfig,
