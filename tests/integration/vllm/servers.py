@@ -26,7 +26,7 @@ from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
 
 T = TypeVar("T")
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 TOKEN = "engine-token"
 KEY = "key-of-the-server"
 

@@ -19,7 +19,7 @@ from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import KEY, model_config, server_by_hand, vllm_model
 from tests.unit.engines.conformance import collect, versions_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 VARIABLE = "KEY_OF_THE_TESTS_SERVER"
 
 

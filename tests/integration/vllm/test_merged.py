@@ -21,7 +21,7 @@ from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
 from tests.unit.engines.conformance import EngineConformance, collect, ids_of, versions_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 BASE = Policy("p", 0, Artifact("base"))
 
 
