@@ -145,6 +145,14 @@ def roles(
 
 
 @app.command()
+def status(run_dir: RunDir, as_json: AsJson = False) -> None:
+    """List the processes of a run: what each does, where it listens, its log file."""
+    from instar.cli.roles import run_roles
+
+    run_roles(run_dir, None, None, 0.0, as_json=as_json)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has, and what is missing."""
     from instar.cli.doctor import run_doctor
