@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.integration.vllm.parity import GAP
 from tests.integration.vllm.servers import vllm_model
 from tests.torture.tortured import Tortured
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1300)
 RUN_SECONDS = 600
 HERE = "tests.integration.vllm.play"
 
@@ -122,6 +123,17 @@ def servers(run: Tortured) -> Iterator[int]:
             yield int(entry.name)
 
 
+@contextmanager
+def started(run: Tortured) -> Iterator[None]:
+    """Leaves nothing behind, whatever becomes of the test."""
+    run.start()
+    try:
+        yield
+    finally:
+        if not run.is_over():
+            run.kill()
+
+
 def committed(run: Tortured) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
 
@@ -129,11 +141,11 @@ def committed(run: Tortured) -> int:
 async def test_merged_weights_and_a_killed_server(model: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=8)
     run = Tortured(tmp_path, config)
-    run.start()
-    assert run.wait_until(lambda: committed(run) >= 2, timeout=RUN_SECONDS), run.explain()
-    victim, _other = sorted(servers(run))
-    os.kill(victim, signal.SIGKILL)
-    run.finish(timeout=RUN_SECONDS)
+    with started(run):
+        assert run.wait_until(lambda: committed(run) >= 2, timeout=RUN_SECONDS), run.explain()
+        victim, _other = sorted(servers(run))
+        os.kill(victim, signal.SIGKILL)
+        run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()
     logs = run.run_dir / "logs"
     roles = [(logs / f"engine-{place}.log").read_text() for place in range(2)]
@@ -147,8 +159,8 @@ async def test_merged_weights_and_a_killed_server(model: Path, tmp_path: Path) -
 
 async def test_adapters(model: Path, tmp_path: Path) -> None:
     run = Tortured(tmp_path, settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
-    run.start()
-    run.finish(timeout=RUN_SECONDS)
+    with started(run):
+        run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()
     assert await check_every_token(run, model) == {0, 1, 2}
     logs = [(run.run_dir / "logs" / f"engine-{place}-vllm.log").read_text() for place in range(2)]
