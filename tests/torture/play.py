@@ -45,7 +45,8 @@ def rule(task: dict[str, Any], transcript: Transcript) -> float:
 
 async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
     """Two turns: one whole, one streamed. Notes the id of each reply that has ended for it."""
-    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60)
+    # As patient as the torture is long: a gateway may be killed again while it starts.
+    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60, max_retries=10)
     messages: list[Any] = [{"role": "user", "content": f"say {task['number']}"}]
     async with client:
         first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
