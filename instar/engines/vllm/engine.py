@@ -54,7 +54,7 @@ class VllmEngine(Engine):
         self._dtype = "fp32"  # which any server can read
         self._info: EngineInfo | None = None
         self._policy: Policy | None = None
-        """What was loaded last, for a server that comes up again."""
+        """What is to be served by a server that comes up again."""
         self._loading = asyncio.Lock()
         self._ready = asyncio.Event()
         self._away = "it has not come up yet"
@@ -179,6 +179,11 @@ class VllmEngine(Engine):
             except TimeoutError as error:
                 raise self._unavailable() from error
 
+    def _check_ready(self) -> None:
+        if not self._ready.is_set():
+            self._raise_failure()
+            raise self._unavailable()
+
     def _raise_failure(self) -> None:
         if self._server is not None and self._server.failure is not None:
             raise self._server.failure
@@ -290,30 +295,30 @@ class VllmEngine(Engine):
             taken = ", ".join(self.info.artifacts)
             raise EngineError(f"the vLLM engine loads {taken}, not {policy.artifact.kind}")
         async with self._loading:
-            await self._until_ready()
+            if not self._ready.is_set():
+                self._policy = policy  # it is given that when it returns; whoever brings it need not wait
+            self._check_ready()
             await self._serving.load(policy)
             self._policy = policy
 
     async def stage(self, transfer: Transfer) -> Json:
         if self._receiver is None or transfer.route not in self.info.routes:
             return await super().stage(transfer)
-        await self._until_ready()
+        self._check_ready()
         return await self._receiver.stage(transfer)
 
     async def commit(self, policy: Policy) -> None:
         if self._receiver is None or not self.info.routes:
             return await super().commit(policy)
         async with self._loading:
-            await self._until_ready()
+            self._check_ready()
             await self._receiver.commit(policy)
             self._serving.took(policy)
             self._policy = policy
 
     async def status(self) -> EngineStatus:
         """Its version is -1 while it serves nothing, for a change of its weights has failed."""
-        if not self._ready.is_set():
-            self._raise_failure()
-            raise self._unavailable()
+        self._check_ready()
         return EngineStatus(
             version=self._serving.version,
             running=self._running,

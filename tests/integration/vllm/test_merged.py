@@ -179,10 +179,24 @@ async def test_a_killed_server_comes_back_with_the_policy(
     with pytest.raises(EngineUnavailable):
         async for _ in stream:
             pass
-    # A request made meanwhile waits for the server.
+    async with asyncio.timeout(20):
+        while _is_ready(served):  # noqa: ASYNC110 - of another thread
+            await asyncio.sleep(0.05)
+    policy = await training.step()
+    with pytest.raises(EngineUnavailable):
+        await engine.load(policy)
+    # A request made meanwhile waits for the server, which has been given that policy when it is back.
     await check_parity(engine, training, policy)
     assert any("starting it again" in line for line in served.said)
     await training.backend.close()
+
+
+def _is_ready(served: ServedEngine) -> bool:
+    try:
+        served.wait(served.engine.status())
+    except EngineUnavailable:
+        return False
+    return True
 
 
 def _processes(name: str) -> list[int]:
