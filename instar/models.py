@@ -170,3 +170,9 @@ def _cpu_flags() -> frozenset[str]:
         if line.startswith("flags"):
             return frozenset(line.split())
     return frozenset()
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on, where the system tells."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -141,7 +141,7 @@ def run(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict
         except subprocess.TimeoutExpired:
             stop(process)
             raise RuntimeError(f"{mode}: no end after {plan.limit:.0f} s; see {log}") from None
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the run would go on
             stop(process)
             raise
     if process.returncode != 0:

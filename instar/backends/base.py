@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instar.config import AdamConfig, LossConfig
+from instar.config import AdamConfig, LoraConfig, LossConfig
 from instar.errors import BackendError
 from instar.types import Artifact, ArtifactKind, Floats, Sample
 
@@ -50,6 +50,12 @@ class BackendCapabilities:
     """Whether ``tensors`` works."""
     grad_norm: bool = True
     """Whether ``optim_step`` reports it; NaN otherwise."""
+
+
+def mergeable(lora: LoraConfig | None) -> bool:
+    """Whether `Backend.tensors` can hand out one set of weights: an adapter on an output layer that is tied
+    to the input's cannot be merged."""
+    return lora is None or "lm_head" not in lora.targets
 
 
 @dataclass(frozen=True, slots=True)

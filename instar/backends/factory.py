@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import cast
 
-from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities
+from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, mergeable
 from instar.backends.resolve import check_reachable, resolve_run
 from instar.clouds.base import SERVICES
 from instar.config import (
@@ -19,7 +19,6 @@ from instar.config import (
     BaseReferenceConfig,
     CloudEngineConfig,
     LocalBackendConfig,
-    LoraConfig,
     LossConfig,
     LossName,
     RunConfig,
@@ -81,7 +80,7 @@ def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
             artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
             full_finetuning=True,
             reference=True,
-            live=_mergeable(section.lora),
+            live=mergeable(section.lora),
         )
     if isinstance(section, VerlBackendConfig):
         return BackendCapabilities(
@@ -89,15 +88,10 @@ def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
             artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
             full_finetuning=True,
             reference=section.lora is not None,
-            live=_mergeable(section.lora),
+            live=mergeable(section.lora),
         )
     service = SERVICES.get(section.type)
     return service.capabilities if service else None
-
-
-def _mergeable(lora: LoraConfig | None) -> bool:
-    """An adapter on an output layer that is tied to the input's cannot be merged."""
-    return lora is None or "lm_head" not in lora.targets
 
 
 def _agreed_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:

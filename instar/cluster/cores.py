@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from instar.cluster.supervisor import HOST
 from instar.config import RunConfig
+from instar.models import usable_cores
 from instar.store.base import Store
 from instar.types import Endpoint
 
@@ -36,17 +37,11 @@ def _is_here(endpoint: Endpoint) -> bool:
     return host is None or endpoint.log.startswith(f"{host}:")
 
 
-def _usable_cores() -> int:
-    """Those this process may run on, where the system tells."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 async def share_cores(
     config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, among: int = 1
 ) -> None:
     """Follow what the other role does, until cancelled. ``among``: processes of this role."""
-    cores = _usable_cores()
+    cores = usable_cores()
     granted = cores
     if among > 1:
         granted = max(1, cores // among)

@@ -212,8 +212,8 @@ def _check_folder(folder: RunFolder, config: RunConfig, resume: bool) -> None:
 
 
 def environment(run: LiveRun) -> dict[str, str]:
-    """What roles are told by the environment: addresses and keys. Threads that wait must not burn
-    the cores that other roles compute on."""
+    """What roles are told by the environment: keys. Threads that wait must not burn the cores that other
+    roles compute on."""
     return {
         ADMIN_KEY: run.admin_key,
         ENGINE_TOKEN: run.engine_token,

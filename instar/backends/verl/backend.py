@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep
+from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep, mergeable
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import loss_and_metrics
@@ -75,8 +75,7 @@ class VerlBackend(Backend):
             artifacts=frozenset({"weights" if lora is None else "adapter"}),
             full_finetuning=True,
             reference=lora is not None,
-            # An adapter on an output layer that is tied to the input's cannot be merged.
-            live=lora is None or "lm_head" not in lora.targets,
+            live=mergeable(lora),
         )
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:

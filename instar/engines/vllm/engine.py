@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -26,7 +25,7 @@ from instar.engines.vllm.transfer import Receiver, find_routes
 from instar.engines.vllm.weights import NOTHING, Weights
 from instar.engines.vllm.wire import PATH, decode_scores, generate_body, known, logprobs_of, score_body
 from instar.errors import ConfigError, EngineError, EngineUnavailable
-from instar.models import device_and_dtype, load_tokenizer, resolve_model
+from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
 from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -93,7 +92,7 @@ class VllmEngine(Engine):
             dtype=device_and_dtype(cpu)[1] if vllm.on_cpu or self._model.dtype != "auto" else "bf16",
             max_context=self._facts.max_context,
             adapters=policy == "adapter" or (policy == "auto" and not vllm.on_cpu),
-            cores=max(1, _usable_cores() // self._config.count),
+            cores=max(1, usable_cores() // self._config.count),
         )
 
     # --- the server comes and goes -------------------------------------------------------------------
@@ -355,8 +354,3 @@ class _Facts(msgspec.Struct, frozen=True):
 
 def _json(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
-
-
-def _usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
