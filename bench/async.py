@@ -46,17 +46,17 @@ NOISE = 3.0
 console = Console(stderr=True)
 
 GPU = Plan(
-    engine={"type": "vllm", "policy": "adapter", "max_batch": 128, "gpu_memory": 0.4},
+    engine={"type": "vllm", "policy": "merged", "max_batch": 32, "gpu_memory": 0.4},
     model={"name": "smollm2-135m", "dtype": "bf16"},
     backend={"type": "local", "lora": {"rank": 16, "alpha": 32}},
     kind="digits",
-    lr=3e-4,
-    steps=48,
+    lr=3e-5,
+    steps=64,
     group_size=4,
     groups_per_step=8,
     concurrency=32,
     max_staleness=8,
-    scale=1 / 300,
+    scale=1 / 450,
     speed=250.0,
     context=8192,
     eval_tasks=128,

@@ -76,13 +76,19 @@ class Updates:
     replies: list[list[float]] = field(default_factory=list[list[float]])
     off: float = 0.0
 
-    def figures(self) -> dict[str, float]:
-        gaps = [pair for times in self.replies for pair in pairwise(times)]
-        quiet = [b - a for a, b in gaps if b < self.made[0].began]
-        pauses = [
+    def _gaps(self) -> list[tuple[float, float]]:
+        return [pair for times in self.replies for pair in pairwise(times)]
+
+    def pauses(self) -> list[float]:
+        gaps = self._gaps()
+        return [
             max((b - a for a, b in gaps if b > update.began and a < update.ended + AROUND), default=0.0)
             for update in self.made
         ]
+
+    def figures(self) -> dict[str, float]:
+        quiet = [b - a for a, b in self._gaps() if b < self.made[0].began]
+        pauses = self.pauses()
         return {
             "seconds": statistics.median(update.seconds for update in self.made),
             "seconds_max": max(update.seconds for update in self.made),
@@ -150,6 +156,7 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
             sync = await create_sync(configs[kind], trainer.backend, [host.engine])
             console.print(f"{shape}: {sync.route}")
             updates = await _update(trainer, sync, host, options, folder, SHAPES[shape].vocab)
+            console.print(f"{shape}: pauses, ms: {' '.join(f'{1e3 * p:.0f}' for p in updates.pauses())}")
             found |= {f"{name}_{key}": value for key, value in updates.figures().items()}
         found["moved"] = await trainer.moved()
     return found
@@ -158,7 +165,7 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
 def _config(model: Path, device: str, kind: str, options: argparse.Namespace) -> RunConfig:
     dtype = "bf16" if device == "cuda" else device_and_dtype(RunConfig().model)[1]
     engine: dict[str, Any] = {"type": "vllm", "policy": kind, "python": options.python, "lora_rank": 16}
-    engine["start_timeout"] = START_SECONDS
+    engine |= {"start_timeout": START_SECONDS, "max_batch": 16}
     if options.eager:
         engine["eager"] = True
     if device == "cuda":

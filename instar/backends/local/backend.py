@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,8 +32,8 @@ from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
 
-AT_A_TIME = 8
-"""Tensors that are handed out at once."""
+AT_A_TIME = 128 * 2**20
+"""Bytes of weights that are handed out at once."""
 GLOBAL_RNG = threading.Lock()
 """Torch's generator is one for the process: backends beside each other draw and restore in turn."""
 
@@ -96,8 +95,8 @@ class LocalBackend(Backend):
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         weights = await self._run(lambda: served_weights(self._model.causal, self._model.dtype))
-        # A few at a time: going to the thread and back costs more than merging a small layer on a GPU.
-        while part := await self._run(lambda: list(islice(weights, AT_A_TIME))):
+        # Many at a time: going to the thread and back costs more than merging a small layer on a GPU.
+        while part := await self._run(lambda: _some(weights, AT_A_TIME)):
             for named in part:
                 yield named
 
@@ -283,3 +282,14 @@ def _spread(
     row[wanted] = values.float().cpu().numpy()
     for path, result in zip(packed.paths, results, strict=True):
         result[:] = row[path]
+
+
+def _some(weights: Iterator[tuple[str, Tensor]], most: int) -> list[tuple[str, Tensor]]:
+    """The next ones, of so many bytes or little more; none at the end."""
+    found: list[tuple[str, Tensor]] = []
+    for named in weights:
+        found.append(named)
+        most -= named[1].nbytes
+        if most <= 0:
+            break
+    return found

@@ -1,18 +1,25 @@
 """Inside vLLM's workers: adapters are read while the server goes on sampling.
 
 vLLM reads an adapter's file between two steps, and every stream waits for it: some 400 small tensors are
-read, cast and copied one after another. Here that is done in a thread before vLLM is told of the adapter, and
-what remains between two steps is the copying to the GPU.
+read, cast, packed and copied one after another. Here that is done in a thread before vLLM is told of the
+adapter, and what remains between two steps is the copying to the GPU.
 """
 
 # vLLM lives in an environment of its own.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+SWITCH_SECONDS = 0.0002
+"""How long the thread may keep the interpreter to itself while the server samples; Python's own 5 ms would be
+seen in every token."""
 
 
 class AdapterReader:
@@ -33,6 +40,7 @@ class _Ahead:
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._device = device
+        self._manager = manager
         self._read = manager._load_adapter
         self._path = ""
         self._found: Any = None
@@ -59,7 +67,11 @@ class _Ahead:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self._found = self._read(LoRARequest("ahead", 1, path))
+            with _yielding():
+                found = self._read(LoRARequest("ahead", 1, path))
+                # vLLM does this too when it adds the adapter; it finds nothing left to do then.
+                self._manager._adapter_manager._create_merged_loras_inplace(found)
+            self._found = found
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told to who asks
             self._error = f"{type(error).__name__}: {error}"
 
@@ -68,3 +80,13 @@ class _Ahead:
             return self._read(request)
         found, self._path, self._found = self._found, "", None
         return found.clone(request.lora_int_id)
+
+
+@contextmanager
+def _yielding() -> Generator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -66,15 +66,16 @@ class Weights:
         async with self._changing:
             # The pause also empties the prefix cache, of running requests' blocks too.
             await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_SECONDS)
-            arrived = self._arrived()
+            settling = asyncio.create_task(self._settle())
             change = Change()
             try:
                 yield change
                 if change.version is not None:
-                    await self._settle(arrived)
+                    await settling
                     await self.tell(change.version)
                     self._turn(change.version)
             finally:
+                settling.cancel()
                 if change.begun and change.version is None:
                     self._lose()
                 else:
@@ -84,9 +85,10 @@ class Weights:
     def _arrived(self) -> int:
         return sum(reply.received for reply in self.replies)
 
-    async def _settle(self, before: int) -> None:
+    async def _settle(self) -> None:
         """Until every token that was sampled before the pause has come: vLLM has handed out all of them when
         it says that it is paused, and then for a moment they are still on their way here."""
+        before = self._arrived()
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
                 await asyncio.sleep(QUIET_SECONDS)
