@@ -103,3 +103,12 @@ class AgentTimeout(AgentError):
 
 class Interrupted(InstarError):
     pass
+
+
+class ScoreError(InstarError):
+    """A scorer could not tell. ``again``: another try may; ``wait``: not sooner than so many seconds."""
+
+    def __init__(self, message: str, *, again: bool = False, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.again = again
+        self.wait = wait

@@ -153,8 +153,10 @@ class SessionStatus(StrEnum):
 
 class GroupStatus(StrEnum):
     OPEN = "open"
+    SCORING = "scoring"
+    """Every slot has its final session, and some are still to be scored in the background."""
     READY = "ready"
-    """Every slot has its final session: the trainer may claim it."""
+    """Every slot has its final session, and each has been scored: the trainer may claim it."""
     DROPPED = "dropped"
 
 
@@ -289,6 +291,67 @@ class Reward:
     scorer: str = ""
     call_id: str | None = None
     detail: Json = field(default_factory=dict[str, Any])
+    created_at: float = 0.0
+    reward_id: str | None = None
+    """Adding a reward whose id is there already changes nothing."""
+    scorer_version: str = ""
+    """Of the rule, rubric or model that gave it: another version's word is another reward."""
+    cost: float = 0.0
+    """What it cost, in US dollars, where the price is known."""
+
+
+class ScoreState(StrEnum):
+    SCORED = "scored"
+    FALLBACK = "fallback"
+    """The scorer gave up, with a reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """That a scorer is done with a session. Once per session and scorer."""
+
+    session_id: str
+    scorer: str
+    """Name and version: ``judge:outcome@1f03``."""
+    state: ScoreState
+    attempts: int = 1
+    reason: str | None = None
+    """Why it gave up."""
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """What somebody, or a check, says of a session. One per session and name."""
+
+    session_id: str
+    name: str
+    value: str = ""
+    reason: str = ""
+    author: str = ""
+    created_at: float = 0.0
+
+
+UNTRAINABLE = "untrainable"
+"""The tag that keeps a session out of training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a person says of a session, or of one of its calls."""
+
+    feedback_id: str
+    session_id: str
+    call_id: str | None = None
+    thumbs: int | None = None
+    """1 or -1."""
+    score: float | None = None
+    text: str = ""
+    correction: str | None = None
+    """The answer that the call should have given."""
+    correction_ids: Ids | None = None
+    """The same as tokens, as the model would have sampled it behind the call's prompt."""
+    author: str = ""
     created_at: float = 0.0
 
 

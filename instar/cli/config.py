@@ -14,7 +14,7 @@ import yaml
 from instar.backends.factory import check_run
 from instar.backends.resolve import without_key
 from instar.cli.config_file import DEMO, Mistakes, load_config
-from instar.config import CommandAgentConfig, JsonlTasksConfig, RunConfig
+from instar.config import CommandAgentConfig, JsonlTasksConfig, RunConfig, Section
 from instar.errors import ConfigError
 from instar.registry import load_object
 
@@ -59,7 +59,7 @@ def _not_there(config: RunConfig) -> Iterator[str]:
         "rollout.tasks": config.rollout.tasks if config.rollout else None,
         "rollout.agent": agent,
         "eval.tasks": config.eval.tasks if config.eval else None,
-        "reward": config.reward,
+        **_numbered("reward", config.reward),
         "engine": config.engine,
     }
     for path, named in functions.items():
@@ -68,6 +68,13 @@ def _not_there(config: RunConfig) -> Iterator[str]:
                 load_object(function)
             except ConfigError as error:
                 yield f"{path}.function: {error}"
+
+
+def _numbered(name: str, sections: Sequence[Section]) -> dict[str, Section]:
+    """Each with its path; where there is but one, it need not have been written as a list."""
+    if len(sections) == 1:
+        return {name: sections[0]}
+    return {f"{name}.{place}": section for place, section in enumerate(sections)}
 
 
 def _program(agent: CommandAgentConfig) -> Iterator[str]:

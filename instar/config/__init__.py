@@ -75,6 +75,7 @@ from instar.config.rollout import (
 from instar.config.run import (
     RunConfig,
 )
+from instar.config.scoring import CombineConfig, ScoringConfig
 from instar.config.simulate import (
     DistributionConfig,
     SimulateConfig,
@@ -101,6 +102,7 @@ __all__ = [
     "CloudEngineConfig",
     "CloudSection",
     "ClusterConfig",
+    "CombineConfig",
     "CommandAgentConfig",
     "CompletionsReferenceConfig",
     "DType",
@@ -139,6 +141,7 @@ __all__ = [
     "RuleRewardConfig",
     "RunConfig",
     "SamplingConfig",
+    "ScoringConfig",
     "ScriptedEngineConfig",
     "Seconds",
     "Section",

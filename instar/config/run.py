@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
@@ -14,8 +14,13 @@ from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngin
 from instar.config.gateway import GatewayConfig, ModelRoute
 from instar.config.model import ModelConfig, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig
+from instar.config.scoring import ScoringConfig
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
+
+
+def _listed(value: Any) -> Any:
+    return cast(Any, value) if isinstance(value, list) else [value]
 
 
 class RunConfig(Section):
@@ -44,7 +49,9 @@ class RunConfig(Section):
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
     """Agents to run on tasks. `instar train` needs it, `instar serve` does not."""
-    reward: RewardConfig = AgentRewardConfig()
+    reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]
+    """What scores a session: one, or a list of several."""
+    scoring: ScoringConfig = ScoringConfig()
     eval: EvalConfig | None = None
     simulate: SimulateConfig | None = None
     """For `instar simulate` alone."""

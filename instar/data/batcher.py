@@ -198,7 +198,7 @@ class Batcher:
 
     async def _entry(self, session: Session) -> _Entry:
         rewards = await self.store.rewards(session.session_id)
-        if self.config.reward.type == "rule":
+        if not any(reward.type == "agent" for reward in self.config.reward):
             # The agent's own word does not stand in for a scorer that never saw the session.
             rewards = [reward for reward in rewards if reward.source is not RewardSource.AGENT]
         reward = pick_reward(rewards)

@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from instar.store.base import Store
 from instar.types import Call, Message, Reward, Task
+
+NO_TASK = Task("", {})
+"""The task of a session that was given none: a person's own use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,51 @@ class Transcript:
         return self.final["content"] if self.final else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a scorer may use of the run."""
+
+    run_id: str
+    store: Store
+    base_url: str = ""
+    """The run's own gateway, for a judge that is the run's model."""
+    api_key: str = ""
+
+
 class Scorer(ABC):
+    """Made with its section of the config. ``score`` may run many times at once."""
+
+    name: str = ""
+    """What its rewards are known by: ``returned``, ``math``, ``judge:outcome``."""
+    version: str = ""
+    """Changes when the same session might be scored otherwise."""
+    background: bool = False
+    """Whether it is too slow, or too uncertain, for a rollout to wait for it."""
+
+    @property
+    def key(self) -> str:
+        """What a session is scored by once."""
+        return f"{self.name}@{self.version}" if self.version else self.name
+
+    async def start(self, run: Surroundings) -> None:  # noqa: B027 - most need nothing
+        """Before the first score. Raises ConfigError where it cannot work here."""
+
     @abstractmethod
-    async def score(self, task: Task, transcript: Transcript) -> list[Reward]: ...
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        """None, one, or several rewards of the session and of single calls. Raises ScoreError."""
+
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Free what it holds."""
+
+
+class GroupScorer(Scorer):
+    """Compares the sessions of a group, once all of them have ended."""
+
+    background = True
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        return await self.score_group(task, [transcript])
+
+    @abstractmethod
+    async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
+        """Rewards of any of the sessions. Raises ScoreError."""

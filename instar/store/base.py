@@ -17,6 +17,7 @@ from instar.types import (
     Channel,
     Claim,
     Endpoint,
+    Feedback,
     Group,
     GroupStatus,
     Ids,
@@ -25,10 +26,12 @@ from instar.types import (
     Message,
     Policy,
     Reward,
+    Score,
     Session,
     SessionStatus,
     Step,
     StepState,
+    Tag,
     Tool,
 )
 
@@ -110,6 +113,26 @@ class KeyRow:
     name: str = ""
     created_at: float = 0.0
     revoked_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """A session that a scorer is still to see. ``seq`` orders sessions as they were opened."""
+
+    seq: int
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRow:
+    """Exported data, known by name: the files in the folder ``path``, whose content hashes to ``hash``."""
+
+    name: str
+    version: int
+    path: str
+    hash: str
+    manifest: Json
+    created_at: float = 0.0
 
 
 class Store(ABC):
@@ -224,12 +247,82 @@ class Store(ABC):
     async def graph_rows(self, session_id: str) -> list[CallPart]:
         """In the order they were committed. Costs what was stored, not the sum of the prompts."""
 
-    # rewards
+    # rewards and what was said of sessions
     @abstractmethod
-    async def add_rewards(self, rewards: Sequence[Reward]) -> None: ...
+    async def add_rewards(self, rewards: Sequence[Reward]) -> None:
+        """One whose ``reward_id`` is there already is left as it is."""
 
     @abstractmethod
     async def rewards(self, session_id: str) -> list[Reward]: ...
+
+    @abstractmethod
+    async def rewards_of(self, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
+        """In the order they were given; an empty list for a session without any."""
+
+    @abstractmethod
+    async def unscored(
+        self, run_id: str, scorer: str, channels: Sequence[Channel], *, after: int = 0, limit: int = 256
+    ) -> list[Unscored]:
+        """Completed sessions without a score by this scorer, oldest first, from those behind ``after``."""
+
+    @abstractmethod
+    async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
+        """All or none, in one transaction. False, and nothing is changed, where one of the sessions has a
+        score by that scorer already."""
+
+    @abstractmethod
+    async def scores(self, session_ids: Sequence[str]) -> dict[str, list[Score]]: ...
+
+    @abstractmethod
+    async def score_counts(self, run_id: str) -> dict[str, dict[str, int]]:
+        """Scorer → state → sessions."""
+
+    @abstractmethod
+    async def add_tags(self, tags: Sequence[Tag]) -> None:
+        """Insert, or replace those of the same session and name."""
+
+    @abstractmethod
+    async def remove_tags(self, session_ids: Sequence[str], name: str) -> int:
+        """How many there were."""
+
+    @abstractmethod
+    async def tags(self, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
+        """By name; an empty list for a session without any."""
+
+    @abstractmethod
+    async def add_feedback(self, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
+        """With the rewards that follow from it, in one transaction. False, and nothing is changed, where
+        its id is there already."""
+
+    @abstractmethod
+    async def feedback(
+        self, run_id: str, *, session_id: str | None = None, corrected: bool = False
+    ) -> list[Feedback]:
+        """Oldest first. ``corrected``: only what comes with a correction."""
+
+    @abstractmethod
+    async def judgment(self, key: bytes) -> Json | None: ...
+
+    @abstractmethod
+    async def put_judgment(self, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
+        """The first answer to a question stands."""
+
+    @abstractmethod
+    async def judged(self, run_id: str) -> tuple[int, float]:
+        """(answers paid for, their cost)"""
+
+    # data that was put aside under a name
+    @abstractmethod
+    async def put_dataset(self, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
+        """As the next version of that name; the newest one itself where it has the same hash."""
+
+    @abstractmethod
+    async def dataset(self, name: str, version: int | None = None) -> DatasetRow | None:
+        """Default: the newest."""
+
+    @abstractmethod
+    async def datasets(self) -> list[DatasetRow]:
+        """By name and version."""
 
     # policies: version 0 is the base model and always there
     @abstractmethod

@@ -41,6 +41,31 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "CREATE TABLE leases (run_id TEXT NOT NULL, name TEXT NOT NULL, lease INTEGER NOT NULL, "
         "PRIMARY KEY (run_id, name))",
     ),
+    3: (
+        "ALTER TABLE rewards ADD COLUMN reward_id TEXT",
+        "ALTER TABLE rewards ADD COLUMN scorer_version TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE rewards ADD COLUMN cost REAL NOT NULL DEFAULT 0",
+        "CREATE TABLE scores (session_id TEXT NOT NULL REFERENCES sessions (session_id), "
+        "scorer TEXT NOT NULL, run_id TEXT NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, "
+        "reason TEXT, created_at REAL NOT NULL, PRIMARY KEY (session_id, scorer))",
+        "CREATE TABLE tags (session_id TEXT NOT NULL REFERENCES sessions (session_id), name TEXT NOT NULL, "
+        "run_id TEXT NOT NULL, value TEXT NOT NULL, reason TEXT NOT NULL, author TEXT NOT NULL, "
+        "created_at REAL NOT NULL, PRIMARY KEY (session_id, name))",
+        "CREATE TABLE feedback (seq INTEGER PRIMARY KEY, feedback_id TEXT NOT NULL UNIQUE, "
+        "session_id TEXT NOT NULL REFERENCES sessions (session_id), run_id TEXT NOT NULL, call_id TEXT, "
+        "thumbs INTEGER, score REAL, text TEXT NOT NULL, correction TEXT, correction_ids BLOB, "
+        "author TEXT NOT NULL, created_at REAL NOT NULL)",
+        "CREATE TABLE judgments (key BLOB PRIMARY KEY, run_id TEXT NOT NULL, answer TEXT NOT NULL, "
+        "cost REAL NOT NULL, created_at REAL NOT NULL)",
+        "CREATE TABLE datasets (name TEXT NOT NULL, version INTEGER NOT NULL, path TEXT NOT NULL, "
+        "hash TEXT NOT NULL, manifest TEXT NOT NULL, created_at REAL NOT NULL, PRIMARY KEY (name, version))",
+        "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
+        "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
+        "CREATE INDEX tags_by_name ON tags (run_id, name, value)",
+        "CREATE INDEX feedback_by_session ON feedback (session_id)",
+        "CREATE INDEX feedback_by_run ON feedback (run_id)",
+        "CREATE INDEX judgments_by_run ON judgments (run_id)",
+    ),
 }
 
 

@@ -141,6 +141,9 @@ def encode_reward(reward: Reward) -> dict[str, Any]:
         "scorer": reward.scorer,
         "detail": dump_json(reward.detail),
         "created_at": reward.created_at or time.time(),
+        "reward_id": reward.reward_id,
+        "scorer_version": reward.scorer_version,
+        "cost": float(reward.cost),
     }
 
 
@@ -153,6 +156,9 @@ def decode_reward(row: Row) -> Reward:
         call_id=row["call_id"],
         detail=load_json(row["detail"]),
         created_at=row["created_at"],
+        reward_id=row["reward_id"],
+        scorer_version=row["scorer_version"],
+        cost=row["cost"],
     )
 
 

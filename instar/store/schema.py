@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VERSION = 3
+VERSION = 4
 """Written to ``PRAGMA user_version``; one more with every change of what is declared here."""
 
 APPLICATION_ID = 0x494E5354
@@ -172,8 +172,77 @@ REWARDS = Table(
         "scorer": TEXT,
         "detail": TEXT,
         "created_at": REAL,
+        "reward_id": "TEXT",
+        "scorer_version": "TEXT NOT NULL DEFAULT ''",
+        "cost": "REAL NOT NULL DEFAULT 0",
     },
     generated=("seq",),
+)
+
+SCORES = Table(
+    "scores",
+    {
+        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "scorer": TEXT,
+        "run_id": TEXT,
+        "state": TEXT,
+        "attempts": INTEGER,
+        "reason": "TEXT",
+        "created_at": REAL,
+    },
+    constraints=("PRIMARY KEY (session_id, scorer)",),
+)
+
+TAGS = Table(
+    "tags",
+    {
+        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "name": TEXT,
+        "run_id": TEXT,
+        "value": TEXT,
+        "reason": TEXT,
+        "author": TEXT,
+        "created_at": REAL,
+    },
+    constraints=("PRIMARY KEY (session_id, name)",),
+)
+
+FEEDBACK = Table(
+    "feedback",
+    {
+        "seq": ORDER,
+        "feedback_id": "TEXT NOT NULL UNIQUE",
+        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "run_id": TEXT,
+        "call_id": "TEXT",
+        "thumbs": "INTEGER",
+        "score": "REAL",
+        "text": TEXT,
+        "correction": "TEXT",
+        "correction_ids": "BLOB",
+        "author": TEXT,
+        "created_at": REAL,
+    },
+    generated=("seq",),
+)
+
+# A judge's answers by what it was asked: the same question is not paid for twice.
+JUDGMENTS = Table(
+    "judgments",
+    {"key": "BLOB PRIMARY KEY", "run_id": TEXT, "answer": TEXT, "cost": REAL, "created_at": REAL},
+)
+
+DATASETS = Table(
+    "datasets",
+    {
+        "name": TEXT,
+        "version": INTEGER,
+        "path": TEXT,
+        "hash": TEXT,
+        "manifest": TEXT,
+        "created_at": REAL,
+    },
+    constraints=("PRIMARY KEY (name, version)",),
 )
 
 POLICIES = Table(
@@ -281,6 +350,11 @@ TABLES = (
     TOOLS,
     CALLS,
     REWARDS,
+    SCORES,
+    TAGS,
+    FEEDBACK,
+    JUDGMENTS,
+    DATASETS,
     POLICIES,
     STEPS,
     CLAIMS,
@@ -304,6 +378,12 @@ INDEXES = (
     "CREATE INDEX calls_by_request ON calls (request_id)",
     "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
     "CREATE INDEX rewards_by_session ON rewards (session_id)",
+    "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
+    "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
+    "CREATE INDEX tags_by_name ON tags (run_id, name, value)",
+    "CREATE INDEX feedback_by_session ON feedback (session_id)",
+    "CREATE INDEX feedback_by_run ON feedback (run_id)",
+    "CREATE INDEX judgments_by_run ON judgments (run_id)",
     "CREATE INDEX claims_by_step ON claims (run_id, step)",
     "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
     "CREATE INDEX claims_by_session ON claims (session_id)",

@@ -35,8 +35,9 @@ _UPSERT_ENDPOINT = (
 # Run, agent and policy of a reward are its session's.
 _INSERT_REWARD = (
     f"INSERT INTO {REWARDS.name} (session_id, run_id, agent_id, policy_id, call_id, value, source, scorer, "
-    "detail, created_at) SELECT session_id, run_id, agent_id, policy_id, :call_id, :value, :source, :scorer, "
-    ":detail, :created_at FROM sessions WHERE session_id = :session_id"
+    "detail, created_at, reward_id, scorer_version, cost) SELECT session_id, run_id, agent_id, policy_id, "
+    ":call_id, :value, :source, :scorer, :detail, :created_at, :reward_id, :scorer_version, :cost "
+    "FROM sessions WHERE session_id = :session_id"
 )
 
 
@@ -180,9 +181,18 @@ def get_sessions(
 
 
 def add_rewards(db: Database, rewards: Sequence[dict[str, Any]]) -> None:
+    """Those whose id is there are left as they are."""
     for reward in rewards:
+        if _is_there(db, reward["reward_id"]):
+            continue
         if db.execute(_INSERT_REWARD, reward).rowcount == 0:
             raise StoreError(f"there is no session {reward['session_id']} to reward")
+
+
+def _is_there(db: Database, reward_id: str | None) -> bool:
+    if reward_id is None:
+        return False
+    return db.execute("SELECT 1 FROM rewards WHERE reward_id = ?", (reward_id,)).fetchone() is not None
 
 
 def get_rewards(db: Database, session_id: str) -> list[Reward]:

@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from instar.errors import StoreError
 from instar.store import calls as call_queries
+from instar.store import datasets as dataset_queries
 from instar.store import keys as key_queries
-from instar.store import leases, policies, sessions, steps
-from instar.store.base import CallPart, KeyRow, Progress, Run, SessionRow, Store
+from instar.store import leases, opinions, policies, sessions, steps
+from instar.store.base import CallPart, DatasetRow, KeyRow, Progress, Run, SessionRow, Store, Unscored
 from instar.store.database import Database
 from instar.store.reader import Readers
 from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
@@ -21,15 +22,18 @@ from instar.types import (
     Claim,
     ClaimOutcome,
     Endpoint,
+    Feedback,
     Group,
     GroupStatus,
     Json,
     Policy,
     Reward,
+    Score,
     Session,
     SessionStatus,
     Step,
     StepState,
+    Tag,
 )
 
 T = TypeVar("T")
@@ -189,7 +193,7 @@ class SqlStore(Store):
             lambda db: call_queries.fetch_parts(db, session_id), call_queries.Fetched.decode_parts
         )
 
-    # rewards
+    # rewards and what was said of sessions
 
     async def add_rewards(self, rewards: Sequence[Reward]) -> None:
         rows = [encode_reward(reward) for reward in rewards]
@@ -197,6 +201,62 @@ class SqlStore(Store):
 
     async def rewards(self, session_id: str) -> list[Reward]:
         return await self._read(lambda db: sessions.get_rewards(db, session_id))
+
+    async def rewards_of(self, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
+        return await self._read(lambda db: opinions.get_rewards_of(db, session_ids))
+
+    async def unscored(
+        self, run_id: str, scorer: str, channels: Sequence[Channel], *, after: int = 0, limit: int = 256
+    ) -> list[Unscored]:
+        return await self._read(lambda db: opinions.unscored(db, run_id, scorer, channels, after, limit))
+
+    async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
+        rows = [encode_reward(reward) for reward in rewards]
+        return await self._write(lambda db: opinions.record_scores(db, scores, rows))
+
+    async def scores(self, session_ids: Sequence[str]) -> dict[str, list[Score]]:
+        return await self._read(lambda db: opinions.get_scores(db, session_ids))
+
+    async def score_counts(self, run_id: str) -> dict[str, dict[str, int]]:
+        return await self._read(lambda db: opinions.score_counts(db, run_id))
+
+    async def add_tags(self, tags: Sequence[Tag]) -> None:
+        await self._write(lambda db: opinions.add_tags(db, tags))
+
+    async def remove_tags(self, session_ids: Sequence[str], name: str) -> int:
+        return await self._write(lambda db: opinions.remove_tags(db, session_ids, name))
+
+    async def tags(self, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
+        return await self._read(lambda db: opinions.get_tags(db, session_ids))
+
+    async def add_feedback(self, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
+        rows = [encode_reward(reward) for reward in rewards]
+        return await self._write(lambda db: opinions.add_feedback(db, feedback, rows))
+
+    async def feedback(
+        self, run_id: str, *, session_id: str | None = None, corrected: bool = False
+    ) -> list[Feedback]:
+        return await self._read(lambda db: opinions.get_feedback(db, run_id, session_id, corrected))
+
+    async def judgment(self, key: bytes) -> Json | None:
+        return await self._look_up(lambda db: opinions.get_judgment(db, key))
+
+    async def put_judgment(self, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
+        await self._write(lambda db: opinions.put_judgment(db, key, run_id, answer, cost))
+
+    async def judged(self, run_id: str) -> tuple[int, float]:
+        return await self._read(lambda db: opinions.judged(db, run_id))
+
+    # data that was put aside under a name
+
+    async def put_dataset(self, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
+        return await self._write(lambda db: dataset_queries.put_dataset(db, name, path, hash, manifest))
+
+    async def dataset(self, name: str, version: int | None = None) -> DatasetRow | None:
+        return await self._read(lambda db: dataset_queries.get_dataset(db, name, version))
+
+    async def datasets(self) -> list[DatasetRow]:
+        return await self._read(dataset_queries.get_datasets)
 
     # policies
 

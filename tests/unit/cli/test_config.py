@@ -23,7 +23,7 @@ MISTAKES = {
     "unknown section": (
         "trainr: {}",
         "trainr: no such setting; allowed: agent_id, backend, cluster, dir, engine, eval, gateway, "
-        "model, models, name, reward, rollout, seed, simulate, store, sync, trainer, upstreams "
+        "model, models, name, reward, rollout, scoring, seed, simulate, store, sync, trainer, upstreams "
         "(did you mean 'trainer'?)",
     ),
     "unknown key": (

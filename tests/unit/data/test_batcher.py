@@ -172,7 +172,7 @@ async def test_an_agent_does_not_pay_itself_where_a_rule_scores(store: Store) ->
     await store.add_rewards([Reward(f"{group}:2.0", 1.0, RewardSource.AGENT)])
     await store.close_group(group, GroupStatus.READY)
     rule = RuleRewardConfig(type="rule", function="instar.demo.tasks:score")
-    config = make_config(groups_per_step=1).model_copy(update={"reward": rule})
+    config = make_config(groups_per_step=1).model_copy(update={"reward": [rule]})
     batch = await take(store, Batcher(store, RUN, config))
     assert (await outcomes(store))[f"{group}/2/0"] == "no_reward"
     assert batch.report["reward_mean"] == 0.5
