@@ -35,7 +35,7 @@ def bound(work: Work, plant: Plant) -> Bound:
     of C - x·w replies at once; on average too, for a batch's speed is concave in its size. And the last step
     is trained when the last session has ended."""
     count = len(work.sessions)
-    tokens = sum(session.generated for session in work.sessions) / count
+    tokens = max(1e-9, sum(session.later for session in work.sessions) / count)
     sequence = sum(session.tokens for session in work.sessions) / count
     calls = sum(len(session.turns) for session in work.sessions) / count
     waits = sum(session.waits for session in work.sessions) / count + calls * mean_of(work.latency)

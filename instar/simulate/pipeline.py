@@ -173,7 +173,7 @@ class Pipeline:
         if attempt.over:
             return
         request = attempt.request = Request(
-            attempt.session.turns[attempt.turn].generated,
+            attempt.session.turns[attempt.turn].later,
             began=lambda: self._began(attempt),
             done=lambda: self._replied(attempt),
             lost=lambda: self._lost(attempt),

@@ -23,6 +23,11 @@ class Turn(NamedTuple):
     tool: float
     """Seconds until the next call, or the session's end."""
 
+    @property
+    def later(self) -> int:
+        """Tokens behind the first, which is there when the call's latency is over."""
+        return max(0, self.generated - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -33,6 +38,10 @@ class Session:
     @property
     def generated(self) -> int:
         return sum(turn.generated for turn in self.turns)
+
+    @property
+    def later(self) -> int:
+        return sum(turn.later for turn in self.turns)
 
     @property
     def tokens(self) -> int:

@@ -46,7 +46,8 @@ def plant(**more: Any) -> Plant:
 
 
 def session(tokens: int, tool: float = 0.0, turns: int = 1) -> Session:
-    return Session(tuple(Turn(0, tokens, tool) for _ in range(turns)))
+    """Of so many tokens behind the first one of each reply, which comes with the call's latency."""
+    return Session(tuple(Turn(0, 1 + tokens, tool) for _ in range(turns)))
 
 
 LONG_TAIL = [session(10), session(10), session(10), session(300)]
@@ -94,6 +95,11 @@ def test_replies_share_an_engine_and_wait_beyond_its_batch() -> None:
         work([session(10)], speed=flat), plant(steps=1, group_size=4, groups_per_step=1, engines=4)
     )
     assert spread.seconds == pytest.approx(1 + 5, abs=0.1)
+
+
+def test_the_first_token_is_there_when_the_latency_is_over() -> None:
+    quick = work([session(0, turns=20)], latency=DistributionConfig(value=0.1))
+    assert simulate(quick, plant(steps=1)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
 
 def test_no_more_sessions_run_than_may() -> None:
