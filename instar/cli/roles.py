@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from instar.cluster.control import Action, Request, RoleRow, ask
 from instar.cluster.layout import RunFolder
@@ -27,7 +28,7 @@ def run_roles(
     if as_json:
         print(json.dumps([msgspec.to_builtins(row) for row in rows]), flush=True)
     else:
-        Console().print(_table(rows))
+        _show(rows, Console())
 
 
 async def _ask(folder: RunFolder, request: Request) -> list[RoleRow]:
@@ -52,8 +53,21 @@ async def _last_known(folder: RunFolder) -> list[RoleRow]:
         await store.close()
 
 
-def _table(rows: list[RoleRow]) -> Table:
-    table = Table("role", "name", "pid", "state", "doing", "address", "log")
+def _show(rows: list[RoleRow], console: Console) -> None:
+    """Addresses and paths are to be copied: they are never cut short."""
+    table = Table(
+        Column("name", no_wrap=True),
+        Column("pid", no_wrap=True, justify="right"),
+        Column("state", no_wrap=True),
+        Column("address", no_wrap=True, overflow="ignore"),
+        Column("doing"),
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for row in rows:
-        table.add_row(row.role, row.name, str(row.pid or ""), row.state, row.doing, row.address, row.log)
-    return table
+        table.add_row(row.name, str(row.pid or ""), row.state, row.address, Text(row.doing))
+    console.print(table)
+    if logs := [row for row in rows if row.log]:
+        console.print("\nlogs")
+    for row in logs:
+        console.print(Text(f"  {row.log}"), soft_wrap=True)
