@@ -26,6 +26,7 @@ from instar.types import (
     Message,
     Policy,
     Reward,
+    RewardSource,
     Score,
     Session,
     SessionStatus,
@@ -36,6 +37,12 @@ from instar.types import (
 )
 
 KeyKind = Literal["admin", "agent"]
+LESSON = "feedback:"
+
+
+def lesson_key(feedback_id: str) -> str:
+    """The sample key of a correction."""
+    return LESSON + feedback_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,36 @@ class SessionRow:
     calls: int
     sampled_tokens: int
     reward: float | None
+    """The session's latest, rewards of single calls left aside."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    seq: int = 0
+    """Orders sessions as they were opened: where the page before this row ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFilter:
+    """Which sessions: those for which all that is given holds."""
+
+    channel: Channel | None = None
+    status: SessionStatus | None = None
+    ids: tuple[str, ...] = ()
+    tags: tuple[tuple[str, str | None], ...] = ()
+    """Names, each with the value that it must have, if any."""
+    without: tuple[str, ...] = ()
+    """Names of tags that it must not have."""
+    reward_min: float | None = None
+    """Of the latest reward of the session; where `scorer` or `source` is given, of any of theirs."""
+    reward_max: float | None = None
+    scorer: str | None = None
+    """One that gave it a reward, with or without its version: ``judge:outcome@1f03``."""
+    source: RewardSource | None = None
+    """Where one of its rewards comes from."""
+    task: str | None = None
+    agent: str | None = None
+    since: float | None = None
+    """Opened at that time or later."""
+    until: float | None = None
+    """Opened before that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +194,9 @@ class Store(ABC):
     async def close_group(self, group_id: str, status: GroupStatus, reason: str | None = None) -> None: ...
 
     @abstractmethod
+    async def group(self, group_id: str) -> Group | None: ...
+
+    @abstractmethod
     async def groups(
         self,
         run_id: str,
@@ -200,9 +239,14 @@ class Store(ABC):
         reason: str | None = None,
         rewards: Sequence[Reward] = (),
         metadata: Json | None = None,
+        scores: Sequence[Score] = (),
     ) -> bool:
-        """End an open session with its rewards, in one transaction. False if it had ended already
+        """End an open session with its rewards and scores, in one transaction. False if it had ended already
         (nothing is changed then). ``metadata`` is merged into the session's."""
+
+    @abstractmethod
+    async def oldest_open(self, run_id: str, channels: Sequence[Channel]) -> int | None:
+        """The ``seq`` of the open session that was opened first."""
 
     @abstractmethod
     async def sessions(
@@ -212,9 +256,13 @@ class Store(ABC):
         group_id: str | None = None,
         channel: Channel | None = None,
         status: SessionStatus | None = None,
+        where: SessionFilter | None = None,
+        before: int | None = None,
+        after: int | None = None,
         limit: int | None = None,
     ) -> list[SessionRow]:
-        """Oldest first; with ``limit``, the newest so many."""
+        """Oldest first; with ``limit``, the newest so many. ``before`` and ``after`` are the ``seq`` of rows
+        that bound the page: with ``after`` and ``limit``, the oldest so many behind it."""
 
     # calls
     @abstractmethod
@@ -261,9 +309,17 @@ class Store(ABC):
 
     @abstractmethod
     async def unscored(
-        self, run_id: str, scorer: str, channels: Sequence[Channel], *, after: int = 0, limit: int = 256
+        self,
+        run_id: str,
+        scorer: str,
+        channels: Sequence[Channel],
+        *,
+        after: int = 0,
+        limit: int = 256,
+        awaited: bool = False,
     ) -> list[Unscored]:
-        """Completed sessions without a score by this scorer, oldest first, from those behind ``after``."""
+        """Completed sessions without a score by this scorer, oldest first, from those behind ``after``.
+        ``awaited``: none of a group that is ready, or was dropped."""
 
     @abstractmethod
     async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
@@ -299,6 +355,11 @@ class Store(ABC):
         self, run_id: str, *, session_id: str | None = None, corrected: bool = False
     ) -> list[Feedback]:
         """Oldest first. ``corrected``: only what comes with a correction."""
+
+    @abstractmethod
+    async def lessons(self, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+        """Corrections that can be trained on and whose `lesson_key` has no claim in that epoch, oldest first.
+        Not of sessions for evaluation, nor of those tagged as untrainable."""
 
     @abstractmethod
     async def judgment(self, key: bytes) -> Json | None: ...

@@ -45,6 +45,9 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "ALTER TABLE rewards ADD COLUMN reward_id TEXT",
         "ALTER TABLE rewards ADD COLUMN scorer_version TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE rewards ADD COLUMN cost REAL NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN reward REAL",
+        "UPDATE sessions SET reward = (SELECT value FROM rewards "
+        "WHERE rewards.session_id = sessions.session_id AND call_id IS NULL ORDER BY seq DESC LIMIT 1)",
         "CREATE TABLE scores (session_id TEXT NOT NULL REFERENCES sessions (session_id), "
         "scorer TEXT NOT NULL, run_id TEXT NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, "
         "reason TEXT, created_at REAL NOT NULL, PRIMARY KEY (session_id, scorer))",
@@ -59,6 +62,11 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "cost REAL NOT NULL, created_at REAL NOT NULL)",
         "CREATE TABLE datasets (name TEXT NOT NULL, version INTEGER NOT NULL, path TEXT NOT NULL, "
         "hash TEXT NOT NULL, manifest TEXT NOT NULL, created_at REAL NOT NULL, PRIMARY KEY (name, version))",
+        "DROP INDEX sessions_by_run",
+        "CREATE INDEX sessions_by_run ON sessions "
+        "(run_id, channel, status, seq, created_at, reward, agent_id)",
+        "CREATE INDEX sessions_by_task ON sessions (run_id, task_id) WHERE task_id IS NOT NULL",
+        "CREATE INDEX rewards_by_scorer ON rewards (run_id, scorer, source)",
         "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
         "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
         "CREATE INDEX tags_by_name ON tags (run_id, name, value)",

@@ -24,7 +24,7 @@ from instar.store.postgres_server import Connection, NotCommitted, Server, is_lo
 from instar.store.schema import Table
 
 FORGOTTEN_AFTER = 24 * 3600.0
-_PARAMETER = re.compile(r"\?|(?<!:):([a-z_]+)")
+_PARAMETER = re.compile(r"\?|(?<!:):([a-z_][a-z_0-9]*)")
 
 
 class PostgresDatabase:

@@ -43,6 +43,8 @@ def _with_order(ddl: str) -> str:
     found = _PLAIN_INDEX.match(ddl)
     if found is None or not any(table.name == found[2] and "seq" in table.columns for table in TABLES):
         return ddl
+    if "seq" in found[3].split(", "):
+        return ddl
     return f"CREATE INDEX {found[1]} ON {found[2]} ({found[3]}, seq)" + ddl[found.end() :]
 
 

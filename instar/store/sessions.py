@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from instar.errors import StoreError
-from instar.store.base import Run, SessionRow
+from instar.store.base import Run
 from instar.store.codec import dump_json, load_json, plain
 from instar.store.database import Database
 from instar.store.rows import (
@@ -71,6 +71,11 @@ def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | 
     if done.rowcount == 0:
         raise StoreError(f"there is no group {group_id}")
     refresh_consumed(db, [group_id])
+
+
+def get_group(db: Database, group_id: str) -> Group | None:
+    row = db.execute("SELECT * FROM groups WHERE group_id = ?", (plain(group_id),)).fetchone()
+    return decode_group(row) if row else None
 
 
 def get_groups(
@@ -151,35 +156,6 @@ def end_session(
     return True
 
 
-def get_sessions(
-    db: Database,
-    run_id: str | None,
-    group_id: str | None,
-    channel: Channel | None,
-    status: SessionStatus | None,
-    limit: int | None,
-) -> list[SessionRow]:
-    given = {"run_id": run_id, "group_id": group_id, "channel": channel, "status": status}
-    filters = {name: str(value) for name, value in given.items() if value is not None}
-    where = " AND ".join(f"{name} = :{name}" for name in filters) or "TRUE"
-    newest = "" if limit is None else "LIMIT :newest"
-    sql = f"""
-        SELECT s.*,
-          (SELECT COUNT(*) FROM calls WHERE calls.session_id = s.session_id) AS calls,
-          (SELECT CAST(COALESCE(SUM(sampled_tokens), 0) AS BIGINT) FROM calls
-            WHERE calls.session_id = s.session_id) AS sampled,
-          (SELECT value FROM rewards WHERE rewards.session_id = s.session_id AND call_id IS NULL
-            ORDER BY seq DESC LIMIT 1) AS reward
-        FROM (SELECT * FROM sessions WHERE {where} ORDER BY seq DESC {newest}) AS s ORDER BY s.seq"""
-    rows = db.execute(sql, filters if limit is None else {**filters, "newest": limit})
-    return [
-        SessionRow(
-            decode_session(row), calls=row["calls"], sampled_tokens=row["sampled"], reward=row["reward"]
-        )
-        for row in rows
-    ]
-
-
 def add_rewards(db: Database, rewards: Sequence[dict[str, Any]]) -> None:
     """Those whose id is there are left as they are."""
     for reward in rewards:
@@ -187,6 +163,8 @@ def add_rewards(db: Database, rewards: Sequence[dict[str, Any]]) -> None:
             continue
         if db.execute(_INSERT_REWARD, reward).rowcount == 0:
             raise StoreError(f"there is no session {reward['session_id']} to reward")
+        if reward["call_id"] is None:
+            db.execute("UPDATE sessions SET reward = :value WHERE session_id = :session_id", reward)
 
 
 def _is_there(db: Database, reward_id: str | None) -> bool:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from instar.errors import StoreError
 from instar.store import calls as call_queries
 from instar.store import datasets as dataset_queries
 from instar.store import keys as key_queries
-from instar.store import leases, opinions, policies, sessions, steps
-from instar.store.base import CallPart, DatasetRow, KeyRow, Progress, Run, SessionRow, Store, Unscored
+from instar.store import leases, listing, opinions, policies, sessions, steps
+from instar.store.base import (
+    CallPart,
+    DatasetRow,
+    KeyRow,
+    Progress,
+    Run,
+    SessionFilter,
+    SessionRow,
+    Store,
+    Unscored,
+)
 from instar.store.database import Database
 from instar.store.reader import Readers
 from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
@@ -98,6 +109,9 @@ class SqlStore(Store):
     async def close_group(self, group_id: str, status: GroupStatus, reason: str | None = None) -> None:
         await self._write(lambda db: sessions.close_group(db, group_id, status, reason))
 
+    async def group(self, group_id: str) -> Group | None:
+        return await self._look_up(lambda db: sessions.get_group(db, group_id))
+
     async def groups(
         self,
         run_id: str,
@@ -138,13 +152,19 @@ class SqlStore(Store):
         reason: str | None = None,
         rewards: Sequence[Reward] = (),
         metadata: Json | None = None,
+        scores: Sequence[Score] = (),
     ) -> bool:
         if status is SessionStatus.OPEN:
             raise StoreError(f"session {session_id} cannot end as open")
         rows = [encode_reward(reward) for reward in rewards]
-        return await self._write(
-            lambda db: sessions.end_session(db, session_id, status, reason, rows, metadata)
-        )
+
+        def end(db: Database) -> bool:
+            return sessions.end_session(db, session_id, status, reason, rows, metadata)
+
+        return await self._write(lambda db: opinions.end_scored(db, end, scores))
+
+    async def oldest_open(self, run_id: str, channels: Sequence[Channel]) -> int | None:
+        return await self._read(lambda db: opinions.oldest_open(db, run_id, channels))
 
     async def sessions(
         self,
@@ -153,12 +173,15 @@ class SqlStore(Store):
         group_id: str | None = None,
         channel: Channel | None = None,
         status: SessionStatus | None = None,
+        where: SessionFilter | None = None,
+        before: int | None = None,
+        after: int | None = None,
         limit: int | None = None,
     ) -> list[SessionRow]:
-        """The reward of a row is the session's latest, rewards of single calls left aside."""
-        return await self._read(
-            lambda db: sessions.get_sessions(db, run_id, group_id, channel, status, limit)
-        )
+        wanted = where or SessionFilter()
+        wanted = replace(wanted, channel=channel or wanted.channel, status=status or wanted.status)
+        page = listing.Page(run_id, group_id, wanted, before, after, limit)
+        return await self._read(lambda db: listing.get_sessions(db, page))
 
     # calls
 
@@ -206,9 +229,18 @@ class SqlStore(Store):
         return await self._read(lambda db: opinions.get_rewards_of(db, session_ids))
 
     async def unscored(
-        self, run_id: str, scorer: str, channels: Sequence[Channel], *, after: int = 0, limit: int = 256
+        self,
+        run_id: str,
+        scorer: str,
+        channels: Sequence[Channel],
+        *,
+        after: int = 0,
+        limit: int = 256,
+        awaited: bool = False,
     ) -> list[Unscored]:
-        return await self._read(lambda db: opinions.unscored(db, run_id, scorer, channels, after, limit))
+        return await self._read(
+            lambda db: opinions.unscored(db, run_id, scorer, channels, after, limit, awaited)
+        )
 
     async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
         rows = [encode_reward(reward) for reward in rewards]
@@ -237,6 +269,9 @@ class SqlStore(Store):
         self, run_id: str, *, session_id: str | None = None, corrected: bool = False
     ) -> list[Feedback]:
         return await self._read(lambda db: opinions.get_feedback(db, run_id, session_id, corrected))
+
+    async def lessons(self, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+        return await self._read(lambda db: opinions.get_lessons(db, run_id, epoch, limit))
 
     async def judgment(self, key: bytes) -> Json | None:
         return await self._look_up(lambda db: opinions.get_judgment(db, key))

@@ -25,6 +25,7 @@ from instar.types import (
 )
 
 from .conformance_gateway import Gateway
+from .conformance_listing import Listing
 from .conformance_sharing import ManyHosts
 from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
 from .make import (
@@ -360,6 +361,6 @@ class Sharing(Conformance):
 
 
 class StoreConformance(
-    RunsAndSessions, Calls, Gateway, Policies, GroupsAndSteps, ProgressOfRun, Sharing, ManyHosts
+    RunsAndSessions, Calls, Gateway, Policies, GroupsAndSteps, ProgressOfRun, Sharing, ManyHosts, Listing
 ):
     """All of it."""

@@ -1,0 +1,174 @@
+"""SQL of pages of sessions.
+
+Sessions are ordered by ``seq``. A page is looked for in an index that has that order for each channel and
+status, so it costs the same with ten sessions as with a million. A tag or a scorer that few sessions have is
+where the search begins instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from instar.store.base import SessionFilter, SessionRow
+from instar.store.codec import Row
+from instar.store.database import Database
+from instar.store.rows import decode_session
+from instar.types import Channel, SessionStatus
+
+RARE = 2000
+"""A tag or a scorer of so many sessions at most is where a search begins."""
+
+_DETAILS = """
+    SELECT s.*,
+      (SELECT COUNT(*) FROM calls WHERE calls.session_id = s.session_id) AS calls,
+      (SELECT CAST(COALESCE(SUM(sampled_tokens), 0) AS BIGINT) FROM calls
+        WHERE calls.session_id = s.session_id) AS sampled
+    FROM sessions s WHERE s.seq IN ({}) ORDER BY s.seq"""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    run_id: str | None
+    group_id: str | None
+    where: SessionFilter
+    before: int | None = None
+    after: int | None = None
+    limit: int | None = None
+
+
+def get_sessions(db: Database, page: Page) -> list[SessionRow]:
+    query = _Query(page)
+    rows = db.execute(_DETAILS.format(query.sql(db)), query.values)
+    return [_decode(row) for row in rows]
+
+
+def _decode(row: Row) -> SessionRow:
+    return SessionRow(
+        decode_session(row),
+        calls=row["calls"],
+        sampled_tokens=row["sampled"],
+        reward=row["reward"],
+        seq=row["seq"],
+    )
+
+
+class _Query:
+    """The numbers of a page's sessions."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.values: dict[str, Any] = {}
+        self.conditions: list[str] = []
+        """What holds of the session ``x``."""
+        self.starts: list[str] = []
+        """Queries for the ids of sessions that one of the conditions admits."""
+        self._add_columns()
+        self._add_opinions()
+
+    def sql(self, db: Database) -> str:
+        page = self.page
+        if page.group_id is not None or page.where.ids or page.limit is None:
+            return self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()}")
+        for start in self.starts:
+            if self._is_rare(db, start):
+                found = f"(SELECT DISTINCT session_id FROM ({start}) AS d) AS few CROSS JOIN sessions x"
+                return self._page(
+                    f"SELECT x.seq FROM {found} WHERE x.session_id = few.session_id AND {self._all()}"
+                )
+        if page.run_id is None or page.where.task is not None:
+            return self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()}")
+        return self._page(" UNION ALL ".join(self._slices()))
+
+    def _slices(self) -> list[str]:
+        """The page of each channel and status, which an index has in order."""
+        where = self.page.where
+        slices: list[str] = []
+        for channel in [where.channel] if where.channel else Channel:
+            for status in [where.status] if where.status else SessionStatus:
+                is_here = f"x.channel = '{channel.value}' AND x.status = '{status.value}'"
+                part = self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()} AND {is_here}")
+                slices.append(f"SELECT seq FROM ({part}) AS {channel.value}_{status.value}")
+        return slices
+
+    def _page(self, sql: str) -> str:
+        if self.page.limit is None:
+            return sql
+        self.values["page_size"] = self.page.limit
+        order = "ASC" if self.page.after is not None else "DESC"
+        return f"SELECT seq FROM ({sql}) AS found ORDER BY seq {order} LIMIT :page_size"
+
+    def _all(self) -> str:
+        return " AND ".join(self.conditions) or "TRUE"
+
+    def _is_rare(self, db: Database, start: str) -> bool:
+        counted = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT {RARE + 1}) AS counted"
+        return int(db.execute(counted, self.values).fetchone()["n"]) <= RARE
+
+    def _add(self, condition: str, **values: Any) -> None:
+        self.conditions.append(condition)
+        self.values |= values
+
+    def _add_columns(self) -> None:
+        page, where = self.page, self.page.where
+        equal = {
+            "run_id": page.run_id,
+            "group_id": page.group_id,
+            "channel": where.channel and where.channel.value,
+            "status": where.status and where.status.value,
+            "task_id": where.task,
+            "agent_id": where.agent,
+        }
+        for column, value in equal.items():
+            if value is not None:
+                self._add(f"x.{column} = :{column}", **{column: value})
+        if where.ids:
+            names = {f"id{number}": each for number, each in enumerate(where.ids)}
+            self._add(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
+        bounds = {
+            "before": ("x.seq <", page.before),
+            "after": ("x.seq >", page.after),
+            "since": ("x.created_at >=", where.since),
+            "until": ("x.created_at <", where.until),
+        }
+        if where.scorer is None and where.source is None:
+            bounds["reward_min"] = ("x.reward >=", where.reward_min)
+            bounds["reward_max"] = ("x.reward <=", where.reward_max)
+        for name, (comparison, value) in bounds.items():
+            if value is not None:
+                self._add(f"{comparison} :{name}", **{name: value})
+
+    def _add_opinions(self) -> None:
+        where = self.page.where
+        for number, (name, value) in enumerate(where.tags):
+            given = {"name": name} if value is None else {"name": name, "value": value}
+            self._add_exists("tags", f"tag{number}", given, "")
+        for number, name in enumerate(where.without):
+            there = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
+            self._add(f"NOT EXISTS ({there})", **{f"no{number}": name})
+        if where.scorer is not None or where.source is not None:
+            self._add_rewards(where)
+
+    def _add_rewards(self, where: SessionFilter) -> None:
+        given: dict[str, str] = {}
+        if where.scorer is not None:
+            given["scorer"], _, version = where.scorer.partition("@")
+            if version:
+                given["scorer_version"] = version
+        if where.source is not None:
+            given["source"] = where.source.value
+        extra = ""
+        for name, comparison in (("reward_min", ">="), ("reward_max", "<=")):
+            if (bound := getattr(where, name)) is not None:
+                extra += f" AND rewards.value {comparison} :{name}"
+                self.values[name] = bound
+        self._add_exists("rewards", "by", given, extra)
+
+    def _add_exists(self, table: str, prefix: str, given: dict[str, str], extra: str) -> None:
+        """That the session has a row in ``table`` with these values."""
+        values = {f"{prefix}_{column}": value for column, value in given.items()}
+        rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in given) + extra
+        there = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"
+        self._add(f"EXISTS ({there})", **values)
+        if self.page.run_id is not None:
+            self.starts.append(f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {rows}")

@@ -1,0 +1,91 @@
+"""Which sessions a filter finds, and how they are paged."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from instar.store.base import SessionFilter, Store
+from instar.store.listing import RARE
+from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
+
+from .make import RUN, make_session
+
+
+async def fill(store: Store) -> None:
+    """Ten sessions s0 … s9, opened at 0 … 9; the even ones completed with a rule's reward of their number."""
+    for number in range(10):
+        channel = Channel.VAL if number == 9 else Channel.TRAIN
+        session = make_session(f"s{number}", channel=channel, task_id=f"t{number % 3}")
+        await store.open_session(replace(session, created_at=number + 0.5))
+        if number % 2 == 0:
+            given = Reward(f"s{number}", float(number), RewardSource.RULE, scorer="math")
+            await store.end_session(f"s{number}", SessionStatus.COMPLETED, rewards=[given])
+    await store.open_session(make_session("other", run_id="another", agent_id="someone"))
+    judged = Reward("s2", -1.0, RewardSource.JUDGE, scorer="judge:outcome", scorer_version="2")
+    await store.add_rewards([judged, Reward("s4", 9.0, RewardSource.HUMAN, call_id="c")])
+    await store.add_tags(
+        [Tag("s0", "quality", "good"), Tag("s1", "quality", "bad"), Tag("s1", "untrainable")]
+    )
+
+
+FILTERS: list[tuple[dict[str, Any], str]] = [
+    ({}, "0123456789"),
+    ({"channel": Channel.VAL}, "9"),
+    ({"status": SessionStatus.COMPLETED}, "02468"),
+    ({"status": SessionStatus.OPEN, "channel": Channel.TRAIN}, "1357"),
+    ({"ids": ("s3", "s5", "other")}, "35"),
+    ({"tags": (("quality", None),)}, "01"),
+    ({"tags": (("quality", "good"),)}, "0"),
+    ({"tags": (("quality", None), ("untrainable", None))}, "1"),
+    ({"tags": (("quality", None),), "without": ("untrainable",)}, "0"),
+    ({"without": ("quality",), "status": SessionStatus.COMPLETED}, "2468"),
+    ({"reward_min": 6.0}, "68"),
+    ({"reward_max": 0.0}, "02"),
+    ({"reward_min": 1.0, "scorer": "math"}, "2468"),
+    ({"source": RewardSource.JUDGE}, "2"),
+    ({"source": RewardSource.JUDGE, "reward_min": 0.0}, ""),
+    ({"scorer": "judge:outcome@2"}, "2"),
+    ({"scorer": "judge:outcome@3"}, ""),
+    ({"source": RewardSource.HUMAN}, "4"),
+    ({"task": "t0"}, "0369"),
+    ({"agent": "someone"}, ""),
+    ({"since": 3.5, "until": 5.5}, "34"),
+]
+
+
+class Listing:
+    @pytest.mark.parametrize(("fields", "expected"), FILTERS)
+    async def test_a_filter_finds_the_same_with_and_without_pages(
+        self, store: Store, fields: dict[str, Any], expected: str
+    ) -> None:
+        await fill(store)
+        where = SessionFilter(**fields)
+        ids = [row.session.session_id for row in await store.sessions(RUN, where=where)]
+        assert ids == [f"s{number}" for number in expected]
+        pages: list[list[str]] = []
+        before = None
+        while page := await store.sessions(RUN, where=where, before=before, limit=2):
+            pages.insert(0, [row.session.session_id for row in page])
+            before = page[0].seq
+        assert [each for page in pages for each in page] == ids
+        after, forward = 0, list[str]()
+        while page := await store.sessions(RUN, where=where, after=after, limit=2):
+            forward += [row.session.session_id for row in page]
+            after = page[-1].seq
+        assert forward == ids
+
+    async def test_a_rows_reward_is_the_latest_of_the_session(self, store: Store) -> None:
+        await fill(store)
+        rewards = {row.session.session_id: row.reward for row in await store.sessions(RUN)}
+        assert (rewards["s2"], rewards["s4"], rewards["s1"]) == (-1.0, 4.0, None)
+
+    async def test_a_tag_that_nearly_all_have_finds_the_newest(self, store: Store) -> None:
+        names = [f"s{number:05}" for number in range(RARE + 5)]
+        await asyncio.gather(*(store.open_session(make_session(name)) for name in names))
+        await store.add_tags([Tag(name, "seen") for name in names[:-1]])
+        (row,) = await store.sessions(RUN, where=SessionFilter(tags=(("seen", None),)), limit=1)
+        assert row.session.session_id == names[-2]
