@@ -51,6 +51,11 @@ def settle(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunCon
             f"trainer.reference.weight: given {reference.weight}; this backend does not compute the base "
             "model's logprobs. Set it to 0, or name a reference of type engine or completions"
         )
+    if (given := config.trainer.corrections.weight) > 0 and "cross_entropy" not in capabilities.losses:
+        raise ConfigError(
+            f"trainer.corrections.weight: given {given}; corrected answers are trained with cross_entropy, "
+            "which this backend does not compute. Set it to 0"
+        )
     if getattr(config.backend, "lora", ...) is None and not capabilities.full_finetuning:
         raise ConfigError("backend.lora: null trains all weights, which this backend does not; give a rank")
     if loss is config.trainer.loss:

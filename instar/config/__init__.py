@@ -91,6 +91,7 @@ from instar.config.trainer import (
 )
 
 __all__ = [
+    CorrectionsConfig,
     "AdamConfig",
     "AdvantageConfig",
     "AgentConfig",
@@ -113,6 +114,7 @@ __all__ = [
     "EvalMode",
     "FunctionAgentConfig",
     "GatewayConfig",
+    "CorrectionsConfig",
     "JsonlTasksConfig",
     "LocalBackendConfig",
     "LocalClusterConfig",

@@ -106,6 +106,15 @@ class OffPolicyConfig(Section):
         return self
 
 
+class CorrectionsConfig(Section):
+    """Answers that people corrected, trained as what should have been said there."""
+
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """What a corrected answer's tokens count for, beside the advantages of a step; 0 trains none."""
+    per_step: Positive = 4
+    """Most of them in one step, oldest first."""
+
+
 class TrainerConfig(Section):
     """The background trainer."""
 
@@ -133,6 +142,7 @@ class TrainerConfig(Section):
     """What the policy is held to, or learns from, token by token."""
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    corrections: CorrectionsConfig = CorrectionsConfig()
     warmup_steps: NonNegative = 3
     """Steps over which the learning rate rises to its value."""
     schedule: Literal["constant", "linear"] = "constant"

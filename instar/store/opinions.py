@@ -9,13 +9,24 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from instar.errors import StoreError
-from instar.store.base import Unscored
+from instar.store.base import LESSON, Unscored
 from instar.store.codec import Row, dump_json, load_json, plain
 from instar.store.database import Database
 from instar.store.rows import decode_reward, decode_session
 from instar.store.schema import FEEDBACK
 from instar.store.sessions import add_rewards
-from instar.types import Channel, Feedback, Json, Reward, Score, ScoreState, SessionStatus, Tag
+from instar.types import (
+    UNTRAINABLE,
+    Channel,
+    Feedback,
+    GroupStatus,
+    Json,
+    Reward,
+    Score,
+    ScoreState,
+    SessionStatus,
+    Tag,
+)
 
 AT_ONCE = 500
 """Sessions that one query asks for."""
@@ -227,6 +238,18 @@ def judged(db: Database, run_id: str) -> tuple[int, float]:
         "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?", (run_id,)
     ).fetchone()
     assert row is not None
+def get_lessons(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+    rows = db.execute(
+        "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
+        "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
+        "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
+        "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
+        "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
+        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, LESSON, limit),
+    )
+    return [_decode_feedback(row) for row in rows]
+
+
     return int(row["n"]), float(row["cost"])
 
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from instar.backends.base import Backend, ForwardBackward, OptimStep
+from instar.backends.base import Backend
 from instar.config import AdamConfig, RunConfig
 from instar.data.batcher import Batch, Batcher
+from instar.data.lessons import Lessons, lesson_loss, next_lessons
 from instar.data.off_policy import importance
 from instar.data.report import ages
 from instar.errors import BackendError, BackendLost
@@ -35,8 +36,11 @@ from instar.trainer.checkpoint import (
 from instar.trainer.correction import correct
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.pushing import Engines, Pusher
+from instar.trainer.update import update
 from instar.types import Artifact, Json, Policy, StepState
 
+EPOCH = 0
+"""Groups and lessons are gone through once."""
 MOST_LOSSES = 5
 """Times in a row, no step between, that a lost session is begun again."""
 RENEW_AFTER = 2 / 3
@@ -135,7 +139,7 @@ class Trainer:
         waited = time.monotonic()
         waiting = self.batcher.next_batch(
             step=self.step + 1,
-            epoch=0,
+            epoch=EPOCH,
             version=head.version,
             stop=self.stopping,
             finished=lambda: self.rollout_finished,
@@ -173,12 +177,13 @@ class Trainer:
     async def train_step(self, batch: Batch, *, waited: float = 0.0) -> None:
         step = self.step + 1
         began = time.monotonic()
+        lessons = await next_lessons(self.store, self.run_id, self.config.trainer, step, EPOCH)
         await self.store.drop(batch.drops)
-        await self.store.claim_step(self.run_id, step, batch.claims)
+        await self.store.claim_step(self.run_id, step, [*batch.claims, *lessons.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
         metrics: Json = {**batch.report, **ages(batch.began, time.time()), "wait_seconds": waited}
-        if batch.samples:
-            metrics |= await self._learn(batch, step)
+        if batch.samples or lessons.samples:
+            metrics |= await self._learn(batch, lessons, step)
         else:
             self.log(f"step {step}: no group had any signal, so there was nothing to learn from")
         self.step = step
@@ -199,41 +204,35 @@ class Trainer:
         }
         self.monitor.record("train", step, metrics)
 
-    async def _learn(self, batch: Batch, step: int) -> Json:
+    async def _learn(self, batch: Batch, lessons: Lessons, step: int) -> Json:
         """Move the weights; returns what there is to report of it."""
         self.doing = f"step {step}: {len(batch.samples)} samples"
-        off_policy = self.config.trainer.off_policy
-        batch, metrics = await correct(batch, self.backend, off_policy)
+        metrics: Json = {}
+        if batch.samples:
+            batch, metrics = await self._weighed(batch, step)
+        if not batch.samples and not lessons.samples:
+            return metrics
+        plan = self.config.trainer
+        made = await update(self.backend, batch.samples, plan.loss, lessons.samples, self._adam(step))
+        if made.done is not None:
+            if plan.off_policy.proximal == "behavior":
+                metrics |= importance(batch.samples, made.done.logprobs)
+            metrics |= {**made.done.metrics, "loss": made.done.loss}
+        if made.taught is not None:
+            loss = lesson_loss(lessons.samples, made.taught.logprobs)
+            metrics |= {"lessons": len(lessons.samples), "lesson_loss": loss}
+        return {**metrics, **made.moved.metrics, "grad_norm": made.moved.grad_norm}
+
+    async def _weighed(self, batch: Batch, step: int) -> tuple[Batch, Json]:
+        """With all that belongs into the advantages, and what there is to report of that."""
+        batch, metrics = await correct(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             self.log(f"step {step}: every token is beyond trainer.off_policy.drop_above, so none was learned")
-            return metrics
-        if self.penalty is not None:
+        elif self.penalty is not None:
             samples, told = await self.penalty.apply(batch.samples, batch.scales)
             batch = replace(batch, samples=samples)
             metrics |= told
-        done, moved = await self._update(batch, step)
-        if off_policy.proximal == "behavior":
-            metrics |= importance(batch.samples, done.logprobs)
-        return {
-            **metrics,
-            **done.metrics,
-            **moved.metrics,
-            "loss": done.loss,
-            "grad_norm": moved.grad_norm,
-        }
-
-    async def _update(self, batch: Batch, step: int) -> tuple[ForwardBackward, OptimStep]:
-        """Issue both calls before awaiting the first: a remote backend pipelines them."""
-        forward = asyncio.ensure_future(
-            self.backend.forward_backward(batch.samples, self.config.trainer.loss)
-        )
-        await asyncio.sleep(0)
-        optim = asyncio.ensure_future(self.backend.optim_step(self._adam(step)))
-        try:
-            return await forward, await optim
-        except BaseException:
-            await asyncio.gather(forward, optim, return_exceptions=True)
-            raise
+        return batch, metrics
 
     def _adam(self, step: int) -> AdamConfig:
         """The optimizer's settings for this step: warm-up and schedule are in its learning rate."""
