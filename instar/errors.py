@@ -16,6 +16,7 @@ InstarError
 │   ├── NonFinite          a loss or gradient is not finite; the step was not applied
 │   ├── BackendUnavailable it cannot be reached, or did not answer within the deadline
 │   └── BackendLost        it no longer has the training session: load the last saved state, train again
+├── DataError          exported data cannot be read, or is not what it says it is
 ├── SyncError          a policy could not be carried to an engine
 ├── AgentError         an agent program failed
 │   └── AgentTimeout       it ran past its deadline
@@ -86,6 +87,10 @@ class BackendUnavailable(BackendError):
 
 
 class BackendLost(BackendError):
+    pass
+
+
+class DataError(InstarError):
     pass
 
 

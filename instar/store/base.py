@@ -160,6 +160,18 @@ class Unscored:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session with all that happened in it and was said of it."""
+
+    session: Session
+    calls: tuple[Call, ...] = ()
+    rewards: tuple[Reward, ...] = ()
+    scores: tuple[Score, ...] = ()
+    tags: tuple[Tag, ...] = ()
+    feedback: tuple[Feedback, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetRow:
     """Exported data, known by name: the files in the folder ``path``, whose content hashes to ``hash``."""
 
@@ -372,7 +384,12 @@ class Store(ABC):
     async def judged(self, run_id: str) -> tuple[int, float]:
         """(answers paid for, their cost)"""
 
-    # data that was put aside under a name
+    # data that was put aside, and known by name
+    @abstractmethod
+    async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
+        """Sessions as they were elsewhere, with the groups that they belong to, all or none. Raises Conflict
+        when the id of one, or of anything in it, is taken."""
+
     @abstractmethod
     async def put_dataset(self, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
         """As the next version of that name; the newest one itself where it has the same hash."""
@@ -384,6 +401,10 @@ class Store(ABC):
     @abstractmethod
     async def datasets(self) -> list[DatasetRow]:
         """By name and version."""
+
+    @abstractmethod
+    async def remove_dataset(self, name: str, version: int | None = None) -> int:
+        """Forget that version, or all of them; returns how many there were. Files are left alone."""
 
     # policies: version 0 is the base model and always there
     @abstractmethod

@@ -40,6 +40,12 @@ def get_datasets(db: Database) -> list[DatasetRow]:
     return [_decode(row) for row in db.execute("SELECT * FROM datasets ORDER BY name, version")]
 
 
+def remove_dataset(db: Database, name: str, version: int | None) -> int:
+    if version is None:
+        return db.execute("DELETE FROM datasets WHERE name = ?", (name,)).rowcount
+    return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount
+
+
 def _decode(row: Row) -> DatasetRow:
     return DatasetRow(
         name=row["name"],

@@ -11,6 +11,7 @@ from instar.errors import StoreError
 from instar.store import calls as call_queries
 from instar.store import datasets as dataset_queries
 from instar.store import keys as key_queries
+from instar.store import records as record_queries
 from instar.store import leases, listing, opinions, policies, sessions, steps
 from instar.store.base import (
     CallPart,
@@ -19,6 +20,7 @@ from instar.store.base import (
     Progress,
     Run,
     SessionFilter,
+    SessionRecord,
     SessionRow,
     Store,
     Unscored,
@@ -282,7 +284,10 @@ class SqlStore(Store):
     async def judged(self, run_id: str) -> tuple[int, float]:
         return await self._read(lambda db: opinions.judged(db, run_id))
 
-    # data that was put aside under a name
+    # data that was put aside, and known by name
+
+    async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
+        await self._write(record_queries.PutRecords(groups, records))
 
     async def put_dataset(self, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
         return await self._write(lambda db: dataset_queries.put_dataset(db, name, path, hash, manifest))
@@ -292,6 +297,9 @@ class SqlStore(Store):
 
     async def datasets(self) -> list[DatasetRow]:
         return await self._read(dataset_queries.get_datasets)
+
+    async def remove_dataset(self, name: str, version: int | None = None) -> int:
+        return await self._write(lambda db: dataset_queries.remove_dataset(db, name, version))
 
     # policies
 

@@ -1,0 +1,42 @@
+"""SQL of whole sessions, as they are brought in from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from instar.errors import Conflict
+from instar.store import opinions, sessions
+from instar.store.base import SessionRecord
+from instar.store.calls import AddCalls
+from instar.store.database import Database
+from instar.store.rows import encode_group, encode_reward
+from instar.types import Group
+
+
+class PutRecords:
+    def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
+        self._groups = [encode_group(group) for group in groups]
+        self._records = records
+        self._calls = [AddCalls(record.calls, record.session, None, {}) for record in records]
+        for calls in self._calls:
+            calls.prepare()
+
+    def __call__(self, db: Database) -> None:
+        for group in self._groups:
+            sessions.open_group(db, group)
+        for record, calls in zip(self._records, self._calls, strict=True):
+            calls(db)
+            _add_opinions(db, record)
+
+
+def _add_opinions(db: Database, record: SessionRecord) -> None:
+    for reward in record.rewards:
+        there = db.execute("SELECT 1 FROM rewards WHERE reward_id = ?", (reward.reward_id,)).fetchone()
+        if there is not None:  # an id of None is nowhere
+            raise Conflict(f"reward {reward.reward_id} of session {reward.session_id} is there already")
+    sessions.add_rewards(db, [encode_reward(reward) for reward in record.rewards])
+    opinions.record_scores(db, record.scores, [])
+    opinions.add_tags(db, record.tags)
+    for feedback in record.feedback:
+        if not opinions.add_feedback(db, feedback, []):
+            raise Conflict(f"feedback {feedback.feedback_id} is there already")
