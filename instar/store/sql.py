@@ -11,8 +11,8 @@ from instar.errors import StoreError
 from instar.store import calls as call_queries
 from instar.store import datasets as dataset_queries
 from instar.store import keys as key_queries
-from instar.store import records as record_queries
 from instar.store import leases, listing, opinions, policies, sessions, steps
+from instar.store import records as record_queries
 from instar.store.base import (
     CallPart,
     DatasetRow,
