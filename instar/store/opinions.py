@@ -61,16 +61,35 @@ def _by_session(
 
 
 def unscored(
-    db: Database, run_id: str, scorer: str, channels: Sequence[Channel], after: int, limit: int
+    db: Database,
+    run_id: str,
+    scorer: str,
+    channels: Sequence[Channel],
+    after: int,
+    limit: int,
+    awaited: bool,
 ) -> list[Unscored]:
     marks = ", ".join("?" * len(channels))
+    closed = (GroupStatus.READY.value, GroupStatus.DROPPED.value) if awaited else ()
+    waiting = "AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.group_id = s.group_id AND g.status IN (?, ?)) "
     rows = db.execute(
         f"SELECT * FROM sessions s WHERE run_id = ? AND channel IN ({marks}) AND status = ? AND seq > ? "
         "AND NOT EXISTS (SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND scorer = ?) "
-        "ORDER BY seq LIMIT ?",
-        (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, scorer, limit),
+        f"{waiting if awaited else ''}ORDER BY seq LIMIT ?",
+        (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, scorer, *closed, limit),
     )
     return [Unscored(row["seq"], decode_session(row)) for row in rows]
+
+
+def oldest_open(db: Database, run_id: str, channels: Sequence[Channel]) -> int | None:
+    found = [
+        db.execute(
+            "SELECT MIN(seq) AS seq FROM sessions WHERE run_id = ? AND channel = ? AND status = ?",
+            (run_id, channel.value, SessionStatus.OPEN.value),
+        ).fetchone()["seq"]
+        for channel in channels
+    ]
+    return min((seq for seq in found if seq is not None), default=None)
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[dict[str, Any]]) -> bool:
@@ -80,6 +99,20 @@ def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[dict[
         )
         if there.fetchone() is not None:
             return False
+    _add_scores(db, scores)
+    add_rewards(db, rewards)
+    return True
+
+
+def end_scored(db: Database, end: Callable[[Database], bool], scores: Sequence[Score]) -> bool:
+    """``end`` a session, and with it what it was scored by."""
+    if not end(db):
+        return False
+    _add_scores(db, scores)
+    return True
+
+
+def _add_scores(db: Database, scores: Sequence[Score]) -> None:
     for score in scores:
         done = db.execute(
             "INSERT INTO scores (session_id, scorer, run_id, state, attempts, reason, created_at) "
@@ -94,8 +127,6 @@ def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[dict[
             ),
         )
         _require(done.rowcount, score.session_id, "score")
-    add_rewards(db, rewards)
-    return True
 
 
 def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score]]:
@@ -207,6 +238,18 @@ def get_feedback(db: Database, run_id: str, session_id: str | None, corrected: b
     return [_decode_feedback(row) for row in rows]
 
 
+def get_lessons(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+    rows = db.execute(
+        "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
+        "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
+        "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
+        "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
+        "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
+        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, LESSON, limit),
+    )
+    return [_decode_feedback(row) for row in rows]
+
+
 def _decode_feedback(row: Row) -> Feedback:
     names = ("feedback_id", "session_id", "call_id", "thumbs", "score", "text", "correction", "author")
     ids = row["correction_ids"]
@@ -238,18 +281,6 @@ def judged(db: Database, run_id: str) -> tuple[int, float]:
         "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?", (run_id,)
     ).fetchone()
     assert row is not None
-def get_lessons(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-    rows = db.execute(
-        "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
-        "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
-        "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
-        "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
-        "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
-        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, LESSON, limit),
-    )
-    return [_decode_feedback(row) for row in rows]
-
-
     return int(row["n"]), float(row["cost"])
 
 
