@@ -38,7 +38,12 @@ BUILTIN: dict[str, dict[str, str]] = {
     "tasks": {
         "jsonl": "instar.rollout.tasks:jsonl_tasks",
         "python": "instar.rollout.tasks:python_tasks",
-        "reasoning_gym": "instar.rollout.tasks:reasoning_gym_tasks",
+        "reasoning_gym": "instar.rollout.tasksets.gym:reasoning_gym_tasks",
+        "gsm8k": "instar.rollout.tasksets.gsm8k:gsm8k_tasks",
+        "textarena": "instar.rollout.tasksets.textarena:textarena_tasks",
+        "verifiers": "instar.rollout.tasksets.verifiers:verifiers_tasks",
+        "humaneval": "instar.rollout.tasksets.humaneval:humaneval_tasks",
+        "bfcl": "instar.rollout.tasksets.bfcl:bfcl_tasks",
     },
     "agents": {
         "function": "instar.rollout.agents:FunctionAgent",

@@ -14,7 +14,7 @@ import yaml
 from instar.backends.factory import check_run
 from instar.backends.resolve import without_key
 from instar.cli.config_file import DEMO, Mistakes, load_config
-from instar.config import CommandAgentConfig, JsonlTasksConfig, RunConfig, Section
+from instar.config import CommandAgentConfig, RunConfig, Section
 from instar.errors import ConfigError
 from instar.registry import load_object
 
@@ -50,8 +50,9 @@ def _not_there(config: RunConfig) -> Iterator[str]:
     """Files, programs and functions that the settings name and that are not to be found."""
     for section in ("rollout", "eval"):
         part = getattr(config, section)
-        if part and isinstance(part.tasks, JsonlTasksConfig) and not part.tasks.path.is_file():
-            yield f"{section}.tasks.path: given {str(part.tasks.path)!r}; there is no such file"
+        file: Path | None = getattr(part.tasks, "path", None) if part else None
+        if file is not None and not file.is_file():
+            yield f"{section}.tasks.path: given {str(file)!r}; there is no such file"
     agent = config.rollout.agent if config.rollout else None
     if isinstance(agent, CommandAgentConfig):
         yield from _program(agent)

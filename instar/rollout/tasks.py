@@ -1,15 +1,15 @@
-"""Task sets: JSON lines, a Python callable, or reasoning-gym."""
+"""Task sets: JSON lines, or a Python callable; those known by name are in `tasksets/`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
 from instar import registry
-from instar.config import JsonlTasksConfig, PythonTasksConfig, ReasoningGymTasksConfig, TasksConfig
+from instar.config import JsonlTasksConfig, PythonTasksConfig, TasksConfig
 from instar.errors import ConfigError
 from instar.types import Json, Task
 
@@ -89,31 +89,3 @@ def python_tasks(config: PythonTasksConfig) -> TaskSet:
         record = cast(Json, data)
         tasks.append(Task(str(record.get("task_id", number)), record))
     return TaskSet(tasks)
-
-
-def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
-    """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise ConfigError("tasks.type: reasoning_gym needs the package: pip install reasoning-gym") from error
-    try:
-        dataset: Any = reasoning_gym.create_dataset(
-            config.dataset, size=config.size, seed=config.seed, **config.args
-        )
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"tasks.dataset: reasoning-gym refuses {config.dataset!r}: {error}") from error
-    entries: list[Json] = [dataset[index] for index in range(config.size)]
-    tasks = [Task(f"{config.dataset}-{index}", _plain(entry)) for index, entry in enumerate(entries)]
-    by_id = {task.task_id: entry for task, entry in zip(tasks, entries, strict=True)}
-
-    def score(task: Task, text: str) -> float:
-        answer = text.rsplit("Answer:", 1)[-1].strip()
-        return float(dataset.score_answer(answer, entry=by_id[task.task_id]))
-
-    return TaskSet(tasks, score)
-
-
-def _plain(entry: Json) -> Json:
-    """Metadata may hold dates, sets or dataclasses: what a task carries is JSON."""
-    return msgspec.json.decode(msgspec.json.encode(entry, enc_hook=str))

