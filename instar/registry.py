@@ -52,6 +52,7 @@ BUILTIN: dict[str, dict[str, str]] = {
     "rewards": {
         "agent": "instar.rewards.agent:AgentReward",
         "rule": "instar.rewards.rule:RuleReward",
+        "judge": "instar.rewards.judge.factory:create_judge",
     },
     "dialects": {
         "chat": "instar.gateway.dialects.chat:ChatDialect",

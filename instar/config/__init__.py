@@ -50,6 +50,7 @@ from instar.config.gateway import (
     ModelRoute,
     RedactConfig,
 )
+from instar.config.judge import BudgetConfig, JudgeRewardConfig, SignalsConfig
 from instar.config.model import (
     ModelConfig,
     PostgresStoreConfig,
@@ -107,6 +108,7 @@ __all__ = [
     "BackendConfig",
     "BaseReferenceConfig",
     "BfclTasksConfig",
+    "BudgetConfig",
     "CloudConfig",
     "CloudEngineConfig",
     "CloudSection",
@@ -126,6 +128,7 @@ __all__ = [
     "Gsm8kTasksConfig",
     "HumanEvalTasksConfig",
     "JsonlTasksConfig",
+    "JudgeRewardConfig",
     "LocalBackendConfig",
     "LocalClusterConfig",
     "LocalEngineConfig",
@@ -157,6 +160,7 @@ __all__ = [
     "ScriptedEngineConfig",
     "Seconds",
     "Section",
+    "SignalsConfig",
     "SimulateConfig",
     "SqliteStoreConfig",
     "StoreConfig",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from instar.config.base import NonNegative, PluginConfig, Positive, Seconds, Section
+from instar.config.judge import JudgeRewardConfig
 from instar.config.tasks import (
     BfclTasksConfig,
     Gsm8kTasksConfig,
@@ -131,7 +132,9 @@ class RuleRewardConfig(Section):
     """Keyword arguments for it."""
 
 
-RewardConfig = Annotated[AgentRewardConfig | RuleRewardConfig | PluginConfig, Field(discriminator="type")]
+RewardConfig = Annotated[
+    AgentRewardConfig | RuleRewardConfig | JudgeRewardConfig | PluginConfig, Field(discriminator="type")
+]
 
 
 class EvalMode(SamplingConfig):

@@ -1,0 +1,73 @@
+"""What all judges have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from instar.config.judge import JudgeRewardConfig
+from instar.errors import ScoreError
+from instar.rewards.base import Scorer, Surroundings, Transcript
+from instar.rewards.judge.own_model import asked_by_a_judge
+from instar.rewards.judge.panel import Panel
+from instar.rewards.judge.record import task_part
+from instar.rewards.judge.rubric import Part, Rubric
+from instar.types import Call, Json, Reward, RewardSource, Task
+
+
+class Judge(Scorer):
+    background = True
+
+    def __init__(self, config: JudgeRewardConfig) -> None:
+        self.config = config
+        self.panel = Panel(config, Rubric.load(config.rubric, config.criteria))
+        self.name = f"judge:{config.name or config.rubric}"
+        self.version = self.panel.version
+
+    async def start(self, run: Surroundings) -> None:
+        await self.panel.start(run)
+
+    async def close(self) -> None:
+        await self.panel.close()
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        """A judge's own questions are sessions too, where the run's model judges: they are left alone."""
+        if not transcript.calls:
+            raise ScoreError("there is nothing to judge: the session has no calls")
+        if any(asked_by_a_judge(call) for call in transcript.calls):
+            return []
+        return await self.judge(task, transcript)
+
+    async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
+        raise NotImplementedError
+
+    def asked(self, task: Task) -> list[Part]:
+        """The task, in a quarter of the room at most."""
+        return task_part(task, self.config.max_prompt_chars // 4)
+
+    @property
+    def room(self) -> int:
+        """Characters for what is to be judged."""
+        return self.config.max_prompt_chars * 3 // 4
+
+    def reward(
+        self, session_id: str, value: float, detail: Json, cost: float, call: Call | None = None
+    ) -> Reward:
+        return Reward(
+            session_id,
+            value,
+            RewardSource.JUDGE,
+            scorer=self.name,
+            call_id=call.call_id if call else None,
+            detail=detail,
+            scorer_version=self.version,
+            cost=cost,
+        )
+
+
+def votes_detail(votes: Sequence[float], reasons: Sequence[str]) -> Json:
+    """``spread``: between the lowest vote and the highest."""
+    return {
+        "votes": [round(vote, 6) for vote in votes],
+        "spread": round(max(votes) - min(votes), 6),
+        "reasons": list(reasons),
+    }
