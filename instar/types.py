@@ -141,6 +141,8 @@ class Channel(StrEnum):
     TRAIN = "train"
     VAL = "val"
     LIVE = "live"
+    DATA = "data"
+    """Brought in from exported data, to be trained on."""
 
 
 class SessionStatus(StrEnum):
