@@ -1,0 +1,1 @@
+"""Runs what a model wrote, so that it can harm nothing."""

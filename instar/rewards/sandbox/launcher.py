@@ -1,0 +1,165 @@
+"""The last trusted code before a job: takes every right away from itself, then becomes the job.
+
+Run as a script with the standard library alone; it reads its orders as JSON from stdin, and says on the
+descriptor that they name whether the job began. With ``landlock`` it stays, outside, as the parent of the
+job, and ends all of it when the job ends or when it is told to (SIGTERM).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAP_AMBIENT = 1, 8, 22, 47
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+CAP_DAC_READ_SEARCH = 2
+NO_COMMAND = 127
+
+# Landlock's numbers are the same on every machine.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEVICE = 1, 2, 4, 8, 1 << 14, 1 << 15
+MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
+READ = EXECUTE | READ_FILE | READ_DIR
+OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
+SCOPE_SOCKETS_AND_SIGNALS = 3
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> NoReturn:
+    orders: dict[str, Any] = json.load(sys.stdin.buffer)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.set_inheritable(orders["status"], False)
+    if orders["landlock"] is None:
+        become(orders)
+    supervise(orders)
+
+
+def supervise(orders: dict[str, Any]) -> NoReturn:
+    """The job as a process group that it cannot leave; its orphans come here."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    job = os.fork()
+    if job == 0:
+        os.setsid()
+        become(orders)
+    os.close(orders["status"])
+
+    def stop(*_: Any) -> None:
+        try:
+            os.killpg(job, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(job, signal.SIGKILL)  # it has no group yet
+
+    signal.signal(signal.SIGTERM, stop)
+    # Not reaped yet, its number is nobody else's: the group can still be named.
+    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
+    stop()
+    _, status = os.waitpid(job, 0)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def become(orders: dict[str, Any]) -> NoReturn:
+    try:
+        if orders["uid"] is not None:
+            change_user(orders["uid"], keep_search=orders["landlock"] is not None)
+        os.chdir(orders["folder"])
+        write_files(orders["files"])
+        for name, value in orders["limits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        if orders["landlock"] is not None:
+            restrict_files(**orders["landlock"])
+        restrict_calls(bytes.fromhex(orders["seccomp"]))
+    except OSError as error:
+        os.write(orders["status"], f"{error}".encode())
+        os._exit(1)
+    os.write(orders["status"], b"ready")
+    try:
+        os.execvpe(orders["command"][0], orders["command"], orders["environment"])
+    except OSError as error:
+        print(f"{orders['command'][0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(NO_COMMAND)
+
+
+def change_user(uid: int, *, keep_search: bool) -> None:
+    """``keep_search``: still pass folders that are closed to others, as the one of a Python in /root is."""
+    keep_search = keep_search and may_search()
+    if keep_search:
+        prctl(PR_SET_KEEPCAPS, 1)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if keep_search:
+        bit = 1 << CAP_DAC_READ_SEARCH
+        header = struct.pack("=Ii", 0x20080522, 0)
+        check(libc.capset(header, struct.pack("=6I", bit, bit, bit, 0, 0, 0)), "capset")
+        prctl(PR_CAP_AMBIENT, 2, CAP_DAC_READ_SEARCH)
+
+
+def may_search() -> bool:
+    status = Path("/proc/self/status").read_text()
+    held = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
+    return bool(int(held.split()[1], 16) >> CAP_DAC_READ_SEARCH & 1)
+
+
+def write_files(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+
+
+def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str]) -> None:
+    """Landlock: from here on, no file but these."""
+    every = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
+    attributes = struct.pack("=QQQ", every, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 8
+    ruleset = check(libc.syscall(LANDLOCK_CREATE, attributes, size, 0), "landlock")
+    rules = [(path, READ) for path in read]
+    rules += [(path, every & ~(MAKE_CHAR | MAKE_BLOCK)) for path in write]
+    rules += [(path, READ_FILE | WRITE_FILE) for path in devices]
+    for path, access in rules:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        allowed = access if Path(path).is_dir() else access & OF_FILES
+        rule = struct.pack("=Qi", allowed & every, descriptor)
+        check(libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0), "landlock")
+        os.close(descriptor)
+    check(libc.syscall(LANDLOCK_RESTRICT, ruleset, 0), "landlock")
+    os.close(ruleset)
+
+
+def restrict_calls(program: bytes) -> None:
+    code = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(described))
+
+
+def prctl(option: int, *arguments: Any) -> None:
+    padded = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    padded += [ctypes.c_ulong(0)] * (4 - len(padded))
+    check(libc.prctl(option, *padded), f"prctl {option}")
+
+
+def check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

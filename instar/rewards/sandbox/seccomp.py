@@ -1,0 +1,127 @@
+"""A seccomp filter as the kernel takes it: a list of system calls that a job may not make."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Iterable
+
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
+_X32 = 0x40000000
+_FIRST_UNKNOWN = 450
+_NEW_NAMESPACES = 0x7E020080
+"""CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
+
+_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# fmt: off
+_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 where there is none
+    "socket": (41, 198), "clone": (56, 220), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
+    "fcntl": (72, 25),
+    # Namespaces, mounts, other processes, the kernel.
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "chroot": (161, 51),
+    "pivot_root": (155, 41), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "kcmp": (312, 272), "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "fanotify_init": (300, 262), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+    "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116), "settimeofday": (164, 170),
+    "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "iopl": (172, -1),
+    "ioperm": (173, -1), "modify_ldt": (154, -1), "uselib": (134, -1), "personality": (135, 92),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "quotactl_fd": (443, 443),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # Memory that belongs to no process, so that nobody would count it.
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    # Where the job shares the machine's processes: what would let it leave its process group...
+    "setsid": (112, 157), "setpgid": (109, 154),
+    # ...touch other processes of the same user...
+    "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
+    # ...or files, in the ways that Landlock does not watch.
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55),
+    "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
+    "futimesat": (261, -1), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+}
+# fmt: on
+_OWN_RULE = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
+_SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+_SIGNAL_OWNER = (8, 10, 15)
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX: whom the kernel signals when a file is ready."""
+_NAMES = [name for name in _NUMBERS if name not in (*_OWN_RULE, *_SIGNALS)]
+_ALWAYS = _NAMES[: _NAMES.index("setsid")]
+_ON_THE_MACHINE = _NAMES[_NAMES.index("setsid") :]
+
+
+def supported() -> bool:
+    return platform.machine() in _ARCHES
+
+
+def filter_program(sockets: Iterable[int], *, shares_processes: bool, signals: bool = True) -> bytes:
+    """Denies what no job needs, and all sockets but those of these families. A job that
+    ``shares_processes`` with the machine is also kept in its process group and from the files' attributes,
+    and without ``signals`` from signalling anyone."""
+    machine = platform.machine()
+    column = list(_ARCHES).index(machine)
+    number = {name: numbers[column] for name, numbers in _NUMBERS.items() if numbers[column] >= 0}
+    denied = list(_ALWAYS)
+    own = {"socket": _if_one_of(sockets), "clone": _unless_any_bit(_NEW_NAMESPACES)}
+    if shares_processes:
+        denied += _ON_THE_MACHINE
+        own["prlimit64"] = own["sched_setaffinity"] = _if_one_of([0])
+    if not signals:
+        denied += _SIGNALS
+        own["fcntl"] = _unless_one_of(_SIGNAL_OWNER)
+    program = [_load(_ARCH), _jump(_EQUAL, _ARCHES[machine], 1, 0), _give(_KILL), _load(_NUMBER)]
+    program += [_jump(_AT_LEAST, _X32, 0, 1), _give(_ERRNO | errno.EPERM)]
+    program += [_jump(_AT_LEAST, _FIRST_UNKNOWN, 0, 1), _give(_ERRNO | errno.ENOSYS)]
+    # Its flags lie in memory, where no filter looks; the C library falls back to clone.
+    program += [_jump(_EQUAL, 435, 0, 1), _give(_ERRNO | errno.ENOSYS)]
+    for name in denied:
+        if name in number:
+            program += [_jump(_EQUAL, number[name], 0, 1), _give(_ERRNO | errno.EPERM)]
+    for name, rule in own.items():
+        program += [_jump(_EQUAL, number[name], 0, len(rule)), *rule]
+    return b"".join([*program, _give(_ALLOW)])
+
+
+def _if_one_of(values: Iterable[int]) -> list[bytes]:
+    """Allow a call by its first argument."""
+    allow = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _give(_ALLOW))]
+    return [_load(_ARGUMENTS), *allow, _give(_ERRNO | errno.EPERM)]
+
+
+def _unless_one_of(values: Iterable[int]) -> list[bytes]:
+    """Allow a call unless its second argument is one of these."""
+    deny = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _give(_ERRNO | errno.EPERM))]
+    return [_load(_ARGUMENTS + 8), *deny, _give(_ALLOW)]
+
+
+def _unless_any_bit(mask: int) -> list[bytes]:
+    """Allow a call whose first argument has none of these bits."""
+    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 0, 1), _give(_ERRNO | errno.EPERM), _give(_ALLOW)]
+
+
+def _load(offset: int) -> bytes:
+    return struct.pack("=HBBI", _LOAD, 0, 0, offset)
+
+
+def _jump(test: int, value: int, if_true: int, if_false: int) -> bytes:
+    return struct.pack("=HBBI", test, if_true, if_false, value)
+
+
+def _give(verdict: int) -> bytes:
+    return struct.pack("=HBBI", _RETURN, 0, 0, verdict)
