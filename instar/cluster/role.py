@@ -335,7 +335,8 @@ async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
 
 async def rollout(context: Context) -> None:
     from instar.cluster.directory import Directory
-    from instar.rewards.factory import create_scorer
+    from instar.data.combine import Combine
+    from instar.rewards.factory import create_scoring
     from instar.rollout.agents import create_agent
     from instar.rollout.evaluate import Evaluator
     from instar.rollout.gateway_client import GatewayClient
@@ -359,7 +360,14 @@ async def rollout(context: Context) -> None:
     if config.eval is not None:
         held_out = load_tasks(config.eval.tasks)
         evaluator = Evaluator(
-            config, store, client, held_out, agent, create_scorer(config, held_out), monitor.record
+            config,
+            store,
+            client,
+            held_out,
+            agent,
+            create_scoring(config, held_out),
+            monitor.record,
+            combine=Combine(config),
         )
     try:
         if context.arguments.evaluate:
@@ -370,7 +378,7 @@ async def rollout(context: Context) -> None:
             )
         else:
             tasks = load_tasks(config.rollout.tasks)
-            runner = RolloutRunner(config, store, client, tasks, agent, create_scorer(config, tasks))
+            runner = RolloutRunner(config, store, client, tasks, agent, create_scoring(config, tasks))
             runner.evaluator = evaluator
             beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
             draining = asyncio.create_task(when(runner.drain, context.drain))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from instar.config import AdvantageConfig
-from instar.types import Floats, Json, Reward, RewardSource, Sample
+from instar.types import Floats, Json, Sample
 
 Rewards = Sequence[float | None]
 Advantages = list[float | None]
@@ -25,29 +25,6 @@ NO_SIGNAL = 1e-8
 """Advantages this small all over a group teach nothing: they are rounding."""
 WEIGHT_CAP = 2.0
 """Largest importance weight for a token that was not sampled from the full softmax."""
-TRUST = (
-    RewardSource.HUMAN,
-    RewardSource.JUDGE,
-    RewardSource.RULE,
-    RewardSource.AGENT,
-    RewardSource.FALLBACK,
-)
-"""Where several rewards stand, the first of these sources that gave one is believed."""
-
-
-def pick_reward(rewards: Sequence[Reward], call_id: str | None = None) -> float | None:
-    """What counts for a session, or for one of its calls: the latest reward of the most trusted source."""
-    for source in TRUST:
-        values = [r.value for r in rewards if r.source is source and r.call_id == call_id]
-        if values:
-            return values[-1]
-    return None
-
-
-def call_rewards(rewards: Sequence[Reward]) -> dict[str, float]:
-    """What single calls were rewarded with."""
-    ids = dict.fromkeys(reward.call_id for reward in rewards if reward.call_id is not None)
-    return {call_id: pick_reward(rewards, call_id) or 0.0 for call_id in ids}
 
 
 # --- estimators ---------------------------------------------------------------------------------

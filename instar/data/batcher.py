@@ -24,13 +24,12 @@ from instar.config import RunConfig
 from instar.data.advantages import (
     Advantages,
     Estimator,
-    call_rewards,
     correct_sampling,
     has_signal,
     normalize,
-    pick_reward,
     token_scales,
 )
+from instar.data.combine import Combine
 from instar.data.linearize import linearize, with_advantage
 from instar.data.report import batch_report
 from instar.store.base import Store
@@ -42,7 +41,6 @@ from instar.types import (
     Group,
     GroupStatus,
     Json,
-    RewardSource,
     Sample,
     Session,
     SessionStatus,
@@ -111,6 +109,7 @@ class Batcher:
         self.run_id = run_id
         self.config = config
         self.estimator = Estimator(config.trainer.advantage)
+        self.combine = Combine(config)
         self._distils = config.trainer.reference.weight > 0
         self._loaded: dict[str, _Loaded] = {}
         self._settled: OrderedDict[str, _Settled] | None = None
@@ -198,15 +197,13 @@ class Batcher:
 
     async def _entry(self, session: Session) -> _Entry:
         rewards = await self.store.rewards(session.session_id)
-        if not any(reward.type == "agent" for reward in self.config.reward):
-            # The agent's own word does not stand in for a scorer that never saw the session.
-            rewards = [reward for reward in rewards if reward.source is not RewardSource.AGENT]
-        reward = pick_reward(rewards)
+        scores = (await self.store.scores([session.session_id]))[session.session_id]
+        reward = self.combine(rewards, scores)
         if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
             reward = self.config.rollout.failed_reward
         samples = linearize(session, await self.store.calls(session.session_id))
         weight = self.config.trainer.advantage.weight
-        per_call = {call_id: weight * value for call_id, value in call_rewards(rewards).items()}
+        per_call = {call_id: weight * value for call_id, value in self.combine.calls(rewards, scores).items()}
         return _Entry(session, samples, reward, per_call)
 
     async def _given_up(self, epoch: int) -> list[Claim]:

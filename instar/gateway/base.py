@@ -4,6 +4,8 @@
     POST /sessions/{id}/complete    CompleteSession  → EndedSession      admin key, or the session's own
     POST /sessions/{id}/fail        FailSession      → EndedSession      admin key, or the session's own
     GET  /sessions/{id}                              → SessionView       admin key, or the session's own
+    POST /feedback                  GiveFeedback     → FeedbackView      admin key, or the session's own
+    GET  /feedback?session={id}                      → FeedbackList      admin key
 
 Keys go in ``Authorization: Bearer``. Ending a session that has ended changes nothing and says so.
 """
@@ -14,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from instar.types import Channel, Json, RewardSource, SessionStatus
+from instar.types import Channel, Json, RewardSource, ScoreState, SessionStatus
 
 SESSION_HEADER = "x-instar-session"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
@@ -54,6 +56,16 @@ class GivenReward(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     scorer: str = ""
     call_id: str | None = None
     detail: Json = msgspec.field(default_factory=dict)
+    scorer_version: str = ""
+    cost: float = 0.0
+    reward_id: str | None = None
+
+
+class GivenScore(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    scorer: str
+    state: ScoreState
+    attempts: int = 1
+    reason: str | None = None
 
 
 class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,6 +74,8 @@ class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     metadata: Json = msgspec.field(default_factory=dict)
     rewards: list[GivenReward] = msgspec.field(default_factory=list[GivenReward])
     """From other sources; admin key only."""
+    scores: list[GivenScore] = msgspec.field(default_factory=list[GivenScore])
+    """Which scorers are done with it; admin key only."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -26,7 +26,7 @@ from instar.gateway.base import (
 )
 from instar.gateway.identity import Evidence
 from instar.gateway.known import Known, remember
-from instar.gateway.views import check_sampling, reward_row, session_view
+from instar.gateway.views import check_sampling, reward_row, score_row, session_view
 from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
 from instar.record.redact import Redactor
@@ -389,8 +389,10 @@ class Sessions:
     ) -> EndedSession:
         state = await self.state(session_id)
         caller.may_touch(state.session)
-        if asked.rewards and caller.kind != "admin":
-            raise ApiError(403, "Only the admin key gives 'rewards'.", code="not_allowed", param="rewards")
+        said = asked.scores if isinstance(asked, CompleteSession) else []
+        for name in ("rewards", "scores"):
+            if getattr(asked, name, None) and caller.kind != "admin":
+                raise ApiError(403, f"Only the admin key gives '{name}'.", code="not_allowed", param=name)
         given = list(asked.rewards)
         if asked.reward is not None:
             given.insert(0, GivenReward(value=asked.reward, source=RewardSource.AGENT))
@@ -402,8 +404,12 @@ class Sessions:
         clean = self._redactor
         reason = clean.text(asked.reason) if isinstance(asked, FailSession) else None
         rewards = [reward_row(session_id, reward, clean.value(reward.detail)) for reward in given]
+        scores = [
+            score_row(session_id, score, None if score.reason is None else clean.text(score.reason))
+            for score in said
+        ]
         changed = await self._store.end_session(
-            session_id, status, reason, rewards, clean.value(asked.metadata)
+            session_id, status, reason, rewards, clean.value(asked.metadata), scores
         )
         if changed:
             state.session = replace(state.session, status=status, reason=reason, ended_at=time.time())

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from instar.gateway.base import SAMPLING_KEYS, CallView, GivenReward, SessionView, bad_request
-from instar.types import Call, Json, Reward, Session
+from instar.gateway.base import SAMPLING_KEYS, CallView, GivenReward, GivenScore, SessionView, bad_request
+from instar.types import Call, Json, Reward, Score, Session
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -34,7 +34,7 @@ def session_view(session: Session, calls: Sequence[Call], rewards: Sequence[Rewa
         created_at=session.created_at,
         ended_at=session.ended_at,
         calls=[_call_view(call) for call in calls],
-        rewards=[GivenReward(r.value, r.source, r.scorer, r.call_id, r.detail) for r in rewards],
+        rewards=[given_reward(reward) for reward in rewards],
     )
 
 
@@ -51,6 +51,23 @@ def check_sampling(sampling: dict[str, Any]) -> None:
             raise bad_request(f"'sampling.{name}' is {value}, out of range.", f"sampling.{name}")
 
 
+def given_reward(reward: Reward) -> GivenReward:
+    return GivenReward(
+        reward.value,
+        reward.source,
+        reward.scorer,
+        reward.call_id,
+        reward.detail,
+        reward.scorer_version,
+        reward.cost,
+        reward.reward_id,
+    )
+
+
+def score_row(session_id: str, given: GivenScore, reason: str | None) -> Score:
+    return Score(session_id, given.scorer, given.state, given.attempts, reason, time.time())
+
+
 def reward_row(session_id: str, given: GivenReward, detail: Json) -> Reward:
     return Reward(
         session_id=session_id,
@@ -60,6 +77,9 @@ def reward_row(session_id: str, given: GivenReward, detail: Json) -> Reward:
         call_id=given.call_id,
         detail=detail,
         created_at=time.time(),
+        reward_id=given.reward_id,
+        scorer_version=given.scorer_version,
+        cost=given.cost,
     )
 
 

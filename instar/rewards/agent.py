@@ -11,6 +11,8 @@ from instar.types import Reward, RewardSource, Task
 
 
 class AgentReward(Scorer):
+    name = "returned"
+
     def __init__(self, config: AgentRewardConfig | None = None) -> None:
         del config  # it has no settings
 
@@ -21,4 +23,4 @@ class AgentReward(Scorer):
             raise InstarError(
                 f"the agent returned {transcript.returned} as its reward, which is no finite number"
             )
-        return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer="returned")]
+        return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer=self.name)]

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instar.store.base import Store
-from instar.types import Call, Message, Reward, Task
+from instar.types import Call, Message, Reward, Score, Task
 
 NO_TASK = Task("", {})
 """The task of a session that was given none: a person's own use."""
+JUDGE_AGENT = "instar-judge"
+"""Whose sessions a judge's own calls are, where the run's model is the judge: nobody scores them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +82,27 @@ class GroupScorer(Scorer):
     @abstractmethod
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
         """Rewards of any of the sessions. Raises ScoreError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What scoring came to, to be recorded in one transaction."""
+
+    scores: tuple[Score, ...] = ()
+    rewards: tuple[Reward, ...] = ()
+
+    @property
+    def reason(self) -> str | None:
+        """Why a scorer gave up, where one did."""
+        return next((score.reason for score in self.scores if score.reason is not None), None)
+
+
+class Scoring(ABC):
+    """What a rollout has its sessions scored by before it ends them."""
+
+    background: bool = False
+    """Whether others score its sessions afterwards, so that a group has to wait for them."""
+
+    @abstractmethod
+    async def score(self, task: Task, transcript: Transcript) -> Verdict:
+        """Never raises what a scorer did: one that fails is recorded as such."""

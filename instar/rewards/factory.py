@@ -7,8 +7,11 @@ from typing import Protocol
 
 from instar import registry
 from instar.config import RewardConfig, RunConfig
-from instar.rewards.base import Scorer, Transcript
-from instar.types import Reward, Task
+from instar.errors import ConfigError
+from instar.rewards.agent import AgentReward
+from instar.rewards.base import Scorer, Scoring
+from instar.rewards.scoring import InRollout
+from instar.types import RewardSource, Task
 
 
 class HasScorer(Protocol):
@@ -18,27 +21,25 @@ class HasScorer(Protocol):
     def scorer(self) -> Callable[[Task, str], float] | None: ...
 
 
-class Several(Scorer):
-    """All of them, one after another."""
-
-    name = "several"
-
-    def __init__(self, scorers: list[Scorer]) -> None:
-        self.scorers = scorers
-
-    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        return [reward for scorer in self.scorers for reward in await scorer.score(task, transcript)]
-
-
 def create_scorers(config: RunConfig, taskset: HasScorer | None = None) -> list[Scorer]:
     """By ``config.reward``; a rule without a function of its own takes the task set's scorer."""
-    return [_create(section, taskset) for section in config.reward]
+    scorers = [_create(section, taskset) for section in config.reward]
+    keys = [scorer.key for scorer in scorers]
+    for place, key in enumerate(keys):
+        if key in keys[:place]:
+            raise ConfigError(f"reward.{place}: the same as reward.{keys.index(key)} ({key}); leave one out")
+    _check_names(config, scorers)
+    return scorers
 
 
-def create_scorer(config: RunConfig, taskset: HasScorer | None = None) -> Scorer:
-    """All that are configured, as one."""
-    scorers = create_scorers(config, taskset)
-    return scorers[0] if len(scorers) == 1 else Several(scorers)
+def create_scoring(config: RunConfig, taskset: HasScorer | None = None) -> Scoring:
+    """What a rollout waits for."""
+    return InRollout(create_scorers(config, taskset), config.scoring)
+
+
+def live_scorers(scorers: list[Scorer]) -> list[Scorer]:
+    """Those that can say something of a session that no rollout ran."""
+    return [scorer for scorer in scorers if not isinstance(scorer, AgentReward)]
 
 
 def _create(section: RewardConfig, taskset: HasScorer | None) -> Scorer:
@@ -46,3 +47,17 @@ def _create(section: RewardConfig, taskset: HasScorer | None) -> Scorer:
     if section.type == "rule":
         return made(section, taskset.scorer if taskset else None)
     return made(section)
+
+
+def _check_names(config: RunConfig, scorers: list[Scorer]) -> None:
+    """Whom the settings believe must be there."""
+    known = {*(source.value for source in RewardSource), *(scorer.name for scorer in scorers)}
+    combine = config.scoring.combine
+    named = {"prefer": combine.prefer, "weights": combine.weights, "veto": combine.veto}
+    for setting, names in named.items():
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"scoring.combine.{setting}: given {name!r}, which no scorer of this run is called; "
+                    f"allowed: {', '.join(sorted(known))}"
+                )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from instar.config import EvalMode, FunctionAgentConfig, RunConfig
 from instar.errors import ConfigError
-from instar.rewards.base import Scorer
+from instar.rewards.base import Scoring
 from instar.rollout.agents import create_agent
 from instar.rollout.base import Agent
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.slots import Slot, SlotRunner, describe, together
 from instar.rollout.tasks import TaskSet
 from instar.store.base import Store
-from instar.types import Channel, Group, GroupStatus, Json, SessionStatus
+from instar.types import Channel, Group, GroupStatus, Json, Reward, Score, SessionStatus
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,11 @@ Record = Callable[[str, int, Mapping[str, Any]], None]
 """Takes ("eval", step, figures)."""
 Progress = Callable[[int, int], None]
 """Takes (tasks done, tasks in all)."""
+Combine = Callable[[Sequence[Reward], Sequence[Score]], float | None]
+"""What the rewards of a session come to."""
+POLL = 0.1
+PATIENCE = 60.0
+"""Seconds beyond all attempts of a scorer in which not one session of the run was scored."""
 
 
 class Evaluator:
@@ -34,8 +40,10 @@ class Evaluator:
         gateway: GatewayClient,
         tasks: TaskSet,
         agent: Agent,
-        scorer: Scorer,
+        scoring: Scoring,
         record: Record | None = None,
+        *,
+        combine: Combine,
     ) -> None:
         if config.eval is None or config.rollout is None:
             raise ConfigError("eval: needs held-out tasks (eval.tasks) and an agent (rollout.agent)")
@@ -48,7 +56,8 @@ class Evaluator:
         self.gateway = gateway
         self.tasks = tasks
         self.agent = agent
-        self.scorer = scorer
+        self.scoring = scoring
+        self.combine = combine
         self.record = record
         self.doing = "evaluating"
 
@@ -80,24 +89,26 @@ class Evaluator:
             self.store,
             self.gateway,
             agent,
-            self.scorer,
+            self.scoring,
             sampling=self.eval.modes[mode],
         )
         done = 0
 
-        async def one(place: int, group: Group) -> float | None:
+        async def one(place: int, group: Group) -> None:
             nonlocal done
             if group.status is GroupStatus.OPEN:
                 await self._try(slots, group, place)
-            reward = await self._reward_of(group)
             done += 1
             self.doing = f"evaluating {label}, {mode}: {done} of {len(self.tasks)}"
             if progress is not None:
                 progress(done, len(self.tasks))
-            return reward
 
         groups = await self._groups(f"{label}-{mode}-v{version}")
-        rewards = await together(one(place, group) for place, group in enumerate(groups))
+        await together(one(place, group) for place, group in enumerate(groups))
+        if self.scoring.background:
+            self.doing = f"evaluating {label}, {mode}: waiting for rewards"
+            await self._until_scored({group.group_id for group in groups})
+        rewards = [await self._reward_of(group) for group in groups]
         figures: Json = {
             "label": label,
             "mode": mode,
@@ -140,10 +151,32 @@ class Evaluator:
                 await self.store.end_session(session.session_id, SessionStatus.ABANDONED, "interrupted")
         attempt = 1 + max((session.attempt for session in earlier), default=-1)
         await slots.run(Slot(group, 0, attempt, place=place))
-        await self.store.close_group(group.group_id, GroupStatus.READY)
+        scored = GroupStatus.SCORING if self.scoring.background else GroupStatus.READY
+        await self.store.close_group(group.group_id, scored)
+
+    async def _until_scored(self, group_ids: set[str]) -> None:
+        """Or until nothing at all was scored for longer than a scorer may take."""
+        settings = self.config.scoring
+        patience = PATIENCE + (settings.retries + 1) * settings.deadline
+        seen: dict[str, dict[str, int]] = {}
+        since = time.monotonic()
+        while True:
+            waiting = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.SCORING)
+            left = sum(group.group_id in group_ids for group in waiting)
+            if not left:
+                return
+            if (counts := await self.store.score_counts(self.run_id)) != seen:
+                seen, since = counts, time.monotonic()
+            elif time.monotonic() - since > patience:
+                log.warning("%d tasks were not scored: nothing was for %.0f s", left, patience)
+                return
+            await asyncio.sleep(POLL)
 
     async def _reward_of(self, group: Group) -> float | None:
         """None when the session failed, or nothing scored it."""
         rows = await self.store.sessions(group_id=group.group_id)
-        done = [row for row in rows if row.session.status is SessionStatus.COMPLETED]
-        return done[-1].reward if done else None
+        done = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
+        if not done:
+            return None
+        scores = await self.store.scores(done[-1:])
+        return self.combine(await self.store.rewards(done[-1]), scores[done[-1]])

@@ -17,11 +17,12 @@ from instar.gateway.base import (
     EndedSession,
     FailSession,
     GivenReward,
+    GivenScore,
     OpenedSession,
     OpenSession,
 )
 from instar.rollout.base import AgentSession
-from instar.types import Channel, Reward, RewardSource
+from instar.types import Channel, Reward, RewardSource, Score
 
 T = TypeVar("T")
 
@@ -72,10 +73,18 @@ class GatewayClient:
         return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=body.metadata)
 
     async def complete(
-        self, session_id: str, rewards: Sequence[Reward] = (), metadata: Mapping[str, Any] | None = None
+        self,
+        session_id: str,
+        rewards: Sequence[Reward] = (),
+        metadata: Mapping[str, Any] | None = None,
+        scores: Sequence[Score] = (),
     ) -> EndedSession:
         """End the session well. One that has ended already stays as it is."""
-        body = CompleteSession(metadata=dict(metadata or {}), rewards=[_given(reward) for reward in rewards])
+        body = CompleteSession(
+            metadata=dict(metadata or {}),
+            rewards=[_given(reward) for reward in rewards],
+            scores=[GivenScore(s.scorer, s.state, s.attempts, s.reason) for s in scores],
+        )
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
@@ -122,4 +131,13 @@ class GatewayClient:
 
 
 def _given(reward: Reward) -> GivenReward:
-    return GivenReward(reward.value, reward.source, reward.scorer, reward.call_id, reward.detail)
+    return GivenReward(
+        reward.value,
+        reward.source,
+        reward.scorer,
+        reward.call_id,
+        reward.detail,
+        reward.scorer_version,
+        reward.cost,
+        reward.reward_id,
+    )

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from instar.config import RunConfig
 from instar.errors import AgentError, ConfigError
-from instar.rewards.base import Scorer
+from instar.rewards.base import Scoring
 from instar.rollout.admission import Admission, Admitted
 from instar.rollout.base import Agent
 from instar.rollout.gateway_client import GatewayClient
@@ -46,7 +46,7 @@ class RolloutRunner:
         gateway: GatewayClient,
         tasks: TaskSet,
         agent: Agent,
-        scorer: Scorer,
+        scoring: Scoring,
     ) -> None:
         if config.rollout is None:
             raise ConfigError("rollout: this run has none")
@@ -55,7 +55,8 @@ class RolloutRunner:
         self.run_id = config.name
         self.store = store
         self.tasks = tasks
-        self.slots = SlotRunner(config.rollout, config.seed, store, gateway, agent, scorer)
+        self.slots = SlotRunner(config.rollout, config.seed, store, gateway, agent, scoring)
+        self.scoring = scoring
         self.counters = self.slots.counters
         self.admission = Admission(config, store, self.run_id)
         self.evaluator: Evaluates | None = None
@@ -79,7 +80,9 @@ class RolloutRunner:
         if self._evaluating and self.evaluator is not None:
             return self.evaluator.doing
         counted = self.counters
-        failed = f", {counted.failed} failed ({counted.last_failure[:80]})" if counted.failed else ""
+        numbers = {"failed": counted.failed, "without a reward": counted.unscored}
+        told = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
+        failed = f", {told} ({counted.last_failure[:80]})" if told else ""
         if not self._running:
             return f"{'drained' if self._draining else 'waiting for the trainer'}{failed}"
         return f"{counted.running} sessions of {len(self._running)} groups, {counted.completed} done{failed}"
@@ -183,7 +186,8 @@ class RolloutRunner:
         if failed and self.rollout.group_policy == "drop":
             await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
         else:
-            await self.store.close_group(group.group_id, GroupStatus.READY)
+            scored = GroupStatus.SCORING if self.scoring.background else GroupStatus.READY
+            await self.store.close_group(group.group_id, scored)
         self.groups_done += 1
 
     def _note(self, outcomes: list[Outcome]) -> None:
@@ -191,13 +195,13 @@ class RolloutRunner:
         and under `drop` it would be tried for ever."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
-        if outcomes and all(outcome.status is SessionStatus.FAILED for outcome in outcomes):
+        if outcomes and all(outcome.is_lost for outcome in outcomes):
             self._hopeless += 1
         else:
             self._hopeless = 0
         if self._hopeless >= HOPELESS:
             raise AgentError(
-                f"rollout.agent: every session of the last {HOPELESS} groups failed; "
+                f"rollout.agent: every session of the last {HOPELESS} groups failed, or got no reward; "
                 f"the last one: {self.counters.last_failure}"
             )
 
@@ -213,6 +217,9 @@ class RolloutRunner:
     async def _resume(self) -> None:
         """Take up the groups that an earlier process left open: what was running is abandoned, and slots
         without a final session are run."""
+        if not self.scoring.background:
+            for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.SCORING):
+                await self.store.close_group(group.group_id, GroupStatus.READY)  # nobody is to score it now
         for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
             sessions = await self._abandon_open(group, "interrupted")
             slots: list[Slot] = []

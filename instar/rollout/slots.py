@@ -19,11 +19,11 @@ import aiohttp
 
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable, InstarError
-from instar.rewards.base import Scorer, Transcript
+from instar.rewards.base import Scoring, Transcript, Verdict
 from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.rollout.gateway_client import GatewayClient, backoff
 from instar.store.base import Store
-from instar.types import Group, Reward, SessionStatus
+from instar.types import Group, SessionStatus
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,7 +51,14 @@ class Outcome:
     session_id: str
     status: SessionStatus
     reason: str | None = None
+    """Why it failed, or why a scorer gave up on it."""
     reward: float | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it came to nothing."""
+        failed = self.status is SessionStatus.FAILED
+        return failed or (self.reason is not None and self.reward is None)
 
 
 @dataclass
@@ -60,6 +67,8 @@ class Counters:
     completed: int = 0
     failed: int = 0
     abandoned: int = 0
+    unscored: int = 0
+    """Completed, and a scorer gave up on them."""
     last_failure: str = ""
 
 
@@ -77,7 +86,7 @@ class SlotRunner:
         store: Store,
         gateway: GatewayClient,
         agent: Agent,
-        scorer: Scorer,
+        scoring: Scoring,
         *,
         sampling: SamplingConfig | None = None,
         counters: Counters | None = None,
@@ -87,7 +96,7 @@ class SlotRunner:
         self.store = store
         self.gateway = gateway
         self.agent = agent
-        self.scorer = scorer
+        self.scoring = scoring
         self.sampling = (sampling or config.sampling).model_dump(include=set(SamplingConfig.model_fields))
         self.counters = counters or Counters()
         self.limit = asyncio.Semaphore(config.concurrency)
@@ -142,31 +151,25 @@ class SlotRunner:
                 return await self._abandon(session.session_id, f"transient: {describe(error)}")
             return await self._fail(session.session_id, describe(error))
         calls = await self.store.calls(session.session_id)
-        transcript = Transcript(session.session_id, calls, result.reward)
-        try:
-            rewards = await within(self.config.timeout, self.scorer.score(task, transcript), "the reward")
-        except Exception as error:  # noqa: BLE001 — a rule is foreign code too
-            return await self._fail(session.session_id, f"reward: {describe(error)}")
-        return await self._complete(session.session_id, rewards, result)
+        verdict = await self.scoring.score(task, Transcript(session.session_id, calls, result.reward))
+        return await self._complete(session.session_id, verdict, result)
 
-    async def _complete(self, session_id: str, rewards: list[Reward], result: AgentResult) -> Outcome:
+    async def _complete(self, session_id: str, verdict: Verdict, result: AgentResult) -> Outcome:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
-        ended = await self.gateway.complete(session_id, rewards, metadata)
+        ended = await self.gateway.complete(session_id, verdict.rewards, metadata, verdict.scores)
         if ended.status is not SessionStatus.COMPLETED:
             return self._failed(session_id, "ended by the agent itself")
         if not ended.changed:
-            await self._ensure_rewards(session_id, rewards)
+            # It had ended before it was scored: the agent completed it itself, or the answer to our first try
+            # was lost, and then this changes nothing.
+            await self.store.record_scores(verdict.scores, verdict.rewards)
         self.counters.completed += 1
-        value = next((reward.value for reward in rewards if reward.call_id is None), None)
-        return Outcome(session_id, SessionStatus.COMPLETED, reward=value)
-
-    async def _ensure_rewards(self, session_id: str, rewards: list[Reward]) -> None:
-        """For a session that had ended before it was scored: the agent completed it itself, or the answer
-        to our first try was lost."""
-        there = {(r.source, r.scorer, r.call_id) for r in await self.store.rewards(session_id)}
-        missing = [r for r in rewards if (r.source, r.scorer, r.call_id) not in there]
-        if missing:
-            await self.store.add_rewards(missing)
+        reason = None if verdict.reason is None else f"reward: {verdict.reason}"
+        if reason is not None:
+            self.counters.unscored += 1
+            self.counters.last_failure = reason
+        value = next((reward.value for reward in verdict.rewards if reward.call_id is None), None)
+        return Outcome(session_id, SessionStatus.COMPLETED, reason, value)
 
     async def _fail(self, session_id: str, reason: str) -> Outcome:
         await self.gateway.fail(session_id, reason, self.config.failed_reward)

@@ -22,7 +22,7 @@ from instar.data.batcher import Batcher
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.rewards.base import Transcript
-from instar.rewards.factory import create_scorer
+from instar.rewards.factory import create_scoring
 from instar.rollout.agents import create_agent
 from instar.rollout.base import AgentSession
 from instar.rollout.gateway_client import GatewayClient
@@ -111,7 +111,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
         client = GatewayClient(url, ADMIN_KEY)
         taskset = load_tasks(config.rollout.tasks)
         agent = create_agent(config.rollout.agent)
-        runner = RolloutRunner(config, store, client, taskset, agent, create_scorer(config, taskset))
+        runner = RolloutRunner(config, store, client, taskset, agent, create_scoring(config, taskset))
         trainer = Trainer(
             config,
             config.name,

@@ -10,17 +10,15 @@ from instar.config import AdvantageConfig
 from instar.data.advantages import (
     WEIGHT_CAP,
     Estimator,
-    call_rewards,
     correct_sampling,
     grpo,
     grpo_no_std,
     has_signal,
     normalize,
-    pick_reward,
     rloo,
 )
 from instar.data.linearize import linearize, with_advantage
-from instar.types import Reward, RewardSource, Sample
+from instar.types import Sample
 from tests.unit.data.build import make_call, make_session
 
 REWARDS = [1.0, 0.0, 0.25, 0.5]
@@ -61,20 +59,6 @@ def test_the_running_baseline_moves_and_survives_a_checkpoint() -> None:
     resumed.load_json(json.loads(json.dumps(straight.to_json())))
     assert resumed([1.0]) == straight([1.0]) == [0.5]
     assert resumed([1.0, 0.0]) == [0.25, -0.75]
-
-
-def test_the_most_trusted_and_latest_reward_counts() -> None:
-    rewards = [
-        Reward("s", 0.1, RewardSource.AGENT),
-        Reward("s", 0.2, RewardSource.RULE),
-        Reward("s", 0.3, RewardSource.RULE),
-        Reward("s", 0.9, RewardSource.FALLBACK),
-        Reward("s", 5.0, RewardSource.RULE, call_id="c"),
-    ]
-    assert pick_reward(rewards) == 0.3
-    assert pick_reward([*rewards, Reward("s", 0.0, RewardSource.HUMAN)]) == 0.0
-    assert pick_reward([]) is None
-    assert call_rewards(rewards) == {"c": 5.0}
 
 
 def _samples() -> list[Sample]:

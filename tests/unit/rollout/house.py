@@ -17,12 +17,13 @@ from transformers import LlamaConfig
 
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
 from instar.data.batcher import Batch, Batcher
+from instar.data.combine import Combine
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app
 from instar.gateway.serve import bind, serve
 from instar.record.render import load_renderer
 from instar.rewards.base import Transcript
-from instar.rewards.factory import create_scorer
+from instar.rewards.factory import create_scoring
 from instar.rollout.agents import create_agent
 from instar.rollout.base import AgentSession
 from instar.rollout.evaluate import Evaluator
@@ -204,16 +205,17 @@ class House:
         assert config.rollout is not None
         taskset = load_tasks(config.rollout.tasks)
         agent = create_agent(config.rollout.agent)
-        scorer = create_scorer(config, taskset)
-        return RolloutRunner(config, self.store, self.gateway, taskset, agent, scorer)
+        scoring = create_scoring(config, taskset)
+        return RolloutRunner(config, self.store, self.gateway, taskset, agent, scoring)
 
     def evaluator(self, config: RunConfig, record: Any = None) -> Evaluator:
         assert config.eval is not None
         assert config.rollout is not None
         taskset = load_tasks(config.eval.tasks)
         agent = create_agent(config.rollout.agent)
+        scoring = create_scoring(config, taskset)
         return Evaluator(
-            config, self.store, self.gateway, taskset, agent, create_scorer(config, taskset), record
+            config, self.store, self.gateway, taskset, agent, scoring, record, combine=Combine(config)
         )
 
     async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> Batch:
@@ -239,7 +241,8 @@ async def open_house(folder: Path, script: str = "reply") -> AsyncIterator[House
     settings = ModelConfig(name=str(model), max_context=4096)
     store = SqliteStore(folder / "store.db")
     await store.put_run(Run(RUN, RUN, {}))
-    engine = ScriptedEngine(settings, ScriptedEngineConfig(function=f"{HERE}:{script}"))
+    function = script if ":" in script else f"{HERE}:{script}"
+    engine = ScriptedEngine(settings, ScriptedEngineConfig(function=function))
     config = make_config(folder)
     assert config.rollout is not None
     app = create_app(

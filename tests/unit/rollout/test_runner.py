@@ -5,12 +5,13 @@ from collections import Counter
 
 import pytest
 
+from instar.config import ScoringConfig
 from instar.data.batcher import Batcher
 from instar.errors import AgentError
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import derive_seed
-from instar.types import Channel, Group, GroupStatus, RewardSource, Session, SessionStatus, Task
+from instar.types import Channel, Group, GroupStatus, RewardSource, ScoreState, Session, SessionStatus, Task
 from tests.unit.rollout import house as place
 from tests.unit.rollout.house import RUN, House, make_config, seen, tries, until
 
@@ -166,15 +167,39 @@ async def test_an_agent_may_complete_its_session_itself(house: House) -> None:
     assert RewardSource.RULE in rewards, "scored by the rule all the same"
 
 
-async def test_a_broken_rule_fails_the_session_with_its_reason(house: House) -> None:
+async def test_a_rule_that_gives_up_leaves_its_reason_and_no_reward(house: House) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
     config = make_config(house.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
     runner = house.runner(config)
     (group,) = await run_once(house, runner, groups=1)
     (session,) = await sessions(house, group)
-    assert session.reason is not None
-    assert session.reason.startswith("reward: reward rule ")
-    assert "1 failed" in runner.doing
+    assert session.status is SessionStatus.COMPLETED
+    assert await house.store.rewards(session.session_id) == []
+    (score,) = (await house.store.scores([session.session_id]))[session.session_id]
+    assert (score.state, score.attempts) == (ScoreState.FALLBACK, 1)
+    assert score.reason is not None
+    assert "returned nan" in score.reason
+    assert "1 without a reward (reward: reward rule" in runner.doing
+
+
+async def test_a_rule_that_gives_up_may_be_worth_something(house: House) -> None:
+    reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
+    config = make_config(house.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
+    config = config.model_copy(update={"scoring": ScoringConfig(fallback=-2.0)})
+    (group,) = await run_once(house, house.runner(config), groups=1)
+    (session,) = await sessions(house, group)
+    (reward,) = await house.store.rewards(session.session_id)
+    assert (reward.value, reward.source) == (-2.0, RewardSource.FALLBACK)
+    assert "returned nan" in reward.detail["reason"]
+
+
+async def test_a_rule_that_never_works_ends_the_run(house: House) -> None:
+    reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
+    config = make_config(
+        house.folder, reward=reward, trainer={"steps": 9, "max_staleness": 9, "mode": "async"}
+    )
+    with pytest.raises(AgentError, match=r"got no reward; the last one: reward: reward rule .* nan"):
+        await house.runner(config).run()
 
 
 async def test_concurrency_is_bounded(house: House) -> None:
