@@ -1,8 +1,8 @@
 """SQL of pages of sessions.
 
 Sessions are ordered by ``seq``. A page is looked for in an index that has that order for each channel and
-status, so it costs the same with ten sessions as with a million. A tag or a scorer that few sessions have is
-where the search begins instead.
+status, so it costs the same with ten sessions as with a million. A tag, a scorer, a time or a range
+of rewards that few sessions have is where the search begins instead.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from instar.store.base import SessionFilter, SessionRow
 from instar.store.codec import Row
 from instar.store.database import Database
 from instar.store.rows import decode_session
-from instar.types import Channel, SessionStatus
+from instar.types import Channel, RewardSource, SessionStatus
 
 RARE = 2000
-"""A tag or a scorer of so many sessions at most is where a search begins."""
+"""What holds of so many sessions at most is where a search begins."""
 
 _DETAILS = """
     SELECT s.*,
@@ -125,18 +125,27 @@ class _Query:
         if where.ids:
             names = {f"id{number}": each for number, each in enumerate(where.ids)}
             self._add(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
-        bounds = {
-            "before": ("x.seq <", page.before),
-            "after": ("x.seq >", page.after),
-            "since": ("x.created_at >=", where.since),
-            "until": ("x.created_at <", where.until),
-        }
+        self._add_range(before=("x.seq <", page.before), after=("x.seq >", page.after))
+        self._start(
+            self._add_range(since=("x.created_at >=", where.since), until=("x.created_at <", where.until))
+        )
         if where.scorer is None and where.source is None:
-            bounds["reward_min"] = ("x.reward >=", where.reward_min)
-            bounds["reward_max"] = ("x.reward <=", where.reward_max)
-        for name, (comparison, value) in bounds.items():
-            if value is not None:
-                self._add(f"{comparison} :{name}", **{name: value})
+            low, high = ("x.reward >=", where.reward_min), ("x.reward <=", where.reward_max)
+            self._start(self._add_range(reward_min=low, reward_max=high))
+
+    def _add_range(self, **bounds: tuple[str, float | None]) -> str:
+        """The condition that was added, if any."""
+        given = {name: bound for name, bound in bounds.items() if bound[1] is not None}
+        condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in given.items())
+        if condition:
+            self._add(condition, **{name: value for name, (_, value) in given.items()})
+        return condition
+
+    def _start(self, condition: str) -> None:
+        if condition and self.page.run_id is not None:
+            self.starts.append(
+                f"SELECT x.session_id FROM sessions x WHERE x.run_id = :run_id AND {condition}"
+            )
 
     def _add_opinions(self) -> None:
         where = self.page.where
@@ -157,7 +166,9 @@ class _Query:
                 given["scorer_version"] = version
         if where.source is not None:
             given["source"] = where.source.value
-        extra = ""
+        # Any source is each of them: the index has them before the scorers.
+        every = ", ".join(f"'{source.value}'" for source in RewardSource)
+        extra = f" AND rewards.source IN ({every})" if where.source is None else ""
         for name, comparison in (("reward_min", ">="), ("reward_max", "<=")):
             if (bound := getattr(where, name)) is not None:
                 extra += f" AND rewards.value {comparison} :{name}"

@@ -65,8 +65,10 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "DROP INDEX sessions_by_run",
         "CREATE INDEX sessions_by_run ON sessions "
         "(run_id, channel, status, seq, created_at, reward, agent_id)",
+        "CREATE INDEX sessions_by_reward ON sessions (run_id, reward) WHERE reward IS NOT NULL",
+        "CREATE INDEX sessions_by_time ON sessions (run_id, created_at)",
         "CREATE INDEX sessions_by_task ON sessions (run_id, task_id) WHERE task_id IS NOT NULL",
-        "CREATE INDEX rewards_by_scorer ON rewards (run_id, scorer, source)",
+        "CREATE INDEX rewards_by_scorer ON rewards (run_id, source, scorer)",
         "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
         "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
         "CREATE INDEX tags_by_name ON tags (run_id, name, value)",

@@ -374,6 +374,8 @@ INDEXES = (
     "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
     # A page of sessions is looked for in this index alone, however rare what is wanted.
     "CREATE INDEX sessions_by_run ON sessions (run_id, channel, status, seq, created_at, reward, agent_id)",
+    "CREATE INDEX sessions_by_reward ON sessions (run_id, reward) WHERE reward IS NOT NULL",
+    "CREATE INDEX sessions_by_time ON sessions (run_id, created_at)",
     "CREATE INDEX sessions_by_task ON sessions (run_id, task_id) WHERE task_id IS NOT NULL",
     "CREATE INDEX sessions_by_group ON sessions (group_id)",
     "CREATE INDEX sessions_by_external ON sessions (run_id, agent_id, external_id) "
@@ -382,7 +384,7 @@ INDEXES = (
     "CREATE INDEX calls_by_request ON calls (request_id)",
     "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
     "CREATE INDEX rewards_by_session ON rewards (session_id)",
-    "CREATE INDEX rewards_by_scorer ON rewards (run_id, scorer, source)",
+    "CREATE INDEX rewards_by_scorer ON rewards (run_id, source, scorer)",
     "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
     "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
     "CREATE INDEX tags_by_name ON tags (run_id, name, value)",
