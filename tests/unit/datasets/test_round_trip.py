@@ -1,0 +1,203 @@
+"""What is exported comes back as it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from instar.datasets.bring_in import bring_back, check_content
+from instar.datasets.columns import CALLS, SESSIONS
+from instar.errors import ConfigError, Conflict, DataError
+from instar.store.base import SessionFilter, Store
+from instar.store.sqlite import SqliteStore
+from instar.types import Call, Channel, Reward, RewardSource, Session
+from tests.unit.data.build import RUN, make_call
+from tests.unit.datasets.house import export_all, fill, talk
+
+FORMATS = ["jsonl", "parquet", "hf"]
+
+
+@pytest.fixture
+async def store(tmp_path: Path):
+    opened = SqliteStore(tmp_path / "store.db")
+    await fill(opened)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def empty(tmp_path: Path):
+    opened = SqliteStore(tmp_path / "other.db")
+    yield opened
+    await opened.close()
+
+
+def assert_same_call(one: Call, other: Call) -> None:
+    for field in fields(Call):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype
+            assert left.tobytes() == right.tobytes(), field.name
+        else:
+            assert left == right, field.name
+
+
+async def everything(store: Store) -> list[object]:
+    rows = [row for row in await store.sessions(RUN) if row.session.status != "open"]
+    ids = [row.session.session_id for row in rows]
+    return [
+        [row.session for row in rows],
+        [await store.groups(RUN, channel) for channel in Channel],
+        await store.rewards_of(ids),
+        await store.scores(ids),
+        await store.tags(ids),
+        [(f.feedback_id, f.correction, f.created_at) for f in await store.feedback(RUN)],
+    ]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+async def test_comes_back_as_it_was(store: Store, empty: Store, tmp_path: Path, format: str) -> None:
+    manifest = await export_all(store, tmp_path / "out", format=format)
+    assert check_content(tmp_path / "out") == manifest
+    brought = await bring_back(empty, tmp_path / "out", RUN, manifest)
+    assert (brought.groups, brought.sessions) == (3, 8)
+    assert await everything(empty) == await everything(store)
+    for session in ("s0-0", "s2-1", "odd"):
+        for one, other in zip(await store.calls(session), await empty.calls(session), strict=True):
+            assert_same_call(one, other)
+    (given,) = await empty.feedback(RUN, corrected=True)
+    assert given.correction_ids is not None
+    assert given.correction_ids.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+async def test_importing_twice_changes_nothing(
+    store: Store, empty: Store, tmp_path: Path, format: str
+) -> None:
+    manifest = await export_all(store, tmp_path / "out", format=format)
+    await bring_back(empty, tmp_path / "out", RUN, manifest)
+    before = await everything(empty)
+    again = await bring_back(empty, tmp_path / "out", RUN, manifest)
+    assert (again.groups, again.sessions, again.there) == (0, 0, 8)
+    assert await everything(empty) == before
+
+
+async def test_the_hash_is_of_the_content(store: Store, empty: Store, tmp_path: Path) -> None:
+    hashes = {format: (await export_all(store, tmp_path / format, format=format)).hash for format in FORMATS}
+    assert len(set(hashes.values())) == 1
+    await bring_back(empty, tmp_path / "parquet", RUN, check_content(tmp_path / "parquet"))
+    assert (await export_all(empty, tmp_path / "again", format="jsonl")).hash == hashes["jsonl"]
+    await store.add_rewards([Reward("odd", 0.0, RewardSource.RULE, "later")])
+    assert (await export_all(store, tmp_path / "later")).hash != hashes["jsonl"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+async def test_the_same_data_is_the_same_bytes(store: Store, tmp_path: Path, format: str) -> None:
+    for name in ("one", "two"):
+        await export_all(store, tmp_path / name, format=format, samples=True)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*"))
+    assert files
+    for path in files:
+        if path.is_file():
+            assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
+
+
+async def test_a_conflict_is_named(store: Store, empty: Store, tmp_path: Path) -> None:
+    manifest = await export_all(store, tmp_path / "out")
+    await bring_back(empty, tmp_path / "out", RUN, manifest)
+    await empty.add_rewards([Reward("s1-0", 0.0, RewardSource.HUMAN)])
+    with pytest.raises(Conflict, match="session s1-0 .*: rewards differ"):
+        await bring_back(empty, tmp_path / "out", RUN, manifest)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"trainable":true', '"trainable":false'), ("answer 1", "answer 2")]
+)
+async def test_changed_content_is_refused(store: Store, tmp_path: Path, old: str, new: str) -> None:
+    await export_all(store, tmp_path / "out")
+    calls = tmp_path / "out" / "calls.jsonl"
+    calls.write_text(calls.read_text().replace(old, new, 1))
+    with pytest.raises(DataError, match="not what its manifest says"):
+        check_content(tmp_path / "out")
+
+
+async def test_a_torn_file_is_refused(store: Store, tmp_path: Path) -> None:
+    await export_all(store, tmp_path / "out")
+    calls = tmp_path / "out" / "calls.jsonl"
+    calls.write_text(calls.read_text()[:-20])
+    with pytest.raises(DataError, match=r"calls.jsonl, line \d+, is not a row"):
+        check_content(tmp_path / "out")
+
+
+async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        await export_all(store, tmp_path / "out")
+    with pytest.raises(DataError, match="no session"):
+        await export_all(store, tmp_path / "none", where=SessionFilter(task="no such"))
+    with pytest.raises(DataError, match="nothing to imitate"):
+        await export_all(store, tmp_path / "none", format="sft", min_reward=2.0)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
+
+
+async def test_a_long_session_grows_with_what_was_said(store: Store, tmp_path: Path) -> None:
+    """Twice the turns are about twice the bytes, tools and all."""
+    sizes: list[int] = []
+    for turns in (50, 100):
+        await talk(store, f"long-{turns}", ["word " * 20] * turns, 1.0)
+        where = SessionFilter(ids=(f"long-{turns}",))
+        await export_all(store, tmp_path / str(turns), where=where)
+        sizes.append((tmp_path / str(turns) / "calls.jsonl").stat().st_size)
+    assert 1.8 < sizes[1] / sizes[0] < 2.2
+
+
+async def test_filters_are_kept_in_the_manifest(store: Store, tmp_path: Path) -> None:
+    where = SessionFilter(reward_min=0.5, channel=Channel.TRAIN)
+    manifest = await export_all(store, tmp_path / "out", where=where)
+    assert manifest.filters == {"channel": "train", "reward_min": 0.5}
+    assert (manifest.counts["groups"], manifest.counts["sessions"], manifest.versions) == (3, 3, [0, 1, 2])
+    assert manifest.policies[0]["name"] == "v000001"
+    assert "/somewhere" not in (tmp_path / "out" / "manifest.json").read_text()
+
+
+async def test_samples_are_flat(store: Store, tmp_path: Path) -> None:
+    await export_all(store, tmp_path / "out", samples=True)
+    lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    (row,) = [row for row in rows if row["session_id"] == "s1-1"]
+    assert row["sample_key"] == f"{RUN}/train/000001/1/0"
+    assert row["token_ids"] == [1, 2, 8, 9, 11, 1, 3, 8, 9, 12]
+    assert row["mask"] == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1]
+    assert row["logprobs"][0] is None
+    assert row["versions"] == [-1, -1, 1, 1, 1, -1, -1, 1, 1, 1]
+    assert row["reward"] == 1.0
+    assert row["rewards"][0]["scorer"] == "math"
+    assert [message["role"] for message in row["messages"]] == [
+        "system", "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+
+
+async def test_the_hf_folder_is_read_by_its_package(store: Store, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    await export_all(store, tmp_path / "out", format="hf")
+    loaded = datasets.load_from_disk(str(tmp_path / "out"))
+    assert loaded["samples"][0]["token_ids"] == [1, 2, 7, 9, 11]
+    assert loaded["sessions"].num_rows == 8
+
+
+def test_every_field_is_exported() -> None:
+    """A field that is added to a session or a call must not be lost on the way."""
+    assert {field.name for field in fields(Session)} <= SESSIONS.keys()
+    assert {field.name for field in fields(Call)} == CALLS.keys()
+
+
+async def test_a_call_that_stands_on_another_session_is_refused(store: Store, tmp_path: Path) -> None:
+    (base,) = await store.calls("s0-0")
+    call = make_call("stray", [4], [5], session_id="s0-1", base_id=base.call_id, base_tokens=0)
+    await store.add_calls([call])
+    with pytest.raises(DataError, match="stands on call s0-0#0"):
+        await export_all(store, tmp_path / "out")
