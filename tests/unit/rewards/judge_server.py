@@ -1,0 +1,128 @@
+"""A judge on a real socket that speaks OpenAI's chat completions and Anthropic's messages.
+
+What it thinks is a function of the question. ``faults`` are played first, one per request: ``hang``,
+``drop``, ``cut`` (the connection ends within the answer), ``garbage``, ``nonsense`` (not even its own API),
+a status such as ``500``, or ``429:2`` with its Retry-After.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from instar.gateway.serve import bind
+
+TOKENS_IN, TOKENS_OUT = 300, 100
+
+
+@dataclass
+class Asked:
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+    @property
+    def system(self) -> str:
+        return self.body.get("system") or self.body["messages"][0]["content"]
+
+    @property
+    def user(self) -> str:
+        return self.body["messages"][-1]["content"]
+
+
+Think = Callable[[Asked], Any]
+"""The answer: JSON, or a text to be given as it is."""
+
+
+@dataclass
+class JudgeServer:
+    think: Think
+    url: str = ""
+    faults: list[str] = field(default_factory=list[str])
+    asked: list[Asked] = field(default_factory=list[Asked])
+    takes_schema: bool = True
+    busiest: int = 0
+    _busy: int = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        asked = Asked(request.path, dict(request.headers), await request.json())
+        self.asked.append(asked)
+        self._busy += 1
+        self.busiest = max(self.busiest, self._busy)
+        try:
+            if self.faults:
+                return await self._fail(request, self.faults.pop(0))
+            await asyncio.sleep(0)
+            return self._think(asked)
+        finally:
+            self._busy -= 1
+
+    def _think(self, asked: Asked) -> web.Response:
+        if not self.takes_schema and ("response_format" in asked.body or "tools" in asked.body):
+            return web.json_response(
+                {"error": {"message": "Unknown parameter: 'response_format'."}}, status=400
+            )
+        thought = self.think(asked)
+        anthropic = asked.path.endswith("/messages")
+        return web.json_response((_messages if anthropic else _chat)(thought, asked.body))
+
+    async def _fail(self, request: web.Request, fault: str) -> web.StreamResponse:
+        if fault == "hang":
+            await asyncio.sleep(30)
+        if fault == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+        if fault == "cut":
+            response = web.StreamResponse(headers={"content-length": "1000"})
+            await response.prepare(request)
+            await response.write(b'{"choices": [')
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        if fault == "garbage":
+            return web.json_response(_chat("I would rather not say.", {}))
+        if fault == "nonsense":
+            return web.Response(text="<html>Bad gateway</html>")
+        status, _, wait = fault.partition(":")
+        headers = {"Retry-After": wait} if wait else {}
+        said = {"error": {"message": f"no: {request.headers.get('authorization')}", "type": "some_error"}}
+        return web.json_response(said, status=int(status) if status.isdigit() else 500, headers=headers)
+
+
+def _chat(thought: Any, body: dict[str, Any]) -> Any:
+    text = thought if isinstance(thought, str) else json.dumps(thought)
+    message = {"role": "assistant", "content": text}
+    usage = {"prompt_tokens": TOKENS_IN, "completion_tokens": TOKENS_OUT}
+    return {"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+
+
+def _messages(thought: Any, body: dict[str, Any]) -> Any:
+    if "tools" in body and not isinstance(thought, str):
+        content = {"type": "tool_use", "id": "1", "name": body["tools"][0]["name"], "input": thought}
+    else:
+        content = {"type": "text", "text": thought if isinstance(thought, str) else json.dumps(thought)}
+    usage = {"input_tokens": TOKENS_IN, "output_tokens": TOKENS_OUT}
+    return {"id": "1", "type": "message", "content": [content], "stop_reason": "end_turn", "usage": usage}
+
+
+@asynccontextmanager
+async def judge_server(think: Think) -> AsyncGenerator[JudgeServer]:
+    server = JudgeServer(think)
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_post("/v1/chat/completions", server.answer)
+    app.router.add_post("/v1/messages", server.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    socket = bind("127.0.0.1", 0)
+    await web.SockSite(runner, socket).start()
+    server.url = f"http://127.0.0.1:{socket.getsockname()[1]}/v1"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()

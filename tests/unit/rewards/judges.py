@@ -1,0 +1,67 @@
+"""Judges and sessions to be judged, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from instar.config import RunConfig
+from instar.rewards.base import Surroundings, Transcript
+from instar.rewards.judge.factory import create_judge
+from instar.rewards.judge.judging import Judge
+from instar.store.sqlite import SqliteStore
+from instar.types import Call, Message, Task
+from tests.unit.data.build import RUN, make_call
+
+TASK = Task("t", {"question": "What is 6 times 7?"})
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+def says(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def talk(*turns: tuple[Message, str], session_id: str = "s") -> Transcript:
+    """Each turn: what is said to the assistant, and its reply."""
+    calls: list[Call] = []
+    for place, (message, reply) in enumerate(turns):
+        parent = calls[-1] if calls else None
+        before = (*parent.messages, parent.reply) if parent else ()
+        call = make_call(
+            f"{session_id}-{place + 1}",
+            [1],
+            [5],
+            parent=parent,
+            session_id=session_id,
+            messages=(*before, message),
+            reply=says(reply),
+        )
+        calls.append(call)
+    return Transcript(session_id, calls, None)
+
+
+def answered(text: str, session_id: str = "s") -> Transcript:
+    return talk((user("What is 6 times 7?"), text), session_id=session_id)
+
+
+@asynccontextmanager
+async def judging(path: Path, url: str, **settings: Any) -> AsyncGenerator[Judge]:
+    """A judge of a run whose store is at this path."""
+    section = {"type": "judge", "endpoint": url, "model": "m", **settings}
+    judge = create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
+    store = SqliteStore(path)
+    await judge.start(Surroundings(RUN, store))
+    try:
+        yield judge
+    finally:
+        await judge.close()
+        await store.close()
