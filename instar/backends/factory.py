@@ -68,7 +68,7 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
     """A run as it will be trained, and what a person should know of it. Raises ConfigError for everything
     that can be refused before anything starts."""
     config, notes = resolve_run(config, env)
-    if config.rollout is None:
+    if not config.trains:
         return config, notes  # recorded, not trained
     check_reachable(config, env)
     _check_sampling(config)

@@ -45,6 +45,7 @@ from instar.config.engines import (
     UpstreamEngineConfig,
     VllmEngineConfig,
 )
+from instar.config.data import DataConfig
 from instar.config.gateway import (
     GatewayConfig,
     ModelRoute,
@@ -118,6 +119,7 @@ __all__ = [
     "CompletionsReferenceConfig",
     "CorrectionsConfig",
     "DType",
+    "DataConfig",
     "DistributionConfig",
     "EngineConfig",
     "EngineReferenceConfig",

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
 from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
+from instar.config.data import DataConfig, check_data, listed_data, turns
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
 from instar.config.gateway import GatewayConfig, ModelRoute
 from instar.config.model import ModelConfig, SqliteStoreConfig, StoreConfig
@@ -48,7 +49,10 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. `instar train` needs it, `instar serve` does not."""
+    """Agents to run on tasks. `instar train` needs it, unless all its data was exported before; `instar serve`
+    does not."""
+    data: Annotated[list[DataConfig], BeforeValidator(listed_data)] = [DataConfig()]
+    """What to train on: what agents do in this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]
     """What scores a session: one, or a list of several."""
     scoring: ScoringConfig = ScoringConfig()
@@ -84,6 +88,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _data_is_whole(self) -> Self:
+        check_data(self.data)
+        return self
+
+    @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
         estimator = self.trainer.advantage.estimator
         counts = self.trainer.advantage.weight > 0
@@ -102,6 +111,23 @@ class RunConfig(Section):
                 "nothing to learn; one of them must be above 0"
             )
         return self
+
+    @property
+    def trains_live(self) -> bool:
+        """Whether agents are run to be trained on."""
+        return self.rollout is not None and any(each.is_live for each in self.data)
+
+    @property
+    def trains(self) -> bool:
+        return self.trains_live or any(not each.is_live for each in self.data)
+
+    def groups_of(self, steps: int) -> list[int]:
+        """How many groups each of `data` has in the first so many steps, all being there."""
+        return turns([each.share for each in self.data], steps * self.trainer.groups_per_step)
+
+    def live_groups_of(self, steps: int) -> int:
+        counts = zip(self.data, self.groups_of(steps), strict=True)
+        return sum(count for each, count in counts if each.is_live)
 
     @property
     def max_staleness(self) -> int:

@@ -31,7 +31,7 @@ def settle_vllm(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfi
     if section.lora_rank is None and lora is not None:
         changes["lora_rank"] = lora.rank
     if section.gpu_memory is None:
-        trains_here = isinstance(config.cluster, LocalClusterConfig) and config.rollout is not None
+        trains_here = isinstance(config.cluster, LocalClusterConfig) and config.trains
         changes["gpu_memory"] = 0.4 if trains_here else 0.9
     return section.model_copy(update=changes)
 

@@ -1,6 +1,6 @@
 """How far generation may run ahead of training.
 
-A step consumes ``groups_per_step`` groups. A group that starts while at most ``max_staleness`` steps'
+A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts while at most ``max_staleness`` steps'
 worth of others is ahead of it is trained at most ``max_staleness`` versions later; with 0 the two
 alternate strictly.
 """
@@ -36,7 +36,7 @@ class Admission:
         self.store = store
         self.run_id = run_id
         self.steps = config.trainer.steps
-        self.groups_per_step = config.trainer.groups_per_step
+        self.groups_of = config.live_groups_of
         self.steps_ahead = config.max_staleness + 1
         self._last: Admitted | None = None
         self._looked = 0.0
@@ -60,9 +60,9 @@ class Admission:
         done = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
         started = progress.next_group_index
         # Neither running, nor waiting, nor in a step: dropped outside of the steps, and made up for.
-        in_steps = len(steps) * self.groups_per_step
+        in_steps = self.groups_of(len(steps))
         made_up = max(0, started - progress.groups_open - len(waiting) - in_steps)
-        wanted = min(done + self.steps_ahead, self.steps) * self.groups_per_step + made_up
+        wanted = self.groups_of(min(done + self.steps_ahead, self.steps)) + made_up
         return Admitted(
             next_index=started,
             room=max(0, wanted - started),
