@@ -8,11 +8,11 @@ from yarl import URL
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ConfigError, ScoreError
 from instar.gateway.base import OpenedSession, OpenSession
-from instar.rewards.base import Surroundings
+from instar.rewards.base import JUDGE_AGENT, Surroundings
 from instar.rewards.judge.wire import Endpoint, Http, Reply, chat_body, read_chat
 from instar.types import UNTRAINABLE, Call, Json, SessionStatus, Tag
 
-OWN_MODEL = "instar-judge"
+OWN_MODEL = JUDGE_AGENT
 """The model that such a call asks for: the gateway answers any name, and the record tells what it was."""
 REASON = "a judge's question"
 

@@ -1,0 +1,121 @@
+"""How far a judge can be believed: whether it agrees with itself, and with the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from instar.store.base import Store
+from instar.types import Reward, RewardSource
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of one judge in one version. What could not be compared is None."""
+
+    judge: str
+    rewards: int
+    mean: float
+    dollars: float
+    votes: float | None
+    """Of two votes on the same question: 1 - the mean difference of two scores, or how often two signals are
+    the same."""
+    orders: float | None
+    """Share of pairs on which both orders agree."""
+    rule_sessions: int
+    """Sessions that a rule scored too."""
+    rule_same_side: float | None
+    """Share of them in which judge and rule are on the same side of 0.5."""
+    rule_correlation: float | None
+    """Pearson's, where neither is always the same."""
+
+
+async def run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[Agreement]:
+    """Of every judge of a run, by name; reads so many sessions at once."""
+    tallies: dict[str, _Tally] = {}
+    after = 0
+    while rows := await store.sessions(run_id, after=after, limit=page):
+        after = rows[-1].seq
+        rewards = await store.rewards_of([row.session.session_id for row in rows])
+        for of_session in rewards.values():
+            _count(tallies, of_session)
+    return [tally.result(name) for name, tally in sorted(tallies.items())]
+
+
+def agreement(sessions: Sequence[Sequence[Reward]]) -> list[Agreement]:
+    """The same of rewards at hand, those of each session together."""
+    tallies: dict[str, _Tally] = {}
+    for rewards in sessions:
+        _count(tallies, rewards)
+    return [tally.result(name) for name, tally in sorted(tallies.items())]
+
+
+def _count(tallies: dict[str, _Tally], rewards: Sequence[Reward]) -> None:
+    rules = [r.value for r in rewards if r.source is RewardSource.RULE and r.call_id is None]
+    last: dict[str, float] = {}
+    for reward in rewards:
+        if reward.source is not RewardSource.JUDGE:
+            continue
+        name = f"{reward.scorer}@{reward.scorer_version}"
+        tallies.setdefault(name, _Tally()).add(reward)
+        if reward.call_id is None:
+            last[name] = reward.value
+    for name, value in last.items() if rules else ():
+        tallies[name].compare(value, rules[-1])
+
+
+@dataclass(slots=True)
+class _Tally:
+    rewards: int = 0
+    total: float = 0.0
+    dollars: float = 0.0
+    vote_pairs: int = 0
+    votes_alike: float = 0.0
+    orders: int = 0
+    orders_agreed: int = 0
+    compared: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    def add(self, reward: Reward) -> None:
+        self.rewards += 1
+        self.total += reward.value
+        self.dollars += reward.cost
+        votes: list[Any] = reward.detail.get("votes", [])
+        for one, other in combinations(votes, 2):
+            self.vote_pairs += 1
+            self.votes_alike += float(one == other) if isinstance(one, str) else 1 - abs(one - other)
+        self.orders += reward.detail.get("orders", 0)
+        self.orders_agreed += reward.detail.get("orders_agreed", 0)
+
+    def compare(self, judge: float, rule: float) -> None:
+        self.compared.append((judge, rule))
+
+    def result(self, name: str) -> Agreement:
+        same = [(judge >= 0.5) == (rule >= 0.5) for judge, rule in self.compared]
+        return Agreement(
+            judge=name,
+            rewards=self.rewards,
+            mean=self.total / self.rewards,
+            dollars=self.dollars,
+            votes=_share(self.votes_alike, self.vote_pairs),
+            orders=_share(self.orders_agreed, self.orders),
+            rule_sessions=len(same),
+            rule_same_side=_share(sum(same), len(same)),
+            rule_correlation=_correlation(self.compared),
+        )
+
+
+def _share(part: float, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    if len(pairs) < 2:
+        return None
+    middle = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
+    spread = [math.sqrt(sum((pair[i] - middle[i]) ** 2 for pair in pairs)) for i in (0, 1)]
+    if min(spread) < 1e-12:
+        return None
+    return sum((a - middle[0]) * (b - middle[1]) for a, b in pairs) / (spread[0] * spread[1])

@@ -1,0 +1,91 @@
+"""The run's own model as its judge, through a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from instar.config import GatewayConfig, ModelConfig, RunConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.errors import ScoreError
+from instar.gateway.auth import create_key
+from instar.record.render import load_renderer
+from instar.rewards.base import JUDGE_AGENT, Surroundings, Transcript
+from instar.rewards.judge.factory import create_judge
+from instar.rewards.judge.judging import Judge
+from instar.types import UNTRAINABLE, Channel, SessionStatus
+from tests.tiny import make_tiny_tokenizer
+from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+from tests.unit.rewards.judges import TASK, answered
+
+ANSWER = 'Well, {"reasons": "fine", "score": 0.5}'
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncGenerator[Served]:
+    make_tiny_tokenizer().save_pretrained(tmp_path / "model")
+    LlamaConfig().save_pretrained(tmp_path / "model")
+    model = ModelConfig(name=str(tmp_path / "model"), max_context=8192)
+    engine = ScriptedEngine(model, ScriptedEngineConfig(replies=[ANSWER]))
+    renderer = load_renderer(tmp_path / "model", model)
+    async with run_gateway(tmp_path / "store.db", engine, renderer, GatewayConfig()) as served:
+        yield served
+
+
+def own_judge() -> Judge:
+    section = {"type": "judge", "endpoint": "self", "votes": 2, "max_prompt_chars": 2000}
+    return create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
+
+
+async def judge_with(gateway: Served, key: str) -> None:
+    judge = own_judge()
+    await judge.start(Surroundings("run", gateway.store, gateway.url, key))
+    try:
+        (reward,) = await judge.score(TASK, answered("42"))
+    finally:
+        await judge.close()
+    assert reward.value == 0.5
+    assert reward.detail["votes"] == [0.5, 0.5]
+
+
+async def test_its_questions_are_recorded_but_neither_scored_nor_trained_on(gateway: Served) -> None:
+    await judge_with(gateway, ADMIN)
+    rows = await gateway.store.sessions("run")
+    assert len(rows) == 2
+    for row in rows:
+        session = row.session
+        assert (session.channel, session.status) == (Channel.LIVE, SessionStatus.ABANDONED)
+        assert session.reason == "a judge's question"
+        (tag,) = (await gateway.store.tags([session.session_id]))[session.session_id]
+        assert tag.name == UNTRAINABLE
+        calls = await gateway.store.calls(session.session_id)
+        assert "6 times 7" in calls[0].messages[-1]["content"]
+        judge = own_judge()
+        assert await judge.score(TASK, Transcript(session.session_id, calls, None)) == []
+    assert await gateway.store.unscored("run", "judge:outcome@x", list(Channel)) == []
+
+
+async def test_an_agents_key_will_do(gateway: Served) -> None:
+    await judge_with(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
+    assert {row.session.agent_id for row in await gateway.store.sessions("run")} == {JUDGE_AGENT}
+
+
+async def test_a_wrong_key_is_permanent_and_not_told(gateway: Served) -> None:
+    with pytest.raises(ScoreError, match="401") as failed:
+        await judge_with(gateway, "sk-instar-not-known")
+    assert not failed.value.again
+    assert "sk-instar-not-known" not in str(failed.value)
+
+
+async def test_a_gateway_that_is_away_is_tried_again(gateway: Served) -> None:
+    judge = own_judge()
+    await judge.start(Surroundings("run", gateway.store, "http://127.0.0.1:9", ADMIN))
+    async with asyncio.timeout(10):
+        with pytest.raises(ScoreError, match="cannot be reached") as failed:
+            await judge.score(TASK, answered("42"))
+    await judge.close()
+    assert failed.value.again
