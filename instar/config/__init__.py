@@ -36,6 +36,7 @@ from instar.config.cluster import (
     RouteName,
     SyncConfig,
 )
+from instar.config.data import DataConfig
 from instar.config.engines import (
     CloudEngineConfig,
     EngineConfig,
@@ -45,7 +46,6 @@ from instar.config.engines import (
     UpstreamEngineConfig,
     VllmEngineConfig,
 )
-from instar.config.data import DataConfig
 from instar.config.gateway import (
     GatewayConfig,
     ModelRoute,

@@ -44,7 +44,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _live_is_new(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content: of exported data; what agents do in this run is trained once")
+            raise ValueError("epochs and content are of exported data; what agents do in a run is trained once")
         return self
 
     @property
@@ -61,7 +61,7 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """What its groups are known by in the run: the name with its version, or the beginning of the hash."""
+        """What its groups are known by in the run: the name with its version, or the first of its hash."""
         if self.dataset is not None:
             return self.source.removeprefix(NAMED)
         return (self.content or "").removeprefix("sha256:")[:12]

@@ -49,8 +49,8 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. `instar train` needs it, unless all its data was exported before; `instar serve`
-    does not."""
+    """Agents to run on tasks. `instar train` needs it, unless all its data was exported before;
+    `instar serve` does not."""
     data: Annotated[list[DataConfig], BeforeValidator(listed_data)] = [DataConfig()]
     """What to train on: what agents do in this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]

@@ -1,8 +1,8 @@
 """How far generation may run ahead of training.
 
-A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts while at most ``max_staleness`` steps'
-worth of others is ahead of it is trained at most ``max_staleness`` versions later; with 0 the two
-alternate strictly.
+A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts
+while at most ``max_staleness`` steps' worth of others is ahead of it is trained at most ``max_staleness``
+versions later; with 0 the two alternate strictly.
 """
 
 from __future__ import annotations
