@@ -44,7 +44,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _live_is_new(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content are of exported data; what agents do in a run is trained once")
+            raise ValueError("epochs and content are of exported data, not of what agents do in this run")
         return self
 
     @property

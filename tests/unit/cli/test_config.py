@@ -22,7 +22,7 @@ AGENT = "{type: command, command: [sh]}"
 MISTAKES = {
     "unknown section": (
         "trainr: {}",
-        "trainr: no such setting; allowed: agent_id, backend, cluster, dir, engine, eval, gateway, "
+        "trainr: no such setting; allowed: agent_id, backend, cluster, data, dir, engine, eval, gateway, "
         "model, models, name, reward, rollout, scoring, seed, simulate, store, sync, trainer, upstreams "
         "(did you mean 'trainer'?)",
     ),
