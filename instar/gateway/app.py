@@ -22,6 +22,7 @@ from instar.gateway.base import SESSION_HEADER, ApiError, bad_request
 from instar.gateway.calls import Calls, Exchange
 from instar.gateway.control import Control
 from instar.gateway.dialects.base import Dialect, Request, TokenLogprob
+from instar.gateway.feedback import FeedbackDesk
 from instar.gateway.forward import Forward, as_message
 from instar.gateway.identity import evidence, external_id
 from instar.gateway.incoming import Incoming
@@ -80,7 +81,15 @@ def create_app(
     routing = Routing(calls, upstream, upstreams or {}, models or {})
     incoming, watch = Incoming(sessions.keys, config), LoopWatch()
     gateway = Gateway(sessions, recorder, routing, incoming, hasher, config, sampling)
-    control = Control(sessions, routing, incoming, hasher, watch, policy_id, gateway.chat)
+    desk = FeedbackDesk(
+        store,
+        redactor,
+        run_id=run_id,
+        renderer=renderer,
+        context=lambda: engine.info.max_context if engine else None,
+        models=models or {},
+    )
+    control = Control(sessions, routing, incoming, hasher, watch, policy_id, gateway.chat, desk)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:

@@ -26,6 +26,7 @@ from instar.gateway.base import (
 from instar.gateway.calls import Exchange
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.dialects.messages import models_answer
+from instar.gateway.feedback import FeedbackDesk, FeedbackList, GiveFeedback
 from instar.gateway.identity import evidence, external_id
 from instar.gateway.incoming import Incoming
 from instar.gateway.routing import Routing
@@ -50,6 +51,7 @@ class Control:
         watch: LoopWatch,
         policy_id: str,
         chat: Dialect,
+        desk: FeedbackDesk,
     ) -> None:
         """``chat``: whose words are used where no dialect was chosen."""
         self._sessions = sessions
@@ -59,6 +61,7 @@ class Control:
         self._watch = watch
         self._policy_id = policy_id
         self._chat = chat
+        self._desk = desk
 
     def routes(self) -> list[Route]:
         return [
@@ -72,6 +75,8 @@ class Control:
             Route("/sessions/{session}/fail", self.fail_session, methods=["POST"]),
             Route("/sessions/{session}/calls", self.submit_calls, methods=["POST"]),
             *(Route(f"{prefix}/generate", self.generate, methods=["POST"]) for prefix in PREFIXES),
+            Route("/feedback", self.list_feedback),
+            *(Route(f"{prefix}/feedback", self.feedback, methods=["POST"]) for prefix in ("", *PREFIXES)),
         ]
 
     async def models(self, http: HttpRequest) -> Response:
@@ -98,8 +103,7 @@ class Control:
         return _json({"status": "ok", "engine": "up", "version": status.version})
 
     async def stats(self, http: HttpRequest) -> Response:
-        if (await self._incoming.caller(http)).kind != "admin":
-            raise ApiError(403, "Only the admin key reads these.", code="not_allowed")
+        await self._admin(http)
         lag = self._watch.p99() * 1000
         return _json(
             {
@@ -109,6 +113,10 @@ class Control:
                 "sessions_in_memory": len(self._sessions),
             }
         )
+
+    async def _admin(self, http: HttpRequest) -> None:
+        if (await self._incoming.caller(http)).kind != "admin":
+            raise ApiError(403, "Only the admin key reads these.", code="not_allowed")
 
     # --- tokens in, tokens out --------------------------------------------------------------------
 
@@ -168,6 +176,22 @@ class Control:
     async def read_session(self, http: HttpRequest) -> Response:
         caller = await self._incoming.caller(http)
         return _struct(await self._sessions.view(http.path_params["session"], caller))
+
+    # --- people -----------------------------------------------------------------------------------
+
+    async def feedback(self, http: HttpRequest) -> Response:
+        caller = await self._incoming.caller(http)
+        asked = _decode(await self._incoming.body_of(http), GiveFeedback)
+        if session := http.path_params.get("session"):
+            if asked.session_id not in (None, session):
+                raise ApiError(403, "The URL and the body name different sessions.", code="session_conflict")
+            asked.session_id = session
+        given, is_new = await self._desk.give(caller, asked, evidence(http.headers).client_key)
+        return _struct(given, 201 if is_new else 200)
+
+    async def list_feedback(self, http: HttpRequest) -> Response:
+        await self._admin(http)
+        return _struct(FeedbackList(await self._desk.listed(http.query_params.get("session"))))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return failure(self._chat, api_error(error))

@@ -112,7 +112,7 @@ class Forward:
                     self._first_at = self._first_at or time.time()
                     if piece.choices is not None:
                         recorded = True
-                        self.request_id = piece.answer_id or self.request_id
+                        self._call_it(piece.answer_id, graph)
                         await self._record(graph, placement, piece.choices)
                     await forward(piece)
         except asyncio.CancelledError:
@@ -133,6 +133,11 @@ class Forward:
             raise
         finally:
             await answer.aclose()
+
+    def _call_it(self, answer_id: str | None, graph: MessageGraph) -> None:
+        """As the provider does, unless it calls all its answers so."""
+        if answer_id is not None and not graph.has_answer(answer_id):
+            self.request_id = answer_id
 
     async def _record_partial(
         self, graph: MessageGraph, placement: Placement, answer: Answer, reason: str

@@ -12,6 +12,11 @@ from instar.gateway.dialects.base import Request
 from instar.gateway.upstream.base import Upstream
 
 
+def route_of(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
+    """The first whose pattern fits."""
+    return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
+
+
 class Routing:
     def __init__(
         self,
@@ -27,11 +32,9 @@ class Routing:
 
     def of(self, model: str) -> tuple[Upstream | None, bool]:
         """The upstream, or None for the engine; and whether its calls may be trained on."""
-        for pattern, route in self._models.items():
-            if fnmatchcase(model, pattern):
-                upstream = self._upstreams[route.upstream] if route.upstream else self._upstream
-                return upstream, route.trainable
-        return self._upstream, True
+        if (route := route_of(self._models, model)) is None:
+            return self._upstream, True
+        return self._upstreams[route.upstream] if route.upstream else self._upstream, route.trainable
 
     def engine(self, request: Request | None = None) -> Calls:
         """Raises ApiError where there is none, or where the request asks for what it cannot give."""

@@ -241,6 +241,10 @@ class MessageGraph:
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes
 
+    def has_answer(self, request_id: str) -> bool:
+        """Whether a finished request is called so."""
+        return request_id in self._finished
+
     def is_whole(self, call: Call) -> bool:
         """Whether its reply was stored as it was given: nothing was cut out of it."""
         if not (call.reason or "").startswith(REDACTED):

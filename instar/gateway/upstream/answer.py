@@ -165,7 +165,8 @@ class HttpAnswer(Answer):
         if not reader.whole:
             raise EngineUnavailable("the provider's answer broke off")
         raw, deltas = b"".join(self._held), reader.taken()
-        return Piece(raw, deltas, reader.choices(), self._content_type, reader.answer_id)
+        answer_id = None if self._translated else reader.answer_id
+        return Piece(raw, deltas, reader.choices(), self._content_type, answer_id)
 
 
 async def _more(response: HttpResponse, reader: Reader) -> bytes:

@@ -30,8 +30,8 @@ class Piece:
     content_type: str | None = None
     """Of ``raw``; set on the first piece."""
     answer_id: str | None = None
-    """On the last piece: what the provider calls the answer, where an agent may go on from it by that name
-    (``previous_response_id``)."""
+    """On the last piece: what the provider calls the answer, where the agent is told so. It may go on from it
+    by that name (``previous_response_id``), and people give feedback by it."""
 
 
 class UpstreamRefused(ApiError):

@@ -86,12 +86,14 @@ class WireUsage(msgspec.Struct):
 
 
 class WireAnswer(msgspec.Struct):
+    id: Any = None
     choices: list[WireChoice] | None = None
     usage: WireUsage | None = None
     error: Any = None
 
 
 class ExactAnswer(msgspec.Struct):
+    id: Any = None
     choices: list[ExactChoice] | None = None
     usage: WireUsage | None = None
     error: Any = None
@@ -150,6 +152,7 @@ class ChatReader(Reader):
         chunk = self._decode(data)
         if chunk.error:
             raise refusal(data)
+        self.call_it(chunk.id)
         if chunk.usage:
             self.usage = chunk.usage.read()
         if isinstance(chunk, ExactAnswer) and chunk.prompt_token_ids is not None:

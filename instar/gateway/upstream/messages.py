@@ -36,6 +36,7 @@ class WireUsage(msgspec.Struct):
 
 
 class WireAnswer(msgspec.Struct):
+    id: Any = None
     content: list[Block] | None = None
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -87,6 +88,7 @@ class MessagesReader(Reader):
         answer = _decode(body)
         if answer.content is None:
             raise refusal(body)
+        self.call_it(answer.id)
         for index, block in enumerate(answer.content):
             self._begin(index, block)
             if index in self._calls:
@@ -99,6 +101,7 @@ class MessagesReader(Reader):
         if event.type == "error":
             raise refusal(data)
         if event.type == "message_start" and event.message:
+            self.call_it(event.message.id)
             _add_usage(self.usage, event.message.usage)
         elif event.type == "content_block_start" and event.content_block:
             self._begin(event.index, event.content_block)

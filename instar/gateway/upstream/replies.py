@@ -17,6 +17,7 @@ from instar.record.base import CallDelta, Delta
 from instar.types import FinishReason, Message, ToolCall
 
 Deltas = list[tuple[int, Delta]]
+MAX_ANSWER_ID = 512
 
 
 @dataclass(slots=True)
@@ -133,7 +134,12 @@ class Reader(ABC):
         self.over = False
         """The last event has come."""
         self.answer_id: str | None = None
-        """What the provider calls it, where an agent may go on from it by that name."""
+        """What the provider calls it."""
+
+    def call_it(self, answer_id: Any) -> None:
+        """By the name that the provider gives, if it is one."""
+        if isinstance(answer_id, str) and 0 < len(answer_id) <= MAX_ANSWER_ID:
+            self.answer_id = answer_id
 
     @abstractmethod
     def read(self, body: bytes) -> None: ...

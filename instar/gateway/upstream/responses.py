@@ -148,7 +148,7 @@ class ResponsesReader(Reader):
 
     def _end(self, response: WireResponse) -> None:
         self.ended = self.over = True
-        self.answer_id = response.id
+        self.call_it(response.id)
         self.usage = _usage(response.usage)
         self._final = _draft(response, response.output or self._done)
 

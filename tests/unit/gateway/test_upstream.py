@@ -20,6 +20,7 @@ from instar.gateway.upstream.http import HttpUpstream
 from tests.unit.gateway.provider import ANSWERS, ARGUMENTS, TEXT, Provider, run_provider, sse
 
 DIALECTS = ("chat", "completions", "responses", "messages")
+IDS = {"chat": "chatcmpl-9", "completions": "cmpl-9", "responses": "resp_9", "messages": "msg_9"}
 WITH_TOOLS = ("chat", "responses", "messages")
 MESSAGES = [{"role": "user", "content": "hi"}]
 Make = Callable[..., HttpUpstream]
@@ -84,7 +85,7 @@ async def test_an_answer_passes_through_as_it_is(provider: Provider, upstream: M
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
     assert choice.finish_reason == ("length" if dialect == "completions" else "stop")
     assert choice.sampled_ids is None
-    assert piece.answer_id == ("resp_9" if dialect == "responses" else None)
+    assert piece.answer_id == IDS[dialect]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -115,7 +116,7 @@ async def test_a_stream_passes_through_as_it_is(upstream: Make, dialect: str, mo
     expected = b"".join(sse(ANSWERS[dialect][1](model, 1), named, model == "crlf"))
     assert b"".join(piece.raw for piece in pieces) == expected
     assert the_message(pieces[-1])["content"] == TEXT
-    assert pieces[-1].answer_id == ("resp_9" if dialect == "responses" else None)
+    assert pieces[-1].answer_id == IDS[dialect]
     assert [piece.choices for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[0].content_type == "text/event-stream; charset=utf-8"
 
