@@ -67,6 +67,11 @@ class DataConfig(Section):
         return (self.content or "").removeprefix("sha256:")[:12]
 
 
+def group_prefix(run_id: str, label: str) -> str:
+    """What the ids of the groups begin with that a run has of such data."""
+    return f"{run_id}/data/{label}/"
+
+
 def listed_data(value: Any) -> Any:
     """A list may be left out where there is one, and a section where only its source is said."""
     given = cast(list[Any], value) if isinstance(value, list) else [value]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from instar.config.data import group_prefix
 from instar.datasets.bring_in import Brought, read_groups, read_sessions
 from instar.datasets.export import Progress
 from instar.datasets.files import read_rows
@@ -31,11 +32,6 @@ from instar.types import (
 TRAINED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
-def data_prefix(run_id: str, label: str) -> str:
-    """What the ids of the groups of a source begin with."""
-    return f"{run_id}/data/{label}/"
-
-
 async def bring_as_data(
     store: Store,
     folder: Path,
@@ -49,7 +45,7 @@ async def bring_as_data(
     """As finished groups of the run's data channel, under ids of their own: the same data may be in the store
     as what it was. Groups that were given up and sessions for evaluation are left out; a session of no group
     is a group of one. What is there already is left alone."""
-    prefix = data_prefix(run_id, label)
+    prefix = group_prefix(run_id, label)
     there = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
     rename = _renaming(run_id, label)
     groups = _training_groups(folder, manifest, prefix, run_id)

@@ -1,0 +1,77 @@
+"""Which groups of exported data a step takes beside those of the run's own agents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from instar.config import DataConfig, RunConfig
+from instar.config.data import group_prefix
+from instar.store.base import Store
+from instar.types import Channel, Group, GroupStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    group: Group
+    epoch: int
+    """How often it was gone through before: what its claims are made in."""
+
+
+class Mixture:
+    """Every source has its places in a step, by its share alone, and gives its groups in their order, again
+    and again for as many epochs as it has. A group is in a step once at most."""
+
+    def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.config = config
+        self._begun: dict[str, int] = {}
+        """By label, the first epoch that may have groups left."""
+
+    @property
+    def has_live(self) -> bool:
+        return any(each.is_live for each in self.config.data)
+
+    def begin_again(self) -> None:
+        self._begun = {}
+
+    def live_places(self, step: int) -> int:
+        return self.config.live_groups_of(step) - self.config.live_groups_of(step - 1)
+
+    async def pick(self, step: int) -> list[Picked]:
+        """Those of a step, from what no step has claimed."""
+        before, after = self.config.groups_of(step - 1), self.config.groups_of(step)
+        picked: list[Picked] = []
+        for section, first, last in zip(self.config.data, before, after, strict=True):
+            if not section.is_live:
+                picked += await self._pick(section, last - first)
+        return picked
+
+    async def _pick(self, section: DataConfig, places: int) -> list[Picked]:
+        label = section.label
+        if not await self._unclaimed(label, None):
+            return []
+        picked: list[Picked] = []
+        epoch = self._begun.get(label, 0)
+        last = self._epochs(section)
+        while len(picked) < places and (last is None or epoch < last):
+            taken = {each.group.group_id for each in picked}
+            left = await self._unclaimed(label, epoch)
+            fresh = [group for group in left if group.group_id not in taken]
+            if picked and not fresh:
+                break  # all of it is in this step
+            picked += [Picked(group, epoch) for group in fresh[: places - len(picked)]]
+            if not left:
+                self._begun[label] = epoch + 1
+            epoch += 1
+        return picked
+
+    def _epochs(self, section: DataConfig) -> int | None:
+        return section.epochs or (None if self.has_live else 1)
+
+    async def _unclaimed(self, label: str, epoch: int | None) -> list[Group]:
+        groups = await self.store.groups(
+            self.run_id, Channel.DATA, GroupStatus.READY, unclaimed_in_epoch=epoch
+        )
+        prefix = group_prefix(self.run_id, label)
+        return [group for group in groups if group.group_id.startswith(prefix)]
