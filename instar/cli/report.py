@@ -16,6 +16,7 @@ import typer
 from instar.cluster.layout import RunFolder, public_settings
 from instar.config import RunConfig
 from instar.errors import InstarError
+from instar.rewards.judge.agreement import Agreement, run_agreement
 from instar.store.base import SessionRow
 from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
@@ -41,9 +42,10 @@ def write_report(run_dir: Path) -> Path:
     picture = folder.report / "reward.png"
     _draw(picture, steps, evaluations)
     examples = asyncio.run(_examples(config))
+    judges = asyncio.run(_judges(config))
     page = folder.report / "index.html"
     page.write_text(
-        _page(config, steps, evaluations, picture, examples, read_warnings(run_dir)), encoding="utf-8"
+        _page(config, steps, evaluations, picture, examples, judges, read_warnings(run_dir)), encoding="utf-8"
     )
     return page
 
@@ -131,6 +133,16 @@ def _gain(by_label: dict[str, dict[str, SessionRow]], task: str) -> float:
     return (by_label["after"][task].reward or 0.0) - (by_label["before"][task].reward or 0.0)
 
 
+async def _judges(config: RunConfig) -> list[Agreement]:
+    store = open_store(config, read_only=True)
+    try:
+        # Every reward is read for it, so only where there is something to find.
+        judged = any(scorer.startswith("judge:") for scorer in await store.score_counts(config.name))
+        return await run_agreement(store, config.name) if judged else []
+    finally:
+        await store.close()
+
+
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2024}
 h1{margin-bottom:.2rem}.sub{color:#60646c;margin-top:0}img{width:100%}
@@ -153,6 +165,7 @@ def _page(
     evaluations: list[Json],
     picture: Path,
     examples: list[tuple[str, list[Call], float | None]],
+    judges: list[Agreement],
     warnings: list[str],
 ) -> str:
     image = base64.b64encode(picture.read_bytes()).decode()
@@ -171,7 +184,13 @@ def _page(
     if examples:
         parts.append("<h2>What it did, before and after</h2>")
         parts += [_example(*example) for example in examples]
-    parts += ["<h2>Steps</h2>", _step_table(steps), *_staleness(steps), "<h2>Settings</h2>"]
+    parts += [
+        "<h2>Steps</h2>",
+        _step_table(steps),
+        *_staleness(steps),
+        *_agreement(judges),
+        "<h2>Settings</h2>",
+    ]
     settings = html.escape(json.dumps(public_settings(config), indent=2))
     parts.append(f"<details><summary>config.json</summary><pre>{settings}</pre></details>")
     return "\n".join(parts)
@@ -230,6 +249,30 @@ def _staleness(steps: list[Json]) -> list[str]:
         rows = [(reason, f"{count:,}") for reason, count in sorted(dropped.items())]
         parts += ["<h2>Not trained on</h2>", _table(("reason", "samples"), rows)]
     return parts
+
+
+def _agreement(judges: list[Agreement]) -> list[str]:
+    """How far each judge agrees with itself and with the rules: docs/judge.md says what the columns mean."""
+    head = (
+        "judge",
+        "rewards",
+        "mean",
+        "dollars",
+        "votes",
+        "orders",
+        "sessions with a rule",
+        "same side",
+        "r",
+    )
+    rows = [
+        (
+            *(one.judge, f"{one.rewards:,}", f"{one.mean:.3f}", f"{one.dollars:.2f}", _cell(one.votes)),
+            *(_cell(one.orders), f"{one.rule_sessions:,}"),
+            *(_cell(one.rule_same_side), _cell(one.rule_correlation)),
+        )
+        for one in judges
+    ]
+    return ["<h2>Judges</h2>", _table(head, rows)] if rows else []
 
 
 def _sums(steps: list[Json], name: str) -> Counter[str]:
