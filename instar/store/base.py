@@ -257,8 +257,8 @@ class Store(ABC):
         (nothing is changed then). ``metadata`` is merged into the session's."""
 
     @abstractmethod
-    async def oldest_open(self, run_id: str, channels: Sequence[Channel]) -> int | None:
-        """The ``seq`` of the open session that was opened first."""
+    async def settled(self, run_id: str, channels: Sequence[Channel]) -> int:
+        """The ``seq`` up to which every session of these channels has ended."""
 
     @abstractmethod
     async def sessions(
@@ -331,7 +331,8 @@ class Store(ABC):
         awaited: bool = False,
     ) -> list[Unscored]:
         """Completed sessions without a score by this scorer, oldest first, from those behind ``after``.
-        ``awaited``: none of a group that is ready, or was dropped."""
+        ``awaited``: none of a group that is ready, or was dropped, nor one that another version of the scorer
+        has scored."""
 
     @abstractmethod
     async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:

@@ -70,26 +70,32 @@ def unscored(
     awaited: bool,
 ) -> list[Unscored]:
     marks = ", ".join("?" * len(channels))
-    closed = (GroupStatus.READY.value, GroupStatus.DROPPED.value) if awaited else ()
-    waiting = "AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.group_id = s.group_id AND g.status IN (?, ?)) "
+    where, values = "scorer = ?", list[Any]([scorer])
+    waiting = ""
+    if awaited:
+        versions = scorer.partition("@")[0] + "@"
+        where, values = "(scorer = ? OR substr(scorer, 1, ?) = ?)", [scorer, len(versions), versions]
+        waiting = "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
+        values += [GroupStatus.READY.value, GroupStatus.DROPPED.value]
     rows = db.execute(
         f"SELECT * FROM sessions s WHERE run_id = ? AND channel IN ({marks}) AND status = ? AND seq > ? "
-        "AND NOT EXISTS (SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND scorer = ?) "
-        f"{waiting if awaited else ''}ORDER BY seq LIMIT ?",
-        (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, scorer, *closed, limit),
+        f"AND NOT EXISTS (SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND {where}) "
+        f"{waiting} ORDER BY seq LIMIT ?",
+        (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, *values, limit),
     )
     return [Unscored(row["seq"], decode_session(row)) for row in rows]
 
 
-def oldest_open(db: Database, run_id: str, channels: Sequence[Channel]) -> int | None:
-    found = [
-        db.execute(
+def settled(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
+    # In this order: what is opened between the two lies behind the first.
+    last = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
+    for channel in channels:
+        oldest = db.execute(
             "SELECT MIN(seq) AS seq FROM sessions WHERE run_id = ? AND channel = ? AND status = ?",
             (run_id, channel.value, SessionStatus.OPEN.value),
         ).fetchone()["seq"]
-        for channel in channels
-    ]
-    return min((seq for seq in found if seq is not None), default=None)
+        last = last if oldest is None else min(last, oldest - 1)
+    return last
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[dict[str, Any]]) -> bool:

@@ -165,8 +165,8 @@ class SqlStore(Store):
 
         return await self._write(lambda db: opinions.end_scored(db, end, scores))
 
-    async def oldest_open(self, run_id: str, channels: Sequence[Channel]) -> int | None:
-        return await self._read(lambda db: opinions.oldest_open(db, run_id, channels))
+    async def settled(self, run_id: str, channels: Sequence[Channel]) -> int:
+        return await self._read(lambda db: opinions.settled(db, run_id, channels))
 
     async def sessions(
         self,

@@ -1,0 +1,253 @@
+"""The scoring runner over a real store, with scorers that fail in every way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from instar.config import ScoringConfig
+from instar.errors import ScoreError
+from instar.rewards.base import JUDGE_AGENT, GroupScorer, Scorer, Transcript
+from instar.rewards.runner import ScoringRunner
+from instar.store.base import Run
+from instar.store.sqlite import SqliteStore
+from instar.types import (
+    Channel,
+    GroupStatus,
+    Reward,
+    RewardSource,
+    ScoreState,
+    SessionStatus,
+    Task,
+)
+from tests.unit.store.make import POLICY, RUN, make_call, make_group, make_session
+
+QUICK = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
+
+
+class Counting(Scorer):
+    """A judge without a model: fails, hangs or answers as the session's name says."""
+
+    name = "judge:test"
+    version = "1"
+    background = True
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.tasks: dict[str, Task] = {}
+        self.now = 0
+        self.most = 0
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        session = transcript.session_id
+        self.asked[session] += 1
+        self.tasks[session] = task
+        assert transcript.final_text == "hi"
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            if "hangs" in session:
+                await asyncio.sleep(60)
+            await asyncio.sleep(0.002)
+        finally:
+            self.now -= 1
+        if "fails" in session:
+            raise ValueError("garbage")
+        if "hopeless" in session:
+            raise ScoreError("no budget")
+        if "once" in session and self.asked[session] == 1:
+            raise ScoreError("busy", again=True, wait=0.01)
+        return [
+            Reward(session, 0.5, RewardSource.JUDGE, cost=0.01),
+            Reward(session, 1.0, RewardSource.JUDGE, call_id=f"call-{session}"),
+        ]
+
+
+class Longest(GroupScorer):
+    name = "longest"
+
+    async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
+        return [
+            Reward(each.session_id, float(place), RewardSource.JUDGE)
+            for place, each in enumerate(transcripts)
+        ]
+
+
+class Rule(Counting):
+    name = "rule"
+    version = ""
+    background = False
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "store.db")
+    await store.put_run(Run(RUN, POLICY, {}))
+    yield store
+    await store.close()
+
+
+async def add(store: SqliteStore, name: str, channel: Channel = Channel.LIVE, **fields: object) -> None:
+    await store.open_session(make_session(name, channel=channel, **fields))
+    await store.add_calls([make_call(f"call-{name}", name)])
+    await store.end_session(name, SessionStatus.COMPLETED)
+
+
+def make(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
+    return ScoringRunner(store, RUN, scorers, config, on_live=scorers)
+
+
+@asynccontextmanager
+async def running(runner: ScoringRunner) -> AsyncIterator[None]:
+    task = asyncio.create_task(runner.run())
+    yield
+    runner.drain()
+    await asyncio.wait_for(task, 20)
+
+
+async def until_scored(store: SqliteStore, *names: str, by: int = 1) -> None:
+    async with asyncio.timeout(20):
+        while any(len(found) < by for found in (await store.scores(names)).values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_every_session_ends_scored_or_with_a_reason(store: SqliteStore) -> None:
+    names = ["good", "once", "fails", "hangs", "hopeless"]
+    for name in names:
+        await add(store, name)
+    scorer = Counting()
+    async with running(make(store, scorer)):
+        await until_scored(store, *names)
+    found = {name: scores[0] for name, scores in (await store.scores(names)).items()}
+    assert {name: (score.state, score.attempts, score.reason) for name, score in found.items()} == {
+        "good": (ScoreState.SCORED, 1, None),
+        "once": (ScoreState.SCORED, 2, None),
+        "fails": (ScoreState.FALLBACK, 2, "ValueError: garbage"),
+        "hangs": (ScoreState.FALLBACK, 2, "no answer within 0.3 s"),
+        "hopeless": (ScoreState.FALLBACK, 1, "no budget"),
+    }
+    whole, call = await store.rewards("good")
+    assert (whole.scorer, whole.scorer_version, whole.cost) == ("judge:test", "1", 0.01)
+    assert whole.reward_id == "good/judge:test@1"
+    assert call.reward_id == "good/judge:test@1/call-good"
+    assert await store.rewards("fails") == []
+
+
+async def test_a_fallback_may_be_a_value(store: SqliteStore) -> None:
+    await add(store, "hopeless")
+    config = QUICK.model_copy(update={"fallback": -1.0})
+    async with running(make(store, Counting(), config=config)):
+        await until_scored(store, "hopeless")
+    (reward,) = await store.rewards("hopeless")
+    assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "judge:test")
+    assert reward.detail == {"reason": "no budget"}
+
+
+async def test_none_is_scored_twice_and_none_is_missed(store: SqliteStore) -> None:
+    """Sessions that end in another order than they were opened, over two runners one after the other."""
+    names = [f"s{number}" for number in range(60)]
+    for name in names:
+        await store.open_session(make_session(name, channel=Channel.LIVE))
+        await store.add_calls([make_call(f"call-{name}", name)])
+    scorer = Counting()
+    async with running(make(store, scorer)):
+        for name in reversed(names[:30]):
+            await store.end_session(name, SessionStatus.COMPLETED)
+        await until_scored(store, *names[:30])
+        for name in reversed(names[30:45]):
+            await store.end_session(name, SessionStatus.COMPLETED)
+        await until_scored(store, *names[30:45])
+    for name in names[45:]:
+        await store.end_session(name, SessionStatus.COMPLETED)
+    async with running(make(store, scorer)):
+        await until_scored(store, *names)
+    assert scorer.asked == Counter(names)
+    assert 1 < scorer.most <= QUICK.concurrency
+    assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 60}}
+
+
+async def test_a_scorer_that_hangs_keeps_only_its_own_sessions_waiting(store: SqliteStore) -> None:
+    class Stuck(Counting):
+        name = "stuck"
+
+        async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+            await asyncio.sleep(60)
+            return []
+
+    names = [f"s{number}" for number in range(20)]
+    for name in names:
+        await add(store, name)
+    slow = QUICK.model_copy(update={"deadline": 50.0})
+    runner = make(store, Stuck(), Counting(), config=slow)
+    task = asyncio.create_task(runner.run())
+    await until_scored(store, *names)
+    assert "20 scored" in runner.doing
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_rollouts_have_background_scorers_and_live_sessions_all(store: SqliteStore) -> None:
+    await store.open_group(make_group("g", task=Task("t", {"q": 7})))
+    await add(store, "trained", Channel.TRAIN, group_id="g")
+    await add(store, "live", metadata={"task": {"q": 8}}, task_id="own")
+    await add(store, "judges-own", agent_id=JUDGE_AGENT)
+    judge, rule = Counting(), Rule()
+    async with running(make(store, judge, rule)):
+        await until_scored(store, "trained")
+        await until_scored(store, "live", by=2)
+    assert set(judge.asked) == {"trained", "live"}
+    assert set(rule.asked) == {"live"}
+    assert judge.tasks["trained"] == Task("t", {"q": 7})
+    assert judge.tasks["live"] == Task("own", {"q": 8})
+
+
+async def until_ready(store: SqliteStore, group_id: str) -> None:
+    async with asyncio.timeout(20):
+        while (group := await store.group(group_id)) and group.status is not GroupStatus.READY:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_group_is_ready_once_all_its_sessions_are_scored(store: SqliteStore) -> None:
+    await store.open_group(make_group("g", size=3))
+    await add(store, "a", Channel.TRAIN, group_id="g", slot=0)
+    await add(store, "b-hangs", Channel.TRAIN, group_id="g", slot=1)
+    await store.open_session(make_session("c", group_id="g", slot=2))
+    await store.end_session("c", SessionStatus.FAILED, "no idea")
+    async with running(make(store, Counting(), Longest())):
+        await until_scored(store, "a")
+        group = await store.group("g")
+        assert group is not None
+        assert group.status is GroupStatus.OPEN
+        await store.close_group("g", GroupStatus.SCORING)
+        await until_ready(store, "g")
+    scores = await store.scores(["a", "b-hangs", "c"])
+    assert [len(scores[name]) for name in ("a", "b-hangs", "c")] == [2, 2, 0]
+    values = {reward.scorer: reward.value for reward in await store.rewards("b-hangs")}
+    assert values == {"longest": 1.0}
+
+
+async def test_a_group_whose_sessions_all_failed_waits_for_nobody(store: SqliteStore) -> None:
+    await store.open_group(make_group("g", size=1, status=GroupStatus.SCORING))
+    async with running(make(store, Counting())):
+        await until_ready(store, "g")
+
+
+async def test_another_version_of_a_scorer_leaves_what_is_scored_alone(store: SqliteStore) -> None:
+    await add(store, "old")
+    async with running(make(store, Counting())):
+        await until_scored(store, "old")
+
+    class Newer(Counting):
+        version = "2"
+
+    scorer = Newer()
+    await add(store, "new")
+    async with running(make(store, scorer)):
+        await until_scored(store, "new")
+    assert set(scorer.asked) == {"new"}
