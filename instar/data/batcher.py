@@ -4,10 +4,10 @@ A step consumes ``groups_per_step`` finished groups, lowest index first. Their s
 dropped with the step for a reason: all rewards of the group are equal and there is no reference to learn
 from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
 (``no_tokens``), the sample is too old (``stale``; under `trainer.stale: mask`, all its tokens are), the
-session was run again (``superseded``). A session
-that ends after its group was consumed is dropped with the step that did (``late``). Outside of steps are
-dropped: groups too old as a whole (``stale``), and groups the rollout gave up. The same rows in the store
-make the same batch.
+session was run again (``superseded``), or was tagged to be left out (``untrainable``). A session that
+ends after its group was consumed is dropped with the step that did (``late``). Outside of steps are dropped:
+groups too old as a whole (``stale``), and groups the rollout gave up. The same rows in the store make the
+same batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from instar.data.advantages import (
     normalize,
     token_scales,
 )
-from instar.data.combine import Combine
-from instar.data.linearize import linearize, with_advantage
+from instar.data.linearize import with_advantage
+from instar.data.loading import ENDED, Entry, Loaded, Loader
 from instar.data.report import batch_report
 from instar.store.base import Store
 from instar.types import (
+    UNTRAINABLE,
     Channel,
     Claim,
     ClaimOutcome,
@@ -43,11 +44,9 @@ from instar.types import (
     Json,
     Sample,
     Session,
-    SessionStatus,
 )
 
 POLL = 0.05
-ENDED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +65,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A slot's final session, ready to be trained on."""
-
-    session: Session
-    samples: list[Sample]
-    reward: float | None
-    per_call: dict[str, float]
-    """What single calls were rewarded with, weighted."""
-
-    @property
-    def failed(self) -> bool:
-        return self.session.status is SessionStatus.FAILED
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    group: Group
-    entries: list[_Entry]
-    superseded: list[Session]
-
-    @property
-    def samples(self) -> list[Sample]:
-        return [sample for entry in self.entries for sample in entry.samples]
-
-    @property
-    def session_ids(self) -> set[str]:
-        return {entry.session.session_id for entry in self.entries} | {s.session_id for s in self.superseded}
-
-
-@dataclass(frozen=True, slots=True)
 class _Settled:
     """A consumed group: by which step, if any, and its sessions that are accounted for."""
 
@@ -109,9 +78,9 @@ class Batcher:
         self.run_id = run_id
         self.config = config
         self.estimator = Estimator(config.trainer.advantage)
-        self.combine = Combine(config)
+        self.loader = Loader(store, config)
         self._distils = config.trainer.reference.weight > 0
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, Loaded] = {}
         self._settled: OrderedDict[str, _Settled] | None = None
         """The groups consumed last: other sessions in them are late."""
 
@@ -148,9 +117,8 @@ class Batcher:
             is_last = finished is not None and finished()
             fresh, stale = await self._ready(epoch, version)
             drops += stale
-            wanted = self.config.trainer.groups_per_step
-            if len(fresh) >= wanted or (is_last and fresh):
-                return self._assemble(fresh[:wanted], drops, step, epoch, version)
+            if len(fresh) >= self.config.trainer.groups_per_step or (is_last and fresh):
+                return self._assemble(await self.loader.set_tagged_apart(fresh), drops, step, epoch, version)
             if drops:
                 # Written at once: the rollout waits for the room that they leave.
                 await self.store.drop(drops)
@@ -160,60 +128,50 @@ class Batcher:
                 return None
             await asyncio.sleep(POLL)
 
+    async def preview(self, step: int, epoch: int, version: int) -> Batch:
+        """The batch that ``step`` would be given now, from fewer groups where not enough are finished.
+        Nothing is written; the batcher is of no further use."""
+        drops = [*await self._late(epoch), *await self._given_up(epoch)]
+        fresh, stale = await self._ready(epoch, version)
+        return self._assemble(
+            await self.loader.set_tagged_apart(fresh), [*drops, *stale], step, epoch, version
+        )
+
     # --- what there is ---------------------------------------------------------------------------
 
-    async def _ready(self, epoch: int, version: int) -> tuple[list[_Loaded], list[Claim]]:
-        """Finished groups nobody consumed yet, and the drops of those that are too old."""
+    async def _ready(self, epoch: int, version: int) -> tuple[list[Loaded], list[Claim]]:
+        """The first finished groups that nobody consumed yet, as many as a step takes, and the drops of those
+        before them that are too old."""
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
         )
-        loaded = {g.group_id: self._loaded.get(g.group_id) or await self._load(g) for g in groups}
-        self._loaded = loaded
-        fresh: list[_Loaded] = []
+        wanted = self.config.trainer.groups_per_step
+        self._loaded = {
+            group.group_id: self._loaded[group.group_id] for group in groups if group.group_id in self._loaded
+        }
+        fresh: list[Loaded] = []
         drops: list[Claim] = []
-        for found in loaded.values():
-            samples = found.samples
-            if samples and not any(self._fresh(sample, version) for sample in samples):
-                drops += self._dropped(found, epoch, "stale", version=version)
-                self._settle(found, None)
-            else:
-                fresh.append(found)
+        while groups and len(fresh) < wanted:
+            part, groups = groups[: wanted - len(fresh)], groups[wanted - len(fresh) :]
+            missing = [group for group in part if group.group_id not in self._loaded]
+            self._loaded |= {found.group.group_id: found for found in await self.loader.load(missing)}
+            for found in (self._loaded[group.group_id] for group in part):
+                samples = found.samples
+                if samples and not any(self._fresh(sample, version) for sample in samples):
+                    drops += self._dropped(found, epoch, "stale", version=version)
+                    self._settle(found, None)
+                else:
+                    fresh.append(found)
         return fresh, drops
-
-    async def _load(self, group: Group) -> _Loaded:
-        rows = await self.store.sessions(group_id=group.group_id)
-        ended = [row.session for row in rows if row.session.status in ENDED]
-        final: dict[int, Session] = {}
-        for session in ended:
-            held = final.get(session.slot)
-            if held is None or session.attempt >= held.attempt:
-                final[session.slot] = session
-        kept = {session.session_id for session in final.values()}
-        return _Loaded(
-            group=group,
-            entries=[await self._entry(final[slot]) for slot in sorted(final)],
-            superseded=[session for session in ended if session.session_id not in kept],
-        )
-
-    async def _entry(self, session: Session) -> _Entry:
-        rewards = await self.store.rewards(session.session_id)
-        scores = (await self.store.scores([session.session_id]))[session.session_id]
-        reward = self.combine(rewards, scores)
-        if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
-            reward = self.config.rollout.failed_reward
-        samples = linearize(session, await self.store.calls(session.session_id))
-        weight = self.config.trainer.advantage.weight
-        per_call = {call_id: weight * value for call_id, value in self.combine.calls(rewards, scores).items()}
-        return _Entry(session, samples, reward, per_call)
 
     async def _given_up(self, epoch: int) -> list[Claim]:
         """Drops of groups that the rollout closed as dropped."""
         drops: list[Claim] = []
-        for group in await self.store.groups(
+        groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.DROPPED, unclaimed_in_epoch=epoch
-        ):
-            found = await self._load(group)
-            drops += self._dropped(found, epoch, group.reason or "group_dropped")
+        )
+        for found in await self.loader.load(groups):
+            drops += self._dropped(found, epoch, found.group.reason or "group_dropped")
             self._settle(found, None)
         return drops
 
@@ -222,42 +180,43 @@ class Batcher:
         left behind when the step is released would keep the group from being claimed again."""
         if self._settled is None:
             self._settled = OrderedDict()
-            for claim in await self.store.claims(self.run_id):
-                if claim.group_id is not None and claim.epoch == epoch:
-                    settled = self._settled.setdefault(claim.group_id, _Settled(claim.step, set()))
-                    settled.sessions.add(claim.session_id)
-            self._forget()
+            for claim in await self.store.settled_claims(self.run_id, epoch, self._watched):
+                assert claim.group_id is not None
+                settled = self._settled.setdefault(claim.group_id, _Settled(claim.step, set()))
+                settled.sessions.add(claim.session_id)
         drops: list[Claim] = []
+        in_groups = await self.store.sessions_in(list(self._settled))
         for group_id, settled in self._settled.items():
-            for row in await self.store.sessions(group_id=group_id):
-                session = row.session
+            for session in in_groups[group_id]:
                 if session.status in ENDED and session.session_id not in settled.sessions:
                     settled.sessions.add(session.session_id)
                     drops.append(replace(self._drop_session(session, epoch, "late"), step=settled.step))
         return drops
 
-    def _settle(self, found: _Loaded, step: int | None) -> None:
+    def _settle(self, found: Loaded, step: int | None) -> None:
         assert self._settled is not None
         self._settled[found.group.group_id] = _Settled(step, found.session_ids)
-        self._forget()
 
-    def _forget(self) -> None:
-        """Keep the groups that can still have stragglers: several steps' worth."""
-        assert self._settled is not None
-        watched = 4 * (self.config.max_staleness + 1) * self.config.trainer.groups_per_step
-        while len(self._settled) > watched:
+        while len(self._settled) > self._watched:
             self._settled.popitem(last=False)
+
+    @property
+    def _watched(self) -> int:
+        """Groups that can still have stragglers: several steps' worth."""
+        return 4 * (self.config.max_staleness + 1) * self.config.trainer.groups_per_step
 
     # --- what becomes of it ----------------------------------------------------------------------
 
     def _assemble(
-        self, groups: Sequence[_Loaded], drops: list[Claim], step: int, epoch: int, version: int
+        self, groups: Sequence[Loaded], drops: list[Claim], step: int, epoch: int, version: int
     ) -> Batch:
         samples: list[Sample] = []
         claims: list[Claim] = []
         zero_signal = 0
         for found in groups:
             advantages = self._advantages(found.entries)
+            for entry in found.tagged:
+                claims += self._drop_entry(entry, epoch, UNTRAINABLE, None, version)
             if self._distils or _teaches(found.entries, advantages):
                 trained, taken = self._take(found, advantages, epoch, version)
                 samples += trained
@@ -282,7 +241,7 @@ class Batcher:
             report=_group_report(groups, entries) | report | {"zero_signal": zero_signal},
         )
 
-    def _advantages(self, entries: Sequence[_Entry]) -> Advantages:
+    def _advantages(self, entries: Sequence[Entry]) -> Advantages:
         """A session that only had single calls rewarded stands at 0 itself; and so does one that nobody
         scored, where rewards do not count."""
         unscored = self._distils and self.config.trainer.advantage.weight == 0
@@ -293,7 +252,7 @@ class Batcher:
         ]
 
     def _take(
-        self, found: _Loaded, advantages: Advantages, epoch: int, version: int
+        self, found: Loaded, advantages: Advantages, epoch: int, version: int
     ) -> tuple[list[Sample], list[Claim]]:
         """The samples of a group to train on, and a claim for everything in it."""
         samples: list[Sample] = []
@@ -325,7 +284,7 @@ class Batcher:
 
     def _dropped(
         self,
-        found: _Loaded,
+        found: Loaded,
         epoch: int,
         reason: str,
         advantages: Advantages | None = None,
@@ -336,11 +295,13 @@ class Batcher:
         for entry, advantage in zip(found.entries, advantages or [None] * len(found.entries), strict=True):
             claims += self._drop_entry(entry, epoch, reason, advantage, version)
         claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
+        if found.tagged:
+            return claims
         # A group without sessions needs a claim too, or it would come up again and again.
         return claims or [self._drop_group(found.group, epoch, "no_sessions")]
 
     def _drop_entry(
-        self, entry: _Entry, epoch: int, reason: str, advantage: float | None, version: int | None
+        self, entry: Entry, epoch: int, reason: str, advantage: float | None, version: int | None
     ) -> list[Claim]:
         """One claim per sample, or one for the session when it has none."""
         if reason in ("zero_signal", "no_reward") and entry.reward is None:
@@ -359,7 +320,7 @@ class Batcher:
         ]
 
     def _claim(
-        self, entry: _Entry, sample: Sample, epoch: int, advantage: float | None, version: int | None
+        self, entry: Entry, sample: Sample, epoch: int, advantage: float | None, version: int | None
     ) -> Claim:
         return Claim(
             run_id=self.run_id,
@@ -403,11 +364,11 @@ def _lowest(sample: Sample) -> int:
     return lowest
 
 
-def _teaches(entries: Sequence[_Entry], advantages: Advantages) -> bool:
+def _teaches(entries: Sequence[Entry], advantages: Advantages) -> bool:
     return has_signal(advantages) or any(value != 0 for entry in entries for value in entry.per_call.values())
 
 
-def _group_report(groups: Sequence[_Loaded], entries: Sequence[_Entry]) -> Json:
+def _group_report(groups: Sequence[Loaded], entries: Sequence[Entry]) -> Json:
     rewards = [entry.reward for entry in entries if entry.reward is not None]
     return {
         "reward_mean": float(np.mean(rewards)) if rewards else None,

@@ -276,6 +276,10 @@ class Store(ABC):
         """Oldest first; with ``limit``, the newest so many. ``before`` and ``after`` are the ``seq`` of rows
         that bound the page: with ``after`` and ``limit``, the oldest so many behind it."""
 
+    @abstractmethod
+    async def sessions_in(self, group_ids: Sequence[str]) -> dict[str, list[Session]]:
+        """The sessions of groups, oldest first; an empty list for a group without any."""
+
     # calls
     @abstractmethod
     async def add_calls(
@@ -298,6 +302,10 @@ class Store(ABC):
     @abstractmethod
     async def calls(self, session_id: str) -> list[Call]:
         """In the order they were committed, prompts and messages whole."""
+
+    @abstractmethod
+    async def calls_of(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
+        """As `calls`, of several sessions; an empty list for one without any."""
 
     @abstractmethod
     async def calls_of_request(self, request_id: str) -> list[Call]:
@@ -471,6 +479,11 @@ class Store(ABC):
     async def claims(
         self, run_id: str, *, step: int | None = None, session_id: str | None = None
     ) -> list[Claim]: ...
+
+    @abstractmethod
+    async def settled_claims(self, run_id: str, epoch: int, groups: int) -> list[Claim]:
+        """Those of the train channel's ``groups`` groups of highest index that have any in that epoch, in
+        the order they were made."""
 
     @abstractmethod
     async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress: ...

@@ -157,9 +157,12 @@ def fetch_call(db: Database, call_id: str) -> Fetched:
     return _with_tools(db, Fetched(rows, [call_id] if rows else []))
 
 
-def fetch_calls(db: Database, column: str, value: str) -> Fetched:
-    """Those with this value in ``column``, and what they stand on."""
-    own = db.execute(f"SELECT * FROM calls WHERE {column} = ? ORDER BY seq", (plain(value),)).fetchall()
+def fetch_calls(db: Database, column: str, *values: str) -> Fetched:
+    """Those with one of these values in ``column``, and what they stand on."""
+    marks = ", ".join("?" * len(values))
+    own = db.execute(
+        f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq", [plain(value) for value in values]
+    ).fetchall()
     there = {row["call_id"] for row in own}
     outside: dict[str, Row] = {}
     for base_id in {row["base_id"] for row in own} - there - {None}:

@@ -7,6 +7,8 @@ of rewards that few sessions have is where the search begins instead.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from instar.store.base import SessionFilter, SessionRow
 from instar.store.codec import Row
 from instar.store.database import Database
 from instar.store.rows import decode_session
-from instar.types import Channel, RewardSource, SessionStatus
+from instar.types import Channel, RewardSource, Session, SessionStatus
 
 RARE = 2000
 """What holds of so many sessions at most is where a search begins."""
@@ -51,6 +53,17 @@ def _decode(row: Row) -> SessionRow:
         reward=row["reward"],
         seq=row["seq"],
     )
+
+
+def get_sessions_in(db: Database, group_ids: Sequence[str]) -> dict[str, list[Session]]:
+    found: dict[str, list[Session]] = {group_id: [] for group_id in group_ids}
+    rows = db.execute(
+        f"SELECT * FROM sessions WHERE group_id IN ({db.json_texts.format('?')}) ORDER BY seq",
+        (json.dumps(list(found)),),
+    )
+    for row in rows:
+        found[row["group_id"]].append(decode_session(row))
+    return found
 
 
 class _Query:

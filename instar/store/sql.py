@@ -51,6 +51,9 @@ from instar.types import (
 
 T = TypeVar("T")
 
+SESSIONS_AT_ONCE = 64
+"""Whose calls one read takes: no snapshot is held for long."""
+
 
 class SqlStore(Store):
     """Usable from any event loop. A caller that is cancelled while its write is under way may find it
@@ -185,6 +188,9 @@ class SqlStore(Store):
         page = listing.Page(run_id, group_id, wanted, before, after, limit)
         return await self._read(lambda db: listing.get_sessions(db, page))
 
+    async def sessions_in(self, group_ids: Sequence[str]) -> dict[str, list[Session]]:
+        return await self._read(lambda db: listing.get_sessions_in(db, group_ids))
+
     # calls
 
     async def add_calls(
@@ -207,6 +213,18 @@ class SqlStore(Store):
         return await self._decoded(
             lambda db: call_queries.fetch_calls(db, "session_id", session_id), call_queries.Fetched.decode
         )
+
+    async def calls_of(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
+        found: dict[str, list[Call]] = {session_id: [] for session_id in session_ids}
+        for start in range(0, len(session_ids), SESSIONS_AT_ONCE):
+            part = session_ids[start : start + SESSIONS_AT_ONCE]
+            calls = await self._decoded(
+                lambda db, part=part: call_queries.fetch_calls(db, "session_id", *part),
+                call_queries.Fetched.decode,
+            )
+            for call in calls:
+                found[call.session_id].append(call)
+        return found
 
     async def calls_of_request(self, request_id: str) -> list[Call]:
         return await self._decoded(
@@ -361,6 +379,9 @@ class SqlStore(Store):
         self, run_id: str, *, step: int | None = None, session_id: str | None = None
     ) -> list[Claim]:
         return await self._read(lambda db: steps.get_claims(db, run_id, step, session_id))
+
+    async def settled_claims(self, run_id: str, epoch: int, groups: int) -> list[Claim]:
+        return await self._read(lambda db: steps.get_settled_claims(db, run_id, epoch, groups))
 
     async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress:
         return await self._read(lambda db: steps.progress(db, run_id, channel))

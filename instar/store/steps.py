@@ -138,6 +138,15 @@ def get_claims(db: Database, run_id: str, step: int | None, session_id: str | No
     return [decode_claim(row) for row in db.execute(sql + " ORDER BY seq", values)]
 
 
+def get_settled_claims(db: Database, run_id: str, epoch: int, groups: int) -> list[Claim]:
+    rows = db.execute(
+        "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
+        "WHERE run_id = ? AND channel = ? AND claimed_epoch >= ? ORDER BY idx DESC LIMIT ?) ORDER BY seq",
+        (run_id, epoch, run_id, Channel.TRAIN.value, epoch, groups),
+    )
+    return [decode_claim(row) for row in rows]
+
+
 def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
     """A group is consumed when it was dropped, or when it has claims and each is of a step that is
     committed or has published its version, or of no step at all. Claims of another run that trains on

@@ -12,7 +12,16 @@ from instar.config import RuleRewardConfig
 from instar.data.batcher import Batch, Batcher
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
-from instar.types import ClaimOutcome, GroupStatus, Reward, RewardSource, SessionStatus, StepState
+from instar.types import (
+    UNTRAINABLE,
+    ClaimOutcome,
+    GroupStatus,
+    Reward,
+    RewardSource,
+    SessionStatus,
+    StepState,
+    Tag,
+)
 from tests.unit.data.build import RUN, add_group, add_session, begin, make_config
 
 
@@ -298,3 +307,45 @@ async def test_distillation_alone_asks_for_no_reward(store: Store) -> None:
     batch = await take(store, Batcher(store, RUN, config))
     assert [sample.advantages.any() for sample in batch.samples] == [False] * 2
     assert [claim.reason for claim in batch.claims] == [None, None, "failed"]
+
+
+async def test_a_session_tagged_untrainable_is_left_out(store: Store) -> None:
+    first = await add_group(store, 0, [1.0, 0.0, 5.0])
+    alone = await add_group(store, 1, [1.0, 0.0])
+    batcher = Batcher(store, RUN, make_config(groups_per_step=2, group_size=3))
+    assert await batcher.next_batch(1, 0, 0, wait=0.0) is not None, "both groups are loaded by now"
+    batcher.begin_again()
+    tagged = [f"{first}:2.0", f"{alone}:0.0", f"{alone}:1.0"]
+    await store.add_tags([Tag(session_id, UNTRAINABLE) for session_id in tagged])
+    batch = await take(store, batcher)
+    assert [sample.session_id for sample in batch.samples] == [f"{first}:0.0", f"{first}:1.0"]
+    assert [round(claim.advantage or 0, 3) for claim in batch.claims if claim.reason is None] == [1.0, -1.0]
+    dropped = [claim for claim in await store.claims(RUN) if claim.reason == UNTRAINABLE]
+    assert sorted(claim.session_id for claim in dropped) == sorted(tagged)
+    assert await batcher.next_batch(2, 0, 0, finished=lambda: True) is None, "both groups are consumed"
+
+
+async def test_a_preview_is_the_next_batch_and_writes_nothing(store: Store) -> None:
+    await add_group(store, 0, [1.0, 0.0])
+    await add_group(store, 1, [0.5, 0.5], version=0)
+    await add_group(store, 2, [], status=GroupStatus.DROPPED, reason="too many failed")
+    config = make_config(groups_per_step=2)
+    shown = await Batcher(store, RUN, config).preview(1, 0, 0)
+    assert await store.claims(RUN) == []
+    batch = await take(store, Batcher(store, RUN, config))
+    assert (shown.claims, shown.drops, shown.report) == (batch.claims, batch.drops, batch.report)
+    await add_group(store, 3, [1.0, 0.0])
+    left = await Batcher(store, RUN, config).preview(2, 0, 0)
+    assert len(left.samples) == 2, "fewer groups than a step takes are shown too"
+
+
+async def test_a_step_loads_no_more_groups_than_it_takes(store: Store) -> None:
+    for index in range(4):
+        await add_group(store, index, [1.0, 0.0], version=0 if index == 1 else 3)
+    batcher = Batcher(store, RUN, make_config(groups_per_step=2, max_staleness=1))
+    batch = await take(store, batcher, version=3)
+    assert sorted({claim.group_id for claim in batch.claims}) == [
+        f"{RUN}/train/000000",
+        f"{RUN}/train/000002",
+    ]
+    assert {claim.reason for claim in batch.drops} == {"stale"}

@@ -12,7 +12,7 @@ from instar.store.base import SessionFilter, Store
 from instar.store.listing import RARE
 from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
 
-from .make import RUN, make_session
+from .make import RUN, follow, ids, make_call, make_claim, make_group, make_session, user
 
 
 async def fill(store: Store) -> None:
@@ -89,3 +89,30 @@ class Listing:
         await store.add_tags([Tag(name, "seen") for name in names[:-1]])
         (row,) = await store.sessions(RUN, where=SessionFilter(tags=(("seen", None),)), limit=1)
         assert row.session.session_id == names[-2]
+
+    async def test_sessions_and_calls_of_several_at_once(self, store: Store) -> None:
+        await store.open_session(make_session("a", group_id="g"))
+        await store.open_session(make_session("b", group_id="g"))
+        first = make_call("a1", "a")
+        await store.add_calls([first, make_call("b1", "b"), follow(first, "a2", ids(9), user("go on"))])
+        found = await store.sessions_in(["g", "nobody"])
+        assert [session.session_id for session in found["g"]] == ["a", "b"]
+        assert found["nobody"] == []
+        calls = await store.calls_of(["b", "a", "nobody"])
+        assert {each: [call.call_id for call in those] for each, those in calls.items()} == {
+            "a": ["a1", "a2"],
+            "b": ["b1"],
+            "nobody": [],
+        }
+        assert calls["a"][1].prompt_ids.tolist() == [*first.sequence.tolist(), 9]
+
+    async def test_claims_of_the_groups_that_were_claimed_last(self, store: Store) -> None:
+        for index in range(3):
+            await store.open_group(make_group(f"g{index}", index))
+        claims = [
+            make_claim(f"g{index}/0", group_id=f"g{index}", session_id=f"s{index}") for index in range(2)
+        ]
+        await store.claim_step(RUN, 1, claims)
+        assert [claim.group_id for claim in await store.settled_claims(RUN, 0, 9)] == ["g0", "g1"]
+        assert [claim.group_id for claim in await store.settled_claims(RUN, 0, 1)] == ["g1"]
+        assert await store.settled_claims(RUN, 1, 9) == []
