@@ -206,6 +206,49 @@ def sessions_show(
     run_show(run_dir, session_id, as_json=as_json)
 
 
+class FeedbackAction(StrEnum):
+    ls = "ls"
+
+
+@app.command()
+def feedback(
+    run_dir: RunDir,
+    action: Annotated[FeedbackAction | None, typer.Argument(help="ls: list what was given.")] = None,
+    session: Annotated[str | None, typer.Option(help="The session that it is about.")] = None,
+    call: Annotated[str | None, typer.Option(help="Or one call of it.")] = None,
+    response: Annotated[str | None, typer.Option(help="Or an answer, by the id that it came with.")] = None,
+    thumbs: Annotated[bool | None, typer.Option("--up/--down", help="Good (reward 1) or bad (0).")] = None,
+    score: Annotated[float | None, typer.Option(help="The reward, in numbers.")] = None,
+    text: Annotated[str, typer.Option(help="In words.")] = "",
+    correction: Annotated[str | None, typer.Option(help="What should have been answered.")] = None,
+    correction_file: Annotated[Path | None, typer.Option(help="The same, from a file.")] = None,
+    author: Annotated[str, typer.Option(help="Who says so.")] = "",
+    feedback_id: Annotated[
+        str | None, typer.Option("--id", help="The same one again is the same feedback again.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what you think of a session or an answer; a corrected answer is trained on."""
+    from instar.cli.feedback import correction_of, run_give, run_ls
+    from instar.gateway.feedback import GiveFeedback
+
+    if action is not None:
+        run_ls(run_dir, session, as_json=as_json)
+        return
+    asked = GiveFeedback(
+        session_id=session,
+        call_id=call,
+        response_id=response,
+        feedback_id=feedback_id,
+        thumbs=None if thumbs is None else ("up" if thumbs else "down"),
+        score=score,
+        text=text,
+        correction=correction_of(correction, correction_file),
+        author=author,
+    )
+    run_give(run_dir, asked, as_json=as_json)
+
+
 @keys_app.command("create")
 def keys_create(
     run_dir: RunDir,

@@ -1,0 +1,116 @@
+"""`instar feedback` on a run's folder with a real store and a real tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.store.base import Run, Store
+from instar.store.factory import open_store
+from instar.types import Call, Channel, Feedback, Message, Reward, Session
+from tests.tiny import make_tiny_tokenizer
+from tests.unit.cli.conftest import Instar
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run with one call, of the tiny tokenizer's model."""
+    folder = tmp_path / "model"
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    LlamaConfig().save_pretrained(folder)
+    config = RunConfig.model_validate(
+        {"name": "rated", "dir": tmp_path / "run", "model": {"name": str(folder)}}
+    )
+    RunFolder(config.run_dir).create(config)
+    asyncio.run(_fill(config, tokenizer))
+    return config
+
+
+async def _fill(config: RunConfig, tokenizer: Any) -> None:
+    def ids(text: str) -> Any:
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    prompt, reply = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), ids("Ho.<|im_end|>")
+    store = open_store(config)
+    await store.put_run(Run("rated", "rated", {}))
+    await store.open_session(Session("s-1", "rated", "a", "rated", Channel.LIVE))
+    call = Call(
+        call_id="c-1",
+        session_id="s-1",
+        run_id="rated",
+        agent_id="a",
+        policy_id="rated",
+        request_id="chatcmpl-1",
+        prompt_ids=prompt,
+        sampled_ids=reply,
+        logprobs=np.full(len(reply), -1, np.float32),
+        versions=np.zeros(len(reply), np.int32),
+        messages=(Message(role="user", content="hi"),),
+        reply=Message(role="assistant", content="Ho."),
+        finish_reason="stop",
+    )
+    await store.add_calls([call])
+    await store.close()
+
+
+async def _kept(config: RunConfig) -> tuple[list[Reward], list[Feedback]]:
+    store: Store = open_store(config)
+    try:
+        return await store.rewards("s-1"), await store.lessons("rated", 0, 10)
+    finally:
+        await store.close()
+
+
+def test_a_thumb_is_a_reward(instar: Instar, config: RunConfig) -> None:
+    told = instar("feedback", config.run_dir, "--session", "s-1", "--up", "--text", "nice", "--author", "Ada")
+    assert told.code == 0, told.err
+    assert "reward 1" in told.out
+    instar("feedback", config.run_dir, "--call", "c-1", "--down")
+    rewards, _ = asyncio.run(_kept(config))
+    assert [(reward.value, reward.call_id) for reward in rewards] == [(1.0, None), (0.0, "c-1")]
+    rows = instar("feedback", config.run_dir, "ls", "--json").json
+    assert [(row["thumbs"], row["text"], row["author"]) for row in rows] == [(1, "nice", "Ada"), (-1, "", "")]
+    assert "nice" in instar("feedback", config.run_dir, "ls").out
+
+
+def test_a_correction_becomes_a_lesson(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "better.txt"
+    file.write_text("Hello.\n")
+    arguments = ["--response", "chatcmpl-1", "--correction-file", file, "--id", "f-1"]
+    told = instar("feedback", config.run_dir, *arguments)
+    assert "will be trained on" in told.out, told.err
+    assert "Recorded before" in instar("feedback", config.run_dir, *arguments).out
+    _, (lesson,) = asyncio.run(_kept(config))
+    assert lesson.correction_ids is not None
+    assert make_tiny_tokenizer().decode(lesson.correction_ids.tolist()) == "Hello.<|im_end|>"
+    other = instar(
+        "feedback", config.run_dir, "--response", "chatcmpl-1", "--correction", "Hi.", "--id", "f-1"
+    )
+    assert (other.code, "says something else" in other.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--session", "s-9", "--up"], "no session 's-9'"),
+        (["--up"], "session_id"),
+        (["--session", "s-1"], "at least one of"),
+        (["--session", "s-1", "--up", "--id", "a b"], "feedback_id"),
+        (["--session", "s-1", "--correction", "x", "--correction-file", "y"], "--correction-file"),
+        (["--session", "s-1", "--correction-file", "/nowhere"], "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said(instar: Instar, config: RunConfig, arguments: list[str], said: str) -> None:
+    told = instar("feedback", config.run_dir, *arguments)
+    assert told.code == 1
+    assert said in told.err
+    assert json.loads(instar("feedback", config.run_dir, "ls", "--json").out) == []
