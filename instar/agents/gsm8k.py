@@ -18,10 +18,11 @@ MAX_TURNS = 5
 CALL_TOKENS = 48
 """Room for a tool call, and for the sentence after it."""
 EXAMPLES = (
+    ("Tom picks 15 bags of 20 plums and eats 31. How many plums remain?", "15 * 20 - 31", "269"),
     ("A crate holds 24 bottles. How many bottles are in 310 crates?", "24 * 310", "7440"),
+    ("Mia has 615 nuts and picks 278 more. How many nuts does Mia have?", "615 + 278", "893"),
     ("Ruth has 350 cups and Max has 129. How many more cups does Ruth have than Max?", "350 - 129", "221"),
     ("Sam shares 96 nuts among 8 friends. How many nuts does each get?", "96 / 8", "12"),
-    ("Tom picks 15 bags of 20 plums and eats 31. How many plums remain?", "15 * 20 - 31", "269"),
 )
 CHECK: Any = {
     "type": "function",
@@ -39,14 +40,21 @@ RIGHT, WRONG = "correct", "wrong, try again"
 
 
 class Solver(Clients):
-    """Calculates, then answers."""
+    """Calculates, then answers, behind so many worked examples."""
 
-    async def __call__(self, task: Json, session: AgentSession, *, examples: int = len(EXAMPLES)) -> None:
+    async def __call__(
+        self,
+        task: Json,
+        session: AgentSession,
+        *,
+        examples: int = len(EXAMPLES),
+        max_tokens: int = CALL_TOKENS,
+    ) -> None:
         client = self.client_for(session)
         messages: list[Any] = [*_solved(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
         for _ in range(MAX_TURNS):
             response = await client.chat.completions.create(
-                model=session.model, messages=messages, tools=[CALC], max_tokens=CALL_TOKENS
+                model=session.model, messages=messages, tools=[CALC], max_tokens=max_tokens
             )
             reply = response.choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
@@ -62,14 +70,19 @@ class Checker(Clients):
     that the first check found right, and halves with every further check."""
 
     async def __call__(
-        self, task: Json, session: AgentSession, *, examples: int = len(EXAMPLES)
+        self,
+        task: Json,
+        session: AgentSession,
+        *,
+        examples: int = len(EXAMPLES),
+        max_tokens: int = CALL_TOKENS,
     ) -> tuple[int, float]:
         client = self.client_for(session)
         messages: list[Any] = [*_checked(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
         checks = 0
         for turn in range(1, MAX_TURNS + 1):
             response = await client.chat.completions.create(
-                model=session.model, messages=messages, tools=[CALC, CHECK], max_tokens=CALL_TOKENS
+                model=session.model, messages=messages, tools=[CALC, CHECK], max_tokens=max_tokens
             )
             reply = response.choices[0].message
             messages.append(reply.model_dump(exclude_none=True))

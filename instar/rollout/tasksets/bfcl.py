@@ -51,9 +51,14 @@ def score(task: Json, transcript: Transcript) -> float:
         return 0.0
     if not all(isinstance(arguments, dict) for call in calls for arguments in call.values()):
         return 0.0
+    return float(check_calls(task, calls))
+
+
+def check_calls(task: Json, calls: list[Json]) -> bool:
+    """Whether these, each a tool's name with its arguments, are what the task asks for."""
     check, python = _checker()
     verdict = check(task["functions"], calls, task["ground_truth"], python, task["category"], US)
-    return float(verdict["valid"])
+    return bool(verdict["valid"])
 
 
 def _task(record: Json, ground_truth: list[Json], category: str) -> Task:

