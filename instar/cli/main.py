@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from instar import __version__
+from instar.cli.data_verbs import add_verbs
 
 app = typer.Typer(
     name="instar",
@@ -28,6 +29,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(backends_app, name="backends")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(keys_app, name="keys")
+add_verbs(app, sessions_app)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]

@@ -1,0 +1,108 @@
+"""The exported data that a run trains on: found by name, held to what it was, and brought into its store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from instar.config import DataConfig, PostgresStoreConfig, RunConfig
+from instar.config.data import NAMED
+from instar.datasets.as_data import bring_as_data
+from instar.datasets.bring_in import check_content
+from instar.datasets.manifest import read_manifest
+from instar.errors import ConfigError, DataError
+from instar.store.base import DatasetRow, Store
+from instar.store.factory import open_store
+from instar.store.sqlite import SqliteStore
+
+NAMES_FILE = "datasets.db"
+
+
+def open_names(config: RunConfig) -> Store:
+    """What knows datasets by name: the server that runs share, or a file beside their folders."""
+    if isinstance(config.store, PostgresStoreConfig):
+        return open_store(config)
+    return open_names_in(config.run_dir.resolve().parent)
+
+
+def open_names_in(runs: Path) -> Store:
+    runs.mkdir(parents=True, exist_ok=True)
+    return SqliteStore(runs / NAMES_FILE)
+
+
+async def pin_data(config: RunConfig, before: Sequence[DataConfig] = ()) -> RunConfig:
+    """The run with each of its datasets held to one version and one content: that of ``before``, where the
+    run had begun, or what is there now."""
+    if all(each.is_live for each in config.data):
+        return config
+    known = {_asked(each): each for each in before}
+    pinned: list[DataConfig] = []
+    names = open_names(config)
+    try:
+        for place, each in enumerate(config.data):
+            path = "data" if len(config.data) == 1 else f"data.{place}"
+            pinned.append(each if each.is_live else await _pin(each, known.get(_asked(each)), names, path))
+    finally:
+        await names.close()
+    return config.model_copy(update={"data": pinned})
+
+
+def _asked(section: DataConfig) -> str:
+    return section.dataset[0] if section.dataset else section.source
+
+
+async def _pin(section: DataConfig, before: DataConfig | None, names: Store, path: str) -> DataConfig:
+    if before is not None and section.source in (before.source, before.source.partition("@")[0]):
+        section = section.model_copy(update={"source": before.source, "content": before.content})
+    row = await _named(section, names, path)
+    try:
+        found = read_manifest(folder_of(section, row)).hash
+    except DataError as error:
+        raise ConfigError(f"{path}.source: given {section.source!r}; {error}") from error
+    if section.content not in (None, found):
+        raise ConfigError(f"{path}.content: given {section.content}; what is there now is {found}")
+    source = section.source if row is None else f"{NAMED}{row.name}@{row.version}"
+    return section.model_copy(update={"source": source, "content": found})
+
+
+async def _named(section: DataConfig, names: Store, path: str) -> DatasetRow | None:
+    if section.dataset is None:
+        return None
+    name, version = section.dataset
+    row = await names.dataset(name, version)
+    if row is None:
+        known = ", ".join(f"{each.name}@{each.version}" for each in await names.datasets()) or "none"
+        raise ConfigError(
+            f"{path}.source: given {section.source!r}; there is no such dataset. Known: {known}"
+        )
+    return row
+
+
+def folder_of(section: DataConfig, row: DatasetRow | None) -> Path:
+    return Path(section.source if row is None else row.path)
+
+
+async def bring_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
+    """Into the run's store. What is there already, from before a restart, is left alone."""
+    names = open_names(config)
+    try:
+        for place, section in enumerate(config.data):
+            if section.is_live:
+                continue
+            folder = folder_of(section, await _named(section, names, f"data.{place}"))
+            manifest = check_content(folder)
+            if manifest.hash != section.content:
+                raise DataError(f"{folder} is no longer what the run began with: {section.content}")
+            brought = await bring_as_data(
+                store,
+                folder,
+                config.name,
+                section.label,
+                manifest,
+                needs_logprobs=config.trainer.loss.name != "cross_entropy",
+            )
+            if not brought.groups and not brought.there:
+                raise DataError(f"{folder} has no finished group to train on")
+            log(f"data: {section.source}, {brought.groups + brought.there} groups")
+    finally:
+        await names.close()
