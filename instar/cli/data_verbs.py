@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from instar.cli import filters
+from instar.cli.filters import filtered, session_filter
 
 datasets_app = typer.Typer(help="Exported data, known by name and version.", no_args_is_help=True)
 
@@ -29,14 +29,16 @@ class Format(StrEnum):
     dpo = "dpo"
 
 
+@filtered
 def sessions_export(
     run_dir: RunDir,
+    chosen: dict[str, Any],
     to: Annotated[Path | None, typer.Option(help="The folder to write. It must not be there yet.")] = None,
     format: Annotated[
         Format,
         typer.Option(
-            help="jsonl, parquet, hf: everything, as JSON lines, Parquet, or a Hugging Face folder. sft, dpo: "
-            "conversations and pairs, as TRL reads them."
+            help="jsonl, parquet, hf: everything, as JSON lines, Parquet, or a Hugging Face folder. "
+            "sft, dpo: conversations and pairs, as TRL reads them."
         ),
     ] = Format.jsonl,
     name: Annotated[
@@ -44,44 +46,21 @@ def sessions_export(
     ] = None,
     samples: Annotated[bool, typer.Option("--samples", help="Write the flat samples beside it.")] = False,
     margin: Annotated[float, typer.Option(min=0, help="dpo: how far the rewards must be apart.")] = 0.0,
-    channel: filters.OfChannel = None,
-    status: filters.OfStatus = None,
-    tag: filters.WithTags = None,
-    without: filters.WithoutTags = None,
-    min_reward: filters.MinReward = None,
-    max_reward: filters.MaxReward = None,
-    scorer: filters.OfScorer = None,
-    source: filters.OfSource = None,
-    task: filters.OfTask = None,
-    agent: filters.OfAgent = None,
-    since: filters.Since = None,
-    until: filters.Until = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write sessions that have ended to a folder: everything, or what another trainer reads."""
+    """Write sessions that have ended to a folder: everything, or what another trainer reads. For sft,
+    --reward-min is what a session must have been worth to be imitated; by default, more than 0."""
     from instar.cli.datasets import run_export
     from instar.datasets.export import Wanted
 
-    imitated = format is Format.sft
-    where = filters.session_filter(
-        channel=channel,
-        status=status,
-        tags=tag,
-        without=without,
-        min_reward=None if imitated else min_reward,
-        max_reward=max_reward,
-        scorer=scorer,
-        source=source,
-        task=task,
-        agent=agent,
-        since=since,
-        until=until,
-    )
+    least = None
+    if format is Format.sft:
+        least, chosen = chosen["reward_min"], {**chosen, "reward_min": None}
     wanted = Wanted(
         format=format.value,
-        where=where,
+        where=session_filter(chosen),
         samples=samples,
-        min_reward=min_reward if imitated else None,
+        min_reward=least,
         margin=margin,
     )
     run_export(run_dir, to, wanted, name=name, as_json=as_json)

@@ -45,17 +45,17 @@ def run_export(run_dir: Path, to: Path | None, wanted: Wanted, *, name: str | No
         _check_name(name)
         if wanted.format not in WHOLE:
             raise ConfigError(f"--as: {wanted.format} cannot be trained on here; use {', '.join(WHOLE)}")
-    asyncio.run(_export(run_dir, to, wanted, name, as_json))
+    if to is not None:
+        check_target(to)
+    asyncio.run(_export(run_dir.absolute(), to and to.absolute(), wanted, name, as_json))
 
 
 async def _export(run_dir: Path, to: Path | None, wanted: Wanted, name: str | None, as_json: bool) -> None:
-    if to is not None:
-        check_target(to)
     async with store_of(run_dir, read_only=True) as (config, store):
         kind = config.store.type
         combine = Combine(config)
         views = Views(linearize, lambda record: combine(record.rewards, record.scores))
-        kept = run_dir.absolute().parent / "datasets"
+        kept = run_dir.parent / "datasets"
         with _bar("exporting", as_json) as progress, _place(to, kept) as folder:
             manifest = await exporting.export(
                 store, config.name, folder, wanted, views, store_kind=kind, progress=progress
@@ -65,7 +65,7 @@ async def _export(run_dir: Path, to: Path | None, wanted: Wanted, name: str | No
         row = None
         if name is not None:
             async with _names_of(config) as names:
-                row = await names.put_dataset(name, str(to.absolute()), manifest.hash, asdict(manifest))
+                row = await names.put_dataset(name, str(to), manifest.hash, asdict(manifest))
     _tell_export(to, manifest, row, as_json)
 
 
@@ -157,11 +157,8 @@ async def _names_of(config: RunConfig) -> AsyncGenerator[Store]:
 @asynccontextmanager
 async def _names(where: Path) -> AsyncGenerator[Store]:
     """``where``: the folder that runs are in, or one of the runs."""
-    names = (
-        open_names(RunFolder(where).read_config().model_copy(update={"dir": where.absolute()}))
-        if RunFolder(where).config_file.is_file()
-        else open_names_in(where)
-    )
+    is_run = RunFolder(where).config_file.is_file()
+    names = open_names(RunFolder(where).read_config()) if is_run else open_names_in(where)
     try:
         yield names
     finally:
@@ -187,11 +184,11 @@ def run_ls(where: Path, *, as_json: bool) -> None:
 
 def run_add(where: Path, name: str, folder: Path, *, as_json: bool) -> None:
     _check_name(name)
-    manifest = check_content(folder)
+    manifest, path = check_content(folder), str(folder.absolute())
 
     async def add() -> DatasetRow:
         async with _names(where) as names:
-            return await names.put_dataset(name, str(folder.absolute()), manifest.hash, asdict(manifest))
+            return await names.put_dataset(name, path, manifest.hash, asdict(manifest))
 
     row = asyncio.run(add())
     typer.echo(json.dumps(_row(row)) if as_json else f"dataset:{row.name}@{row.version}")
