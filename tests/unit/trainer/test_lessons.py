@@ -1,0 +1,172 @@
+"""Corrected answers are learned along with a step: each once, whatever happens to the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instar.backends.base import BackendCapabilities
+from instar.backends.factory import settle
+from instar.config import RunConfig
+from instar.data.lessons import next_lessons
+from instar.errors import ConfigError
+from instar.store.base import Store
+from instar.store.sqlite import SqliteStore
+from instar.trainer.monitor import read_steps
+from instar.types import UNTRAINABLE, Channel, Feedback, Sample, Tag
+from tests.tiny import make_tiny_model
+from tests.unit.data.build import RUN, add_group, begin, make_call, make_session
+from tests.unit.trainer.house import Died, Fate, fill, make_config, open_house
+
+ANSWER = [11, 12, 13, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+async def correct(store: Store, name: str, answer: list[int] = ANSWER, **session: Any) -> None:
+    """A session of one call, and its answer corrected."""
+    fields = {"channel": Channel.LIVE, **session}
+    await store.open_session(make_session(name, **fields))
+    await store.add_calls([make_call(f"{name}#0", [1, 2, 3], [7, 9], session_id=name)])
+    ids = np.asarray(answer, np.int32)
+    await store.add_feedback(Feedback(name, name, f"{name}#0", correction="said", correction_ids=ids))
+
+
+async def add_corrections(config: RunConfig, count: int) -> None:
+    store = SqliteStore(config.store_path)
+    for number in range(count):
+        await correct(store, f"c{number}")
+    await store.close()
+
+
+async def taught(store: Store) -> list[tuple[int | None, str]]:
+    claims = await store.claims(RUN)
+    return sorted((c.step, c.sample_key) for c in claims if c.sample_key.startswith("feedback:"))
+
+
+# --- which ones ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> Any:
+    store = SqliteStore(tmp_path / "store.db")
+    await begin(store)
+    yield store
+    await store.close()
+
+
+async def lessons(store: Store, config: RunConfig) -> list[Sample]:
+    return (await next_lessons(store, RUN, config.trainer, 1, 0)).samples
+
+
+async def test_a_lesson_is_the_prompt_and_the_answer(store: SqliteStore, tmp_path: Path, model: Path) -> None:
+    await correct(store, "a")
+    (sample,) = await lessons(store, make_config(tmp_path, model, corrections={"weight": 0.5}))
+    assert sample.token_ids.tolist() == [1, 2, 3, *ANSWER]
+    assert sample.mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert sample.advantages.tolist() == [0, 0, 0, 0.5, 0.5, 0.5, 0.5]
+    assert (sample.sample_key, sample.session_id) == ("feedback:a", "a")
+
+
+@pytest.mark.parametrize(
+    ("how", "each"),
+    [("batch_sessions", 1 / 2), ("batch_tokens", 1 / 8), ("session_tokens", 1 / 8), ("none", 1.0)],
+)
+async def test_they_are_normalised_as_advantages_are(
+    store: SqliteStore, tmp_path: Path, model: Path, how: str, each: float
+) -> None:
+    for name in ("a", "b"):
+        await correct(store, name)
+    found = await lessons(store, make_config(tmp_path, model, advantage={"normalize": how}))
+    assert [sample.advantages[-1] for sample in found] == pytest.approx([each, each])
+
+
+async def test_which_are_taken(store: SqliteStore, tmp_path: Path, model: Path) -> None:
+    await correct(store, "val", channel=Channel.VAL)
+    await correct(store, "tagged")
+    await store.add_tags([Tag("tagged", UNTRAINABLE)])
+    for name in ("live", "train", "third"):
+        await correct(store, name, channel=Channel.TRAIN if name == "train" else Channel.LIVE)
+    await store.add_feedback(Feedback("words", "live", "live#0", correction="no tokens of it"))
+    found = await lessons(store, make_config(tmp_path, model, corrections={"per_step": 2}))
+    assert [sample.session_id for sample in found] == ["live", "train"], "the oldest, so many"
+    none = make_config(tmp_path, model, corrections={"weight": 0})
+    assert await lessons(store, none) == []
+
+
+# --- trained ------------------------------------------------------------------------------------
+
+
+async def test_a_correction_makes_the_answer_likelier(tmp_path: Path, model: Path) -> None:
+    config = make_config(tmp_path / "run", model, corrections={"per_step": 1})
+    await fill(config)
+    await add_corrections(config, 3)
+    async with open_house(config) as house:
+        (sample, *_) = await lessons(house.store, config)
+
+        async def likely() -> float:
+            (logprobs,) = await house.backend.forward([sample])
+            return float(logprobs[sample.mask > 0].sum())
+
+        before = await likely()
+        await house.trainer.run()
+        assert await likely() > before + 0.1
+        assert await taught(house.store) == [(1, "feedback:c0"), (2, "feedback:c1"), (3, "feedback:c2")]
+        assert house.fate.passed.count("forward_backward") == 6, "one for the samples, one for the lessons"
+        assert house.fate.passed.count("optim_step") == 3
+    steps = read_steps(config.run_dir)
+    assert [step["lessons"] for step in steps] == [1, 1, 1]
+    assert steps[0]["lesson_loss"] == pytest.approx(-before / len(ANSWER), rel=1e-4)
+    assert steps[0]["lesson_loss"] > steps[-1]["lesson_loss"] > 0
+
+
+async def test_a_step_without_signal_still_teaches(tmp_path: Path, model: Path) -> None:
+    config = make_config(tmp_path / "run", model, steps=1)
+    store = SqliteStore(config.store_path)
+    await begin(store)
+    await add_group(store, 0, [1.0, 1.0])
+    await store.close()
+    await add_corrections(config, 2)
+    async with open_house(config) as house:
+        await house.trainer.run()
+        assert house.fate.passed.count("forward_backward") == 1
+        assert await taught(house.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
+    (step,) = read_steps(config.run_dir)
+    assert (step["samples"], step["lessons"], "loss" in step) == (0, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("point", "times"),
+    [("claimed", 2), ("forward_backward", 4), ("optim_step", 2), ("state written", 2), ("published", 2)],
+)
+async def test_each_is_taught_once_whenever_the_trainer_dies(
+    tmp_path: Path, model: Path, point: str, times: int
+) -> None:
+    learned: list[tuple[Any, str]] = []
+    for fate in (Fate(), Fate(point, times)):
+        config = make_config(tmp_path / (fate.point or "calm"), model, corrections={"per_step": 1})
+        await fill(config)
+        await add_corrections(config, 3)
+        if fate.point:
+            async with open_house(config, fate) as house:
+                with pytest.raises(Died):
+                    await house.trainer.run()
+        async with open_house(config) as house:
+            await house.trainer.run()
+            assert await taught(house.store) == [(n + 1, f"feedback:c{n}") for n in range(3)]
+            learned.append((await house.claims(), await house.head_hash()))
+    assert learned[0] == learned[1], "and to the same weights"
+
+
+def test_a_backend_without_the_loss_refuses(tmp_path: Path, model: Path) -> None:
+    config = make_config(tmp_path, model)
+    able = BackendCapabilities(losses=frozenset({config.trainer.loss.name}), artifacts=frozenset({"adapter"}))
+    with pytest.raises(ConfigError, match=r"trainer\.corrections\.weight"):
+        settle(config, able)
+    settle(make_config(tmp_path, model, corrections={"weight": 0}), able)
