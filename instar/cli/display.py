@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BARS = " ▁▂▃▄▅▆▇█"
 REFRESH = 0.5
-ROLE_ORDER = ("gateway", "engine", "rollout", "trainer", "teacher")
+ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -33,10 +33,11 @@ from instar.cluster.context import (
 )
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import RunFolder, engine_names, engine_of, teacher_config, teacher_names
+from instar.cluster.scoring import Scorings, rewards
 from instar.config import CloudEngineConfig, LocalClusterConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
-from instar.types import Policy
+from instar.types import Channel, GroupStatus, Policy
 
 if TYPE_CHECKING:
     from instar.cluster.directory import Directory
@@ -329,14 +330,14 @@ async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
     """Rollout that ended by itself brings no more data: the trainer drains what there is."""
     while not loop.rollout_finished:
         endpoints = await store.endpoints(run_id)
-        loop.rollout_finished = any(e.role == "rollout" and e.doing == FINISHED for e in endpoints)
+        if any(e.role == "rollout" and e.doing == FINISHED for e in endpoints):
+            loop.rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
         await asyncio.sleep(HEARTBEAT)
 
 
 async def rollout(context: Context) -> None:
     from instar.cluster.directory import Directory
     from instar.data.combine import Combine
-    from instar.rewards.factory import create_scoring
     from instar.rollout.agents import create_agent
     from instar.rollout.evaluate import Evaluator
     from instar.rollout.gateway_client import GatewayClient
@@ -357,19 +358,14 @@ async def rollout(context: Context) -> None:
     agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None
-    if config.eval is not None:
-        held_out = load_tasks(config.eval.tasks)
-        evaluator = Evaluator(
-            config,
-            store,
-            client,
-            held_out,
-            agent,
-            create_scoring(config, held_out),
-            monitor.record,
-            combine=Combine(config),
-        )
+    scorings = Scorings(context, store)
     try:
+        if config.eval is not None:
+            held_out = load_tasks(config.eval.tasks)
+            scoring = await scorings.start(held_out)
+            evaluator = Evaluator(
+                config, store, client, held_out, agent, scoring, monitor.record, combine=Combine(config)
+            )
         if context.arguments.evaluate:
             assert evaluator is not None
             beating = asyncio.create_task(context.heartbeat(store, lambda: evaluator.doing))
@@ -378,7 +374,7 @@ async def rollout(context: Context) -> None:
             )
         else:
             tasks = load_tasks(config.rollout.tasks)
-            runner = RolloutRunner(config, store, client, tasks, agent, create_scoring(config, tasks))
+            runner = RolloutRunner(config, store, client, tasks, agent, await scorings.start(tasks))
             runner.evaluator = evaluator
             beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
             draining = asyncio.create_task(when(runner.drain, context.drain))
@@ -387,6 +383,7 @@ async def rollout(context: Context) -> None:
         beating.cancel()
     finally:
         following.cancel()
+        await scorings.close()
         await agent.close()
         await client.close()
         monitor.close()
@@ -409,6 +406,7 @@ ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {
     "gateway": gateway,
     "trainer": trainer,
     "rollout": rollout,
+    "rewards": rewards,
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Unpack
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
 from instar.cluster.base import Cluster, Options, Role
-from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN
+from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, HEARTBEAT
 from instar.cluster.control import Control, listening
 from instar.cluster.directory import Directory
 from instar.cluster.factory import create_cluster
@@ -28,6 +28,8 @@ from instar.cluster.layout import (
     teacher_config,
     teacher_names,
 )
+from instar.cluster.scoring import ROLE as REWARDS
+from instar.cluster.scoring import judge_keys
 from instar.cluster.supervisor import LEASE
 from instar.config import (
     CloudConfig,
@@ -40,10 +42,14 @@ from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
 from instar.gateway.auth import given_admin_key
+from instar.rewards.factory import background_scorers
+from instar.rewards.runner import IDLE
 from instar.store.base import Run, Store
 from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics
 
+SCORING_SECONDS = 120.0
+"""That a run which is done waits for scores that nothing depends on."""
 Phase = Literal["starting", "evaluating before", "training", "evaluating after", "stopping", "done"]
 
 
@@ -88,12 +94,14 @@ class LiveRun:
 
 @asynccontextmanager
 async def serving(
-    config: RunConfig, *, resume: bool = False, log: Callable[[str], None] = print
+    config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
-    """Engines and gateway up, all answering; everything is stopped on leaving."""
+    """Engines and gateway up, all answering; everything is stopped on leaving. ``live``: it is there for live
+    sessions, which are scored as well."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
+    scored = background_scorers(config).needed(live=live)
     config, keys = take_secrets(config, os.environ)
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
@@ -130,6 +138,10 @@ async def serving(
             start_role(run, "gateway", env=environment(run), listen=(gateway.host, gateway.port)),
         )
         await _until_up(run, "engine", "gateway")
+        if scored:
+            await start_role(
+                run, REWARDS, env=environment(run), without=run.secrets.withheld - judge_keys(config)
+            )
         yield run
     run.phase = "done"
 
@@ -279,12 +291,13 @@ async def train(
     _check_teacher(config)
     if resume:
         _check_backend(config)
-    async with serving(config, resume=resume, log=log) as run:
+    async with serving(config, resume=resume, live=False, log=log) as run:
         if observe is not None:
             observe(run)
         try:
             await _start_teacher(run)
             await _phases(run)
+            await _end_scoring(run)
         except InstarError as error:
             await _finish(run, "failed", str(error))
             raise
@@ -346,7 +359,7 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
             env={**environment(run), **secrets.env},
             without=secrets.withheld,
         ),
-        start_role(run, "rollout", env=environment(run), without=secrets.withheld),
+        start_role(run, "rollout", env=environment(run), without=_kept_from_agents(run)),
     )
     ended = asyncio.create_task(run.control.ended("trainer"))
     stopped = asyncio.create_task(stop.wait())
@@ -367,7 +380,7 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
 
 async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
     await start_role(
-        run, "rollout", f"--evaluate={label}", env=environment(run), without=run.secrets.withheld
+        run, "rollout", f"--evaluate={label}", env=environment(run), without=_kept_from_agents(run)
     )
     ended = asyncio.create_task(run.cluster.wait("rollout"))
     stopped = asyncio.create_task(stop.wait())
@@ -376,6 +389,25 @@ async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
     if not ended.done():
         await run.cluster.stop("rollout")
     await ended
+
+
+def _kept_from_agents(run: LiveRun) -> set[str]:
+    return {*run.secrets.withheld, *judge_keys(run.config)}
+
+
+async def _end_scoring(run: LiveRun) -> None:
+    """Let what is still to be scored be scored, for a while."""
+    if REWARDS not in run.cluster.roles or run.stopped_by_user:
+        return
+    deadline = time.monotonic() + SCORING_SECONDS
+    await asyncio.sleep(3 * HEARTBEAT)  # what it said before the last session had ended is old by then
+    while time.monotonic() < deadline:
+        run.cluster.raise_failure()
+        told = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
+        if not told or told[0].startswith(IDLE) or run.cluster.roles[REWARDS].exit.done():
+            return
+        await asyncio.sleep(HEARTBEAT)
+    run.cluster.log("some sessions are left without a score; --resume goes on with them")
 
 
 def _evaluated(run: LiveRun, label: str) -> bool:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from instar.config.base import Positive, Seconds, Section, by_word
 
-RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout"]
+RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "rewards"]
 
 
 class LocalClusterConfig(Section):

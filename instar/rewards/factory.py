@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from instar import registry
-from instar.config import RewardConfig, RunConfig
-from instar.errors import ConfigError
-from instar.rewards.agent import AgentReward
-from instar.rewards.base import Scorer, Scoring
+from instar.config import AgentRewardConfig, RewardConfig, RuleRewardConfig, RunConfig
+from instar.errors import ConfigError, ScoreError
+from instar.rewards.base import GroupScorer, Scorer
 from instar.rewards.scoring import InRollout
 from instar.types import RewardSource, Task
 
@@ -32,14 +32,42 @@ def create_scorers(config: RunConfig, taskset: HasScorer | None = None) -> list[
     return scorers
 
 
-def create_scoring(config: RunConfig, taskset: HasScorer | None = None) -> Scoring:
+def create_scoring(config: RunConfig, taskset: HasScorer | None = None) -> InRollout:
     """What a rollout waits for."""
     return InRollout(create_scorers(config, taskset), config.scoring)
 
 
-def live_scorers(scorers: list[Scorer]) -> list[Scorer]:
-    """Those that can say something of a session that no rollout ran."""
-    return [scorer for scorer in scorers if not isinstance(scorer, AgentReward)]
+@dataclass(frozen=True)
+class Background:
+    """The scorers of a run as they work behind its sessions: no task set is at hand there."""
+
+    scorers: list[Scorer]
+    live: list[Scorer]
+    """Those of them that can say something of a session that no rollout ran."""
+
+    def needed(self, *, live: bool) -> bool:
+        """Whether there is anything for them to do. ``live``: the run is there to serve live sessions."""
+        return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
+
+
+def background_scorers(config: RunConfig) -> Background:
+    """Raises ConfigError for settings that no scorer can honour."""
+    scorers = create_scorers(config, _NoTasks())
+    live = [
+        scorer
+        for scorer, section in zip(scorers, config.reward, strict=True)
+        if not isinstance(section, AgentRewardConfig)
+        and not (isinstance(section, RuleRewardConfig) and section.function is None)
+        and not isinstance(scorer, GroupScorer)
+    ]
+    return Background(scorers, live)
+
+
+class _NoTasks:
+    """Stands for the tasks of a rule that takes their own scorer, where it is made but not asked."""
+
+    def scorer(self, task: Task, text: str) -> float:
+        raise ScoreError("a session without a task has no scorer of its own")
 
 
 def _create(section: RewardConfig, taskset: HasScorer | None) -> Scorer:

@@ -15,7 +15,7 @@ from typing import Any
 
 from instar.config import ScoringConfig
 from instar.errors import EngineUnavailable, InstarError, ScoreError, StoreError
-from instar.rewards.base import GroupScorer, Scorer, Scoring, Transcript, Verdict
+from instar.rewards.base import GroupScorer, Scorer, Scoring, Surroundings, Transcript, Verdict
 from instar.types import Reward, RewardSource, Score, ScoreState, Task
 
 log = logging.getLogger(__name__)
@@ -157,6 +157,15 @@ class InRollout(Scoring):
         self.scorers = [scorer for scorer in scorers if not scorer.background]
         self.background = len(self.scorers) < len(scorers)
         self.config = config
+
+    async def start(self, run: Surroundings) -> None:
+        """Before the first session. Raises ConfigError."""
+        for scorer in self.scorers:
+            await scorer.start(run)
+
+    async def close(self) -> None:
+        for scorer in self.scorers:
+            await scorer.close()
 
     async def score(self, task: Task, transcript: Transcript) -> Verdict:
         async def load() -> list[Transcript]:

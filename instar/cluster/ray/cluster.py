@@ -103,7 +103,7 @@ class RayCluster(Cluster):
                     f"store.type: given sqlite, a file of one machine, and the Ray cluster has {len(nodes)} "
                     "nodes; use postgres"
                 )
-            for role in ("engine", "gateway", "trainer", "rollout"):
+            for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
                 check_room(role, placement_of(role, config, nodes), nodes)
         except BaseException:
             await made.close()

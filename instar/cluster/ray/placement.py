@@ -48,7 +48,8 @@ def placement_of(role: str, config: RunConfig, nodes: Iterable[Node]) -> Placeme
     if (given := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any word
         return given
     nodes = list(nodes)
-    processes = len(engine_names(config)) + len(teacher_names(config)) + 3
+    scored = any(section.type != "agent" for section in config.reward)
+    processes = len(engine_names(config)) + len(teacher_names(config)) + 3 + scored
     cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
     wanted = _gpus(role, config)
     gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)

@@ -1,0 +1,85 @@
+"""The role that scores a run's sessions in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, Context, when
+from instar.cluster.directory import Directory
+from instar.config import RunConfig
+from instar.rewards.base import Surroundings
+from instar.rewards.factory import HasScorer, background_scorers, create_scoring
+from instar.rewards.runner import ScoringRunner
+from instar.rewards.scoring import InRollout
+from instar.store.base import Store
+
+ROLE = "rewards"
+GRACE = 5.0
+"""Seconds that what is under way has when the role is to end soon."""
+
+
+def judge_keys(config: RunConfig) -> set[str]:
+    """The variables that hold keys of judges: for this role, and for no agent."""
+    named = (getattr(section, "api_key_env", None) for section in config.reward)
+    return {name for name in named if name}
+
+
+class Scorings:
+    """What a rollout has its sessions scored by, for one set of tasks or another."""
+
+    def __init__(self, context: Context, store: Store) -> None:
+        self._context = context
+        self._store = store
+        self._started: list[InRollout] = []
+
+    async def start(self, tasks: HasScorer) -> InRollout:
+        made = create_scoring(self._context.config, tasks)
+        self._started.append(made)
+        await made.start(Surroundings(self._context.run_id, self._store))
+        return made
+
+    async def close(self) -> None:
+        for made in self._started:
+            await made.close()
+
+
+async def rewards(context: Context) -> None:
+    store = await context.open_store()
+    await context.announce(store, "starting")
+    # Out of the environment before any rule's code runs: what that starts inherits the rest.
+    os.environ.pop(ENGINE_TOKEN)
+    admin_key = os.environ.pop(ADMIN_KEY)
+    (url,) = (await Directory(store, context.run_id).first_urls("gateway")).values()
+    found = background_scorers(context.config)
+    used = [scorer for scorer in found.scorers if scorer.background or scorer in found.live]
+    runner = ScoringRunner(store, context.run_id, used, context.config.scoring, on_live=found.live)
+    for scorer in used:
+        await scorer.start(Surroundings(context.run_id, store, f"{url}/v1", admin_key))
+    beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
+    draining = asyncio.create_task(when(runner.drain, context.drain, context.stop))
+    try:
+        await _run(context, runner)
+    finally:
+        beating.cancel()
+        draining.cancel()
+        for scorer in used:
+            await scorer.close()
+    await context.announce(store, runner.doing)
+    await store.close()
+
+
+async def _run(context: Context, runner: ScoringRunner) -> None:
+    """Until it is drained; told to stop, what is under way has a moment, and is scored anew another time."""
+    running = asyncio.create_task(runner.run())
+    stopping = asyncio.create_task(context.stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await asyncio.wait({running}, timeout=GRACE)
+        if running.done():
+            running.result()
+    finally:
+        stopping.cancel()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
