@@ -53,6 +53,13 @@ BUILTIN: dict[str, dict[str, str]] = {
         "agent": "instar.rewards.agent:AgentReward",
         "rule": "instar.rewards.rule:RuleReward",
         "judge": "instar.rewards.judge.factory:create_judge",
+        "exact": "instar.rewards.rules.compared:ExactReward",
+        "numeric": "instar.rewards.rules.compared:NumericReward",
+        "math": "instar.rewards.rules.checked:MathReward",
+        "json_schema": "instar.rewards.rules.checked:JsonSchemaReward",
+        "regex": "instar.rewards.rules.checked:RegexReward",
+        "command": "instar.rewards.rules.sandboxed:CommandReward",
+        "tests": "instar.rewards.rules.sandboxed:TestsReward",
     },
     "dialects": {
         "chat": "instar.gateway.dialects.chat:ChatDialect",

@@ -116,10 +116,17 @@ def _anchor(section: type[BaseModel], data: Any, folder: Path) -> None:
     given = cast(Json, data)
     for name, field in section.model_fields.items():
         value = given.get(name)
-        if isinstance(value, str) and Path in (field.annotation, *typing.get_args(field.annotation)):
-            given[name] = str(folder / Path(value).expanduser())
+        if value is not None and Path in (field.annotation, *typing.get_args(field.annotation)):
+            given[name] = _anchored(value, folder)
         for inner in sections_in(field.annotation):
-            _anchor(inner, value, folder)
+            for item in cast(list[Any], value) if isinstance(value, list) else [value]:
+                _anchor(inner, item, folder)
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_anchored(item, folder) for item in cast(list[Any], value)]
+    return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
 
 
 def _anchor_agent(data: Json, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -109,6 +110,17 @@ def _backends() -> Finding:
     return Finding("backends", state, f"{', '.join(ready) or 'none'}; `instar backends` says more")
 
 
+def _sandbox() -> Finding:
+    from instar.errors import ConfigError
+    from instar.rewards.sandbox.factory import create_sandbox
+
+    try:
+        sandbox = asyncio.run(create_sandbox())
+    except ConfigError as error:
+        return Finding("sandbox", "note", f"none, so no rewards by command or unit tests: {error}")
+    return Finding("sandbox", "ok", f"{sandbox.name}, for rewards by command or unit tests")
+
+
 def _model() -> Finding:
     if is_cached(DEFAULT_MODEL):
         return Finding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
@@ -128,5 +140,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _package("openai", "local"),
     _package("matplotlib", "local"),
     _backends,
+    _sandbox,
     _model,
 )

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from instar.config.base import NonNegative, PluginConfig, Positive, Seconds, Section
 from instar.config.judge import JudgeRewardConfig
+from instar.config.rules import RuleSection
 from instar.config.tasks import (
     BfclTasksConfig,
     Gsm8kTasksConfig,
@@ -133,7 +134,8 @@ class RuleRewardConfig(Section):
 
 
 RewardConfig = Annotated[
-    AgentRewardConfig | RuleRewardConfig | JudgeRewardConfig | PluginConfig, Field(discriminator="type")
+    AgentRewardConfig | RuleRewardConfig | RuleSection | JudgeRewardConfig | PluginConfig,
+    Field(discriminator="type"),
 ]
 
 

@@ -146,7 +146,7 @@ def test_the_doctor_says_what_there_is(instar: Instar) -> None:
     states = {finding["what"]: finding["state"] for finding in findings}
     assert states["python"] == "ok"
     assert states["torch"] == "ok"
-    assert {"machine", "compute", "disk", "default model"} <= states.keys()
+    assert {"machine", "compute", "disk", "sandbox", "default model"} <= states.keys()
     assert "renderers" in instar("doctor").out
 
 

@@ -1,0 +1,1 @@
+"""Rules: scores that a final answer gets without asking anyone."""

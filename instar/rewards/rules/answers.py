@@ -1,0 +1,102 @@
+"""What a rule compares: the answer in a final text, and what the task expects."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, cast
+
+from instar.config import Section
+from instar.errors import ScoreError
+from instar.rewards.base import Scorer, Transcript
+from instar.types import Json, Reward, RewardSource, Task
+
+NUMBER = re.compile(
+    r"(?:(?<![\w)])[-+])?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?(?:/\d+)?"
+)
+BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+SHOWN = 500
+"""Most characters of an answer that are kept with its reward."""
+CODE = "1"
+"""Of all rules here; changes when one of them might give the same answer another score."""
+
+
+class Rule(Scorer):
+    """A scorer of source RULE. ``part`` and ``after`` of its section say where the answer is."""
+
+    def __init__(self, section: Any) -> None:
+        self.name = section.name
+        self.version = version_of(section)
+
+    def reward(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
+        shown: Json = {
+            name: word[:SHOWN] if isinstance(word, str) else word
+            for name, word in detail.items()
+            if word not in (None, "")
+        }
+        return [
+            Reward(
+                transcript.session_id,
+                float(value),
+                RewardSource.RULE,
+                scorer=self.name,
+                scorer_version=self.version,
+                detail=shown,
+            )
+        ]
+
+
+def version_of(section: Section) -> str:
+    settings = section.model_dump_json(exclude={"name"})
+    return hashlib.sha256(f"{CODE} {settings}".encode()).hexdigest()[:8]
+
+
+def answer_in(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
+    """The answer; None where the text has none."""
+    if after is not None:
+        _, marker, text = text.rpartition(after)
+        if not marker:
+            return None
+    match part:
+        case "last_line":
+            lines = [line for line in text.splitlines() if line.strip()]
+            return lines[-1] if lines else None
+        case "last_number":
+            return last_number(text)
+        case "last_block":
+            blocks = BLOCK.findall(text)
+            return blocks[-1] if blocks else text
+        case _:
+            return text
+
+
+def last_number(text: str) -> str | None:
+    found = [word.group() for word in NUMBER.finditer(text) if word.group().strip("+-$")]
+    return found[-1] if found else None
+
+
+def number(word: str) -> float | None:
+    """``1,234.5``, ``$3``, ``2/3``, ``1e-3``."""
+    above, _, below = word.replace(",", "").replace("$", "").partition("/")
+    try:
+        return float(above) / (float(below) if below else 1.0)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def field_of(task: Task, path: str) -> Any:
+    """The task's field; ``a.b`` is field ``b`` of field ``a``."""
+    value: Any = task.data
+    for name in [path] if path in task.data else path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            known = ", ".join(task.data) or "none"
+            raise ScoreError(f"task {task.task_id!r} has no field {path!r}; it has {known}")
+        value = cast(Json, value)[name]
+    return value
+
+
+def expected_of(task: Task, path: str, after: str | None = None) -> list[str]:
+    """Every right answer, as text."""
+    value = field_of(task, path)
+    right = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
+    return [text.rpartition(after)[2] for text in right] if after is not None else right

@@ -1,0 +1,87 @@
+"""Answers that a library checks, in a process that a hard one cannot hang: math, JSON schema, regex."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from instar.config import JsonSchemaRewardConfig, MathRewardConfig, RegexRewardConfig
+from instar.errors import ConfigError
+from instar.rewards.base import Surroundings, Transcript
+from instar.rewards.rules.answers import Rule, answer_in, expected_of, field_of
+from instar.rewards.rules.workers import Workers
+from instar.types import Reward, Task
+
+
+class CheckedRule(Rule):
+    def __init__(self, section: Any, check: str) -> None:
+        super().__init__(section)
+        self.seconds: float = section.seconds
+        self.workers = Workers(check)
+
+    async def start(self, run: Surroundings) -> None:
+        await self.workers.start()
+
+    async def close(self) -> None:
+        await self.workers.close()
+
+    async def checked(self, transcript: Transcript, answer: str | None, **asked: Any) -> list[Reward]:
+        if answer is None:
+            return self.reward(transcript, 0.0, reason="there is no answer in the final text")
+        found = await self.workers.ask(self.seconds, answer=answer, **asked)
+        return self.reward(
+            transcript, found["ok"], answer=found.get("answer", answer), reason=found.get("reason")
+        )
+
+
+class MathReward(CheckedRule):
+    def __init__(self, config: MathRewardConfig) -> None:
+        super().__init__(config, "math")
+        self.config = config
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        if not task.data:
+            return []
+        expected = expected_of(task, self.config.expected, self.config.expected_after)
+        answer = answer_in(transcript.final_text, after=self.config.after)
+        return await self.checked(transcript, answer, expected=expected)
+
+
+class JsonSchemaReward(CheckedRule):
+    def __init__(self, config: JsonSchemaRewardConfig) -> None:
+        super().__init__(config, "json_schema")
+        self.config = config
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        schema = self.config.against
+        if schema is None:
+            if not task.data:
+                return []
+            schema = field_of(task, self.config.expected)
+        answer = answer_in(transcript.final_text, part=self.config.part, after=self.config.after)
+        return await self.checked(transcript, answer, schema=schema)
+
+
+class RegexReward(CheckedRule):
+    def __init__(self, config: RegexRewardConfig) -> None:
+        super().__init__(config, "regex")
+        self.config = config
+        if config.pattern is not None:
+            try:
+                re.compile(config.pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"reward.pattern: {config.pattern!r} is no regular expression: {error}"
+                ) from error
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        config = self.config
+        pattern = config.pattern
+        if pattern is None:
+            if not task.data:
+                return []
+            pattern = str(field_of(task, config.expected))
+        answer = answer_in(transcript.final_text, part=config.part, after=config.after)
+        return await self.checked(
+            transcript, answer, pattern=pattern, how=config.how, ignore_case=config.ignore_case
+        )

@@ -1,0 +1,154 @@
+"""Answers that are run: given to a command, or put to unit tests, in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+from instar.config import CommandRewardConfig, SandboxConfig, TestsRewardConfig
+from instar.errors import ConfigError
+from instar.models import usable_cores
+from instar.rewards.base import Surroundings, Transcript
+from instar.rewards.rules.answers import SHOWN, Rule, answer_in, expected_of
+from instar.rewards.sandbox.base import Job, Limits, Outcome, Sandbox
+from instar.rewards.sandbox.factory import create_sandbox
+from instar.types import Reward, Task
+
+INSIDE = Path(__file__).with_name("inside.py")
+INSIDE_PYTEST = Path(__file__).with_name("inside_pytest.py")
+
+
+class SandboxedRule(Rule):
+    background = True
+
+    def __init__(self, section: Any) -> None:
+        super().__init__(section)
+        config: SandboxConfig = section.sandbox
+        self.kind = config.kind
+        self.read = [path.expanduser() for path in config.read]
+        self.limits = Limits(
+            seconds=config.seconds,
+            memory_mb=config.memory_mb,
+            processes=config.processes,
+            output_kb=config.output_kb,
+            files_mb=config.files_mb,
+            network=config.network,
+        )
+        self.room = asyncio.Semaphore(config.concurrency or usable_cores())
+        self.sandbox: Sandbox | None = None
+
+    async def start(self, run: Surroundings) -> None:
+        self.sandbox = await create_sandbox(self.kind)
+
+    async def need(self, program: str, *arguments: str, setting: str) -> None:
+        """See at start that a program which every score needs can be run in the sandbox."""
+        outcome = await self.run(Job([program, *arguments], read=self.read))
+        if not outcome.ok:
+            raise ConfigError(f"{setting} does not run in the sandbox: {outcome.output.strip()[-300:]}")
+
+    async def run(self, job: Job) -> Outcome:
+        if self.sandbox is None:
+            self.sandbox = await create_sandbox(self.kind)
+        async with self.room:
+            return await self.sandbox.run(job, self.limits)
+
+
+class CommandReward(SandboxedRule):
+    def __init__(self, config: CommandRewardConfig) -> None:
+        super().__init__(config)
+        self.config = config
+        self.files = {path.name: _text(path) for path in config.files}
+        # A script that changed is another rule.
+        self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
+
+    async def start(self, run: Surroundings) -> None:
+        await super().start(run)
+        program = self.config.command[0]
+        if program.removeprefix("./") not in self.files:
+            find = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
+            await self.need("sh", "-c", find, program, setting="reward.command")
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        config = self.config
+        answer = answer_in(transcript.final_text, part=config.part) or ""
+        files = {**self.files, config.file: answer, "task.json": json.dumps(task.data)}
+        named = {"INSTAR_ANSWER": config.file, "INSTAR_TASK": "task.json"}
+        outcome = await self.run(Job(config.command, files, named, self.read))
+        return self.reward(transcript, outcome.ok, reason=outcome.reason, output=outcome.output[-SHOWN:])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward.files: {path} cannot be read as text: {error}") from error
+
+
+class TestsReward(SandboxedRule):
+    def __init__(self, config: TestsRewardConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    async def start(self, run: Surroundings) -> None:
+        await super().start(run)
+        if self.config.runner == "pytest":
+            await self.need(sys.executable, "-c", "import pytest", setting="reward.runner: pytest")
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        if not task.data:
+            return []
+        tests = expected_of(task, self.config.tests)
+        code = answer_in(transcript.final_text, part=self.config.part) or ""
+        key = secrets.token_hex(16)
+        outcome = await self.run(self._job(code, tests, key))
+        report, output = self._report(outcome, key)
+        passed, total = report["passed"], report["total"]
+        share = passed / total if total else 0.0
+        value = share if self.config.reward == "share" else float(share == 1.0 and outcome.ok)
+        failed = f"{passed} of {total} tests passed" if total else "it ended before its tests did"
+        reason = (outcome.reason if outcome.stopped or not total else "") or ("" if value == 1.0 else failed)
+        return self.reward(
+            transcript, value, passed=passed, total=total, reason=reason, output=output[-SHOWN:]
+        )
+
+    def _report(self, outcome: Outcome, key: str) -> tuple[dict[str, int], str]:
+        """How many tests passed, of how many, and what was printed before that was said."""
+        if isinstance(self.config.runner, list):
+            return {"passed": int(outcome.ok), "total": 1}, outcome.output
+        output, said, report = outcome.output.rpartition(f"\n{key} ")
+        if not said or outcome.stopped is not None:
+            return {"passed": 0, "total": 0}, outcome.output
+        return json.loads(report.splitlines()[0]), output
+
+    def _job(self, code: str, tests: list[str], key: str) -> Job:
+        config = self.config
+        files = {config.file: code}
+        match config.runner:
+            case "python":
+                command = [sys.executable, "-B", "run_tests.py", config.file]
+                inside = INSIDE.read_text(encoding="utf-8")
+                files |= {"run_tests.py": inside, "tests.json": json.dumps(tests), "key": key}
+            case "pytest":
+                command = [
+                    sys.executable,
+                    "-B",
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                ]
+                command += ["-p", "instar_report", config.tests_file]
+                inside = INSIDE_PYTEST.read_text(encoding="utf-8")
+                files |= {config.tests_file: "\n".join(tests), "instar_report.py": inside, "key": key}
+            case _:
+                command = config.runner
+                files[config.tests_file] = "\n".join(tests)
+        return Job(command, files, read=self.read)

@@ -1,0 +1,102 @@
+"""A few worker processes that check answers, each ended and replaced when one takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from instar.errors import ConfigError, ScoreError
+from instar.models import usable_cores
+
+PROGRAM = Path(__file__).with_name("worker.py")
+START = 120.0
+"""Seconds for a worker to import what it needs."""
+MOST = 4
+KEPT = ("PATH", "HOME", "PYTHONPATH", "LANG")
+"""What of our environment a worker is given; a key is not in it."""
+
+
+class Workers:
+    """``ask`` may be called many times at once."""
+
+    def __init__(self, check: str) -> None:
+        self.check = check
+        self.idle: list[asyncio.subprocess.Process] = []
+        self.room = asyncio.Semaphore(min(MOST, usable_cores()))
+
+    async def start(self) -> None:
+        """Raises ConfigError where a package is missing."""
+        self.idle.append(await self._spawn())
+
+    async def ask(self, seconds: float, **asked: Any) -> dict[str, Any]:
+        """The answer; ``ok`` is False, with the reason, where it took longer than so many seconds."""
+        async with self.room:
+            worker = self.idle.pop() if self.idle else await self._spawn()
+            done = False
+            try:
+                answer = await self._exchange(worker, seconds, asked)
+                done = True
+            except TimeoutError:
+                return {"ok": False, "reason": f"the check took longer than {seconds:g} s"}
+            finally:
+                if done:
+                    self.idle.append(worker)
+                else:
+                    await asyncio.shield(_end(worker))
+        if "error" in answer:
+            raise ScoreError(answer["error"])
+        return answer
+
+    async def close(self) -> None:
+        while self.idle:
+            await _end(self.idle.pop())
+
+    async def _exchange(
+        self, worker: asyncio.subprocess.Process, seconds: float, asked: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        async with asyncio.timeout(seconds):
+            try:
+                worker.stdin.write(json.dumps({**asked, "seconds": seconds}).encode() + b"\n")
+                await worker.stdin.drain()
+                line = await worker.stdout.readline()
+            except ConnectionError:
+                line = b""
+        if not line:
+            return {"ok": False, "reason": "the check took too much memory, or broke its process"}
+        return json.loads(line)
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        worker = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(PROGRAM), self.check),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={name: os.environ[name] for name in KEPT if name in os.environ},
+        )
+        assert worker.stdout is not None
+        try:
+            said = json.loads(await asyncio.wait_for(worker.stdout.readline(), START) or "{}")
+        except BaseException:
+            await asyncio.shield(_end(worker))
+            raise
+        if "ready" in said:
+            return worker
+        await _end(worker)
+        if missing := said.get("missing"):
+            raise ConfigError(f"reward.type: {self.check} needs {missing}: pip install 'instar[rules]'")
+        raise ScoreError(f"the process that checks {self.check} did not start", again=True)
+
+
+async def _end(worker: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        worker.kill()
+    await worker.wait()
+    assert worker.stdin is not None
+    worker.stdin.close()
