@@ -8,6 +8,9 @@ session was run again (``superseded``), or was tagged to be left out (``untraina
 ends after its group was consumed is dropped with the step that did (``late``). Outside of steps are dropped:
 groups too old as a whole (``stale``), and groups the rollout gave up. The same rows in the store make the
 same batch.
+
+Where `data` names exported data, its groups have a share of the places of a step. They are of other policies,
+so that staleness does not apply to them; each is claimed once per epoch.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from instar.data.advantages import (
 )
 from instar.data.linearize import with_advantage
 from instar.data.loading import ENDED, Entry, Loaded, Loader
+from instar.data.mixture import Mixture
 from instar.data.report import batch_report
 from instar.store.base import Store
 from instar.types import (
@@ -60,7 +64,7 @@ class Batch:
     drops: list[Claim]
     """Dropped outside of the step, or with an earlier one."""
     began: list[float]
-    """Per sample, when its session did."""
+    """Per sample of the run's own, when its session did."""
     report: Json
 
 
@@ -79,6 +83,7 @@ class Batcher:
         self.config = config
         self.estimator = Estimator(config.trainer.advantage)
         self.loader = Loader(store, config)
+        self.mixture = Mixture(store, run_id, config)
         self._distils = config.trainer.reference.weight > 0
         self._loaded: dict[str, Loaded] = {}
         self._settled: OrderedDict[str, _Settled] | None = None
@@ -95,6 +100,7 @@ class Batcher:
         """Forget what was consumed: steps have been released, and the store knows."""
         self._loaded = {}
         self._settled = None
+        self.mixture.begin_again()
         self.load_baseline({})
 
     async def next_batch(
@@ -112,13 +118,17 @@ class Batcher:
         seconds have passed."""
         deadline = None if wait is None else time.monotonic() + wait
         drops = [*await self._late(epoch), *await self._given_up(epoch)]
+        wanted = self.mixture.live_places(step)
         while True:
             # Asked before looking: what was finished by then is in the store by now.
             is_last = finished is not None and finished()
-            fresh, stale = await self._ready(epoch, version)
+            fresh, stale = await self._ready(wanted, epoch, version)
             drops += stale
-            if len(fresh) >= self.config.trainer.groups_per_step or (is_last and fresh):
-                return self._assemble(await self.loader.set_tagged_apart(fresh), drops, step, epoch, version)
+            if len(fresh) >= wanted or (is_last and fresh):
+                groups = [*fresh, *await self._recorded(step)]
+                if groups or self.mixture.has_live:
+                    groups = await self.loader.set_tagged_apart(groups)
+                    return self._assemble(groups, drops, step, epoch, version)
             if drops:
                 # Written at once: the rollout waits for the room that they leave.
                 await self.store.drop(drops)
@@ -132,20 +142,24 @@ class Batcher:
         """The batch that ``step`` would be given now, from fewer groups where not enough are finished.
         Nothing is written; the batcher is of no further use."""
         drops = [*await self._late(epoch), *await self._given_up(epoch)]
-        fresh, stale = await self._ready(epoch, version)
-        return self._assemble(
-            await self.loader.set_tagged_apart(fresh), [*drops, *stale], step, epoch, version
-        )
+        fresh, stale = await self._ready(self.mixture.live_places(step), epoch, version)
+        groups = await self.loader.set_tagged_apart([*fresh, *await self._recorded(step)])
+        return self._assemble(groups, [*drops, *stale], step, epoch, version)
 
     # --- what there is ---------------------------------------------------------------------------
 
-    async def _ready(self, epoch: int, version: int) -> tuple[list[Loaded], list[Claim]]:
-        """The first finished groups that nobody consumed yet, as many as a step takes, and the drops of those
+    async def _recorded(self, step: int) -> list[Loaded]:
+        """The groups of exported data that a step takes."""
+        picked = await self.mixture.pick(step)
+        loaded = await self.loader.load([each.group for each in picked])
+        return [replace(found, epoch=each.epoch) for found, each in zip(loaded, picked, strict=True)]
+
+    async def _ready(self, wanted: int, epoch: int, version: int) -> tuple[list[Loaded], list[Claim]]:
+        """The first finished groups that nobody consumed yet, as many as are wanted, and the drops of those
         before them that are too old."""
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
         )
-        wanted = self.config.trainer.groups_per_step
         self._loaded = {
             group.group_id: self._loaded[group.group_id] for group in groups if group.group_id in self._loaded
         }
@@ -215,29 +229,37 @@ class Batcher:
         zero_signal = 0
         for found in groups:
             advantages = self._advantages(found.entries)
+            once, at = (epoch, version) if found.epoch is None else (found.epoch, None)
             for entry in found.tagged:
-                claims += self._drop_entry(entry, epoch, UNTRAINABLE, None, version)
+                claims += self._drop_entry(entry, once, UNTRAINABLE, None, at)
             if self._distils or _teaches(found.entries, advantages):
-                trained, taken = self._take(found, advantages, epoch, version)
+                trained, taken = self._take(found, advantages, once, at)
                 samples += trained
                 claims += taken
             else:
                 zero_signal += 1
-                claims += self._dropped(found, epoch, "zero_signal", advantages, version)
-            self._settle(found, step)
+                claims += self._dropped(found, once, "zero_signal", advantages, at)
+            if found.epoch is None:
+                self._settle(found, step)
         claims = [replace(claim, step=step) for claim in claims]
         # Where the trainer recomputes logprobs, it weighs the whole way from what was sampled from.
         correct = self.config.trainer.off_policy.proximal == "behavior"
         how = self.config.trainer.advantage.normalize
         entries = [entry for found in groups for entry in found.entries]
-        began = {entry.session.session_id: entry.session.created_at for entry in entries}
-        report = batch_report(samples, claims, drops, version)
+        began = {
+            entry.session.session_id: entry.session.created_at
+            for found in groups
+            if found.epoch is None
+            for entry in found.entries
+        }
+        own = [sample for sample in samples if sample.session_id in began]
+        report = batch_report(samples, own, claims, drops, version)
         return Batch(
             samples=normalize([correct_sampling(s) for s in samples] if correct else samples, how),
             scales=token_scales(samples, how, correct=correct),
             claims=claims,
             drops=drops,
-            began=[began[sample.session_id] for sample in samples],
+            began=[began[sample.session_id] for sample in own],
             report=_group_report(groups, entries) | report | {"zero_signal": zero_signal},
         )
 
@@ -252,7 +274,7 @@ class Batcher:
         ]
 
     def _take(
-        self, found: Loaded, advantages: Advantages, epoch: int, version: int
+        self, found: Loaded, advantages: Advantages, epoch: int, version: int | None
     ) -> tuple[list[Sample], list[Claim]]:
         """The samples of a group to train on, and a claim for everything in it."""
         samples: list[Sample] = []
@@ -272,8 +294,11 @@ class Batcher:
         claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
         return samples, claims
 
-    def _fresh(self, sample: Sample, version: int) -> Sample | None:
-        """The sample as it may be trained at this version; None where it is too old."""
+    def _fresh(self, sample: Sample, version: int | None) -> Sample | None:
+        """The sample as it may be trained at this version; None where it is too old. Without a version, it is
+        of another policy's, and age is nothing to it."""
+        if version is None:
+            return sample
         oldest = version - self.config.max_staleness
         if _lowest(sample) >= oldest:
             return sample

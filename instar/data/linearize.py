@@ -19,8 +19,9 @@ from instar.errors import StoreError
 from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Session, Span
 
 
-def linearize(session: Session, calls: Sequence[Call]) -> list[Sample]:
-    """The session's samples, in the order their last calls were recorded; advantages are zero.
+def linearize(session: Session, calls: Sequence[Call], *, scored: bool = True) -> list[Sample]:
+    """The session's samples, in the order their last calls were recorded; advantages are zero. ``scored``: a
+    trainable token must have its logprob.
 
     Walks in which nothing is left to train are left out; the others keep their number, so a sample's
     key depends on the session's graph alone.
@@ -37,7 +38,7 @@ def linearize(session: Session, calls: Sequence[Call]) -> list[Sample]:
         while call:
             walk.append(call)
             call = parents[call.call_id]
-        sample = _flatten(f"{prefix}/{ordinal}", session, walk[::-1], trained)
+        sample = _flatten(f"{prefix}/{ordinal}", session, walk[::-1], trained, scored)
         if sample.trained_tokens:
             samples.append(sample)
     return samples
@@ -69,7 +70,9 @@ def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
     return parent
 
 
-def _flatten(key: str, session: Session, walk: Sequence[Call], trained: set[str]) -> Sample:
+def _flatten(
+    key: str, session: Session, walk: Sequence[Call], trained: set[str], scored: bool
+) -> Sample:
     """Lay the calls of a walk out in one row; marks in ``trained`` those whose tokens it trains."""
     tokens = walk[-1].sequence.astype(np.int32, copy=False)
     mask = np.zeros(len(tokens), dtype=np.float32)
@@ -88,7 +91,8 @@ def _flatten(key: str, session: Session, walk: Sequence[Call], trained: set[str]
             behavior[where] = call.logprobs if call.behavior_logprobs is None else call.behavior_logprobs
         spans.append(Span(call.call_id, start, length))
         if call.trainable and call.status is CallStatus.OK and call.call_id not in trained:
-            _require_logprobs(call)
+            if scored:
+                _require_logprobs(call)
             trained.add(call.call_id)
             mask[where] = 1.0
     return Sample(

@@ -36,6 +36,8 @@ class Loaded:
     superseded: list[Session]
     tagged: list[Entry] = field(default_factory=list[Entry])
     """Those that are not to be trained on."""
+    epoch: int | None = None
+    """Of exported data: how often it was gone through before. None: the run's own."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -96,7 +98,8 @@ class Loader:
             reward = self.config.rollout.failed_reward
         weight = self.config.trainer.advantage.weight
         per_call = {call_id: weight * value for call_id, value in self.combine.calls(rewards, scores).items()}
-        return Entry(session, linearize(session, calls), reward, per_call)
+        scored = self.config.trainer.loss.name != "cross_entropy"
+        return Entry(session, linearize(session, calls, scored=scored), reward, per_call)
 
 
 def final_sessions(ended: Sequence[Session]) -> list[Session]:

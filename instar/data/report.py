@@ -11,10 +11,15 @@ from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
 
 
 def batch_report(
-    samples: Sequence[Sample], claims: Sequence[Claim], drops: Sequence[Claim], version: int
+    samples: Sequence[Sample],
+    own: Sequence[Sample],
+    claims: Sequence[Claim],
+    drops: Sequence[Claim],
+    version: int,
 ) -> Json:
-    """Of the samples to train at this version: how many, how far behind, and what was dropped and why."""
-    trained = [sample.versions[sample.mask > 0] for sample in samples]
+    """Of the samples to train at this version: how many, how far the run's own are behind, and what was
+    dropped and why."""
+    trained = [sample.versions[sample.mask > 0] for sample in own]
     behind = version - np.concatenate([np.empty(0, np.int32), *trained])
     staleness = [version - int(versions.min()) for versions in trained]
     reasons = Counter(
@@ -22,7 +27,8 @@ def batch_report(
     )
     return {
         "samples": len(samples),
-        "tokens": len(behind),
+        "data_samples": len(samples) - len(own),
+        "tokens": sum(sample.trained_tokens for sample in samples),
         "sequence_tokens": sum(len(sample) for sample in samples),
         "dropped": dict(sorted(reasons.items())),
         "stale_dropped": reasons["stale"],
