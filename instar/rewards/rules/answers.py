@@ -12,7 +12,7 @@ from instar.rewards.base import Scorer, Transcript
 from instar.types import Json, Reward, RewardSource, Task
 
 NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+])?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?(?:/\d+)?"
+    r"(?:(?<![\w)])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?"
 )
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 SHOWN = 500
@@ -71,7 +71,7 @@ def answer_in(text: str, *, part: str = "whole", after: str | None = None) -> st
 
 
 def last_number(text: str) -> str | None:
-    found = [word.group() for word in NUMBER.finditer(text) if word.group().strip("+-$")]
+    found = NUMBER.findall(text)
     return found[-1] if found else None
 
 

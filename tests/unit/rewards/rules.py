@@ -1,0 +1,39 @@
+"""What the tests of rules share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from instar.config import RunConfig
+from instar.rewards.base import Scorer, Surroundings, Transcript
+from instar.rewards.factory import create_scorers
+from instar.store.base import Store
+from instar.types import Message, Reward, RewardSource, Task
+from tests.unit.data.build import make_call
+
+NOWHERE = Surroundings("run", cast(Store, None))
+"""These scorers use nothing of the run."""
+
+
+def transcript(text: str) -> Transcript:
+    reply = Message(role="assistant", content=text)
+    return Transcript("s", [make_call("a", [1], [5], reply=reply)], None)
+
+
+@asynccontextmanager
+async def started(**section: Any) -> AsyncIterator[Scorer]:
+    (scorer,) = create_scorers(RunConfig.model_validate({"reward": section}))
+    await scorer.start(NOWHERE)
+    try:
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+async def scored(scorer: Scorer, data: dict[str, Any], text: str) -> Reward:
+    (reward,) = await scorer.score(Task("t", data), transcript(text))
+    assert (reward.session_id, reward.source) == ("s", RewardSource.RULE)
+    assert (reward.scorer, reward.scorer_version) == (scorer.name, scorer.version)
+    return reward

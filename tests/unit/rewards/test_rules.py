@@ -1,0 +1,137 @@
+"""Rules that need no sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from instar.config import ExactRewardConfig, RunConfig
+from instar.errors import ConfigError, ScoreError
+from instar.rewards.factory import create_scorers
+from instar.rewards.rules.answers import answer_in, last_number, number, version_of
+from instar.rewards.rules.workers import Workers
+from instar.types import Task
+from tests.unit.rewards.rules import scored, started, transcript
+
+EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
+    ({}, "yes", " yes\n", 1.0),
+    ({}, "yes", "Yes", 0.0),
+    ({"strip": False}, "yes", "yes ", 0.0),
+    ({"ignore_case": True}, "Straße", "STRASSE", 1.0),
+    ({"ignore_whitespace": True}, "a b", "a\n  b", 1.0),
+    ({"part": "last_line"}, "42", "thinking...\n42\n\n", 1.0),
+    ({"part": "last_number"}, "42", "first 7, then 42.", 1.0),
+    ({"part": "last_number"}, 42, "first 42, then 7 apples", 0.0),
+    ({"part": "last_block"}, "x = 1", "so:\n```python\nx = 1\n```\ndone", 1.0),
+    ({"after": "Answer:"}, "b", "Answer: a. No! Answer: b", 1.0),
+    ({"after": "Answer:"}, "b", "b", 0.0),
+    ({"expected_after": "####"}, "2 + 2 is\n#### 4", "4", 1.0),
+    ({}, ["NY", "New York"], "New York", 1.0),
+]
+
+
+@pytest.mark.parametrize(("settings", "right", "text", "value"), EXACT)
+async def test_exact(settings: dict[str, Any], right: Any, text: str, value: float) -> None:
+    async with started(type="exact", **settings) as scorer:
+        assert (await scored(scorer, {"answer": right}, text)).value == value
+
+
+NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
+    ({}, "1,234.5", "It is $1234.50.", 1.0),
+    ({}, 0.75, "that makes 3/4", 1.0),
+    ({}, "-3", "so x = -3", 1.0),
+    ({}, 5, "10-5", 1.0),
+    ({}, 0.001, "1e-3", 1.0),
+    ({}, 3, "3.1", 0.0),
+    ({"tolerance": 0.2}, 3, "3.1", 1.0),
+    ({"relative": 0.01}, 1000, "1009", 1.0),
+    ({"expected_after": "####"}, "9 - 2\n#### 18", "18", 1.0),
+    ({}, 3, "no idea", 0.0),
+    ({"after": "####"}, 3, "3 it is", 0.0),
+]
+
+
+@pytest.mark.parametrize(("settings", "right", "text", "value"), NUMERIC)
+async def test_numeric(settings: dict[str, Any], right: Any, text: str, value: float) -> None:
+    async with started(type="numeric", **settings) as scorer:
+        assert (await scored(scorer, {"answer": right}, text)).value == value
+
+
+def test_where_an_answer_is() -> None:
+    assert last_number("the 3rd of 1,000,000.25") == "1,000,000.25"
+    assert last_number("none") is None
+    assert number("1/0") is None
+    assert answer_in("```\nopen to the end", part="last_block") == "open to the end"
+    assert answer_in("", part="last_line") is None
+
+
+async def test_a_field_within_a_field_and_one_that_is_missing() -> None:
+    async with started(type="exact", expected="meta.answer") as scorer:
+        assert (await scored(scorer, {"meta": {"answer": "a"}}, "a")).value == 1.0
+        with pytest.raises(ScoreError, match=r"no field 'meta.answer'; it has question"):
+            await scorer.score(Task("t", {"question": "?"}), transcript("a"))
+        assert await scorer.score(Task("", {}), transcript("a")) == []
+
+
+def test_a_version_changes_with_what_it_scores_and_not_with_its_name() -> None:
+    plain = ExactRewardConfig(type="exact")
+    assert version_of(plain) == version_of(plain.model_copy(update={"name": "other"}))
+    assert version_of(plain) != version_of(plain.model_copy(update={"ignore_case": True}))
+
+
+MATH = [
+    ("72", "The answer is 72.", 1.0),
+    (r"\frac{1}{2}", r"so \boxed{0.5}", 1.0),
+    ("1/2", r"$\frac{2}{4}$", 1.0),
+    (r"\{1, 2\}", r"$\{2,1\}$", 1.0),
+    ("72", "71", 0.0),
+    ("72", "I do not know", 0.0),
+]
+
+
+async def test_math_is_equal_in_meaning_and_a_hard_one_cannot_hang() -> None:
+    async with started(type="math", seconds=1.0) as scorer:
+        for right, text, value in MATH:
+            assert (await scored(scorer, {"answer": right}, text)).value == value, text
+        hard = await scored(scorer, {"answer": "5"}, "$9^{9^{9^{9}}}$")
+        assert (hard.value, hard.detail["reason"]) == (0.0, "the check took longer than 1 s")
+        assert (await scored(scorer, {"answer": "72"}, "72")).value == 1.0
+
+
+async def test_json_schema() -> None:
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    async with started(type="json_schema", against=schema) as scorer:
+        assert (await scored(scorer, {}, 'Here:\n```json\n{"a": 1}\n```')).value == 1.0
+        assert (await scored(scorer, {}, '{"a": 1}')).value == 1.0
+        wrong = await scored(scorer, {}, '{"a": "1"}')
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "$.a: '1' is not of type 'integer'")
+        assert "not JSON" in (await scored(scorer, {}, "{")).detail["reason"]
+        assert (await scored(scorer, {}, "[" * 100_000)).value == 0.0
+    async with started(type="json_schema") as scorer:
+        assert (await scored(scorer, {"schema": {"const": 3}}, "3")).value == 1.0
+        with pytest.raises(ScoreError, match="no JSON schema"):
+            await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
+
+
+async def test_regex_and_a_catastrophic_one() -> None:
+    async with started(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
+        assert (await scored(scorer, {}, "aaa")).value == 1.0
+        many = await asyncio.gather(*(scored(scorer, {}, "a" * 40 + "b") for _ in range(3)))
+        assert {(r.value, r.detail["reason"]) for r in many} == {(0.0, "the check took longer than 0.3 s")}
+        assert (await scored(scorer, {}, "aaa")).value == 1.0
+    async with started(type="regex", how="fullmatch", ignore_case=True) as scorer:
+        assert (await scored(scorer, {"pattern": "[a-c]+"}, "ABC")).value == 1.0
+        assert (await scored(scorer, {"pattern": "[a-c]+"}, "ABCD")).value == 0.0
+    with pytest.raises(ConfigError, match=r"reward\.pattern"):
+        create_scorers(RunConfig.model_validate({"reward": {"type": "regex", "pattern": "("}}))
+
+
+async def test_a_worker_that_dies_is_replaced() -> None:
+    workers = Workers("regex")
+    await workers.start()
+    workers.idle[0].kill()
+    asked = {"pattern": "a", "how": "search", "ignore_case": False, "answer": "a"}
+    assert await workers.ask(5.0, **asked) == {"ok": True}
+    await workers.close()
