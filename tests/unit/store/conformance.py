@@ -24,6 +24,7 @@ from instar.types import (
     SessionStatus,
 )
 
+from .conformance_feedback import OfPeople
 from .conformance_gateway import Gateway
 from .conformance_listing import Listing
 from .conformance_sharing import ManyHosts
@@ -361,6 +362,15 @@ class Sharing(Conformance):
 
 
 class StoreConformance(
-    RunsAndSessions, Calls, Gateway, Policies, GroupsAndSteps, ProgressOfRun, Sharing, ManyHosts, Listing
+    RunsAndSessions,
+    Calls,
+    Gateway,
+    Policies,
+    GroupsAndSteps,
+    ProgressOfRun,
+    Sharing,
+    ManyHosts,
+    Listing,
+    OfPeople,
 ):
     """All of it."""
