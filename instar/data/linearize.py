@@ -70,9 +70,7 @@ def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
     return parent
 
 
-def _flatten(
-    key: str, session: Session, walk: Sequence[Call], trained: set[str], scored: bool
-) -> Sample:
+def _flatten(key: str, session: Session, walk: Sequence[Call], trained: set[str], scored: bool) -> Sample:
     """Lay the calls of a walk out in one row; marks in ``trained`` those whose tokens it trains."""
     tokens = walk[-1].sequence.astype(np.int32, copy=False)
     mask = np.zeros(len(tokens), dtype=np.float32)
