@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from instar.cli.mistakes import explain, sections_in
 from instar.config import RunConfig
+from instar.config.data import LIVE, NAMED
 from instar.errors import ConfigError
 from instar.types import Json
 
@@ -130,8 +131,9 @@ def _anchored(value: Any, folder: Path) -> Any:
 
 
 def _anchor_agent(data: Json, folder: Path) -> None:
-    """A program runs beside the file; a model named `./folder` and an interpreter named `./env/bin/python`
-    lie there."""
+    """A program runs beside the file; a model named `./folder`, an interpreter named `./env/bin/python` and
+    folders of exported data lie there."""
+    _anchor_data(data, folder)
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
             agent["cwd"] = str(folder)
@@ -149,6 +151,26 @@ def _anchor_agent(data: Json, folder: Path) -> None:
                 data[section]["python"] = str(folder / Path(python).expanduser())
             case _:
                 pass
+
+
+def _anchor_data(data: Json, folder: Path) -> None:
+    match data:
+        case {"data": list() as given}:
+            data["data"] = [_anchored(each, folder) for each in cast(list[Any], given)]
+        case {"data": given}:
+            data["data"] = _anchored(given, folder)
+        case _:
+            pass
+
+
+def _anchored(source: Any, folder: Path) -> Any:
+    match source:
+        case {"source": str() as path}:
+            return {**cast(Json, source), "source": _anchored(path, folder)}
+        case str() if source != LIVE and not source.startswith(NAMED):
+            return str(folder / Path(source).expanduser())
+        case _:
+            return source
 
 
 def _importable(folder: Path) -> None:

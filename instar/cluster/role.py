@@ -304,6 +304,7 @@ async def trainer(context: Context) -> None:
         penalty=penalty,
         log=context.log,
     )
+    loop.rollout_finished = not config.trains_live
     stopper = asyncio.create_task(when(loop.stop, context.stop, context.drain))
     watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
     sharing = asyncio.create_task(share_cores(config, store, "engine", backend.use_cores))

@@ -17,6 +17,7 @@ from instar.backends.resolve import Secrets, resolve_run, take_secrets
 from instar.cluster.base import Cluster, Options, Role
 from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, HEARTBEAT
 from instar.cluster.control import Control, listening
+from instar.cluster.data import bring_data, pin_data
 from instar.cluster.directory import Directory
 from instar.cluster.factory import create_cluster
 from instar.cluster.layout import (
@@ -281,8 +282,7 @@ async def train(
 ) -> LiveRun:
     """Run it to its end. ``observe`` is called once everything is up. Raises the first cause when the run
     cannot go on; on Ctrl-C it drains, checkpoints and returns with ``stopped_by_user`` set."""
-    if config.rollout is None:
-        raise ConfigError("rollout: needed to train; name the tasks and the agent that tries them")
+    _check_data(config)
     if not engine_names(config):
         raise ConfigError("engine.type: an upstream is recorded, not trained; use local to train")
     config, notes = check_run(config, os.environ)
@@ -291,10 +291,14 @@ async def train(
     _check_teacher(config)
     if resume:
         _check_backend(config)
+    folder = RunFolder(config.run_dir.resolve())
+    before = folder.read_config().data if resume and folder.config_file.is_file() else ()
+    config = await pin_data(config, before)
     async with serving(config, resume=resume, live=False, log=log) as run:
         if observe is not None:
             observe(run)
         try:
+            await bring_data(run.store, run.config, log)
             await _start_teacher(run)
             await _phases(run)
             await _end_scoring(run)
@@ -303,6 +307,18 @@ async def train(
             raise
         await _finish(run, "stopped" if run.stopped_by_user else "finished")
         return run
+
+
+def _check_data(config: RunConfig) -> None:
+    if config.rollout is not None:
+        return
+    if any(each.is_live for each in config.data):
+        raise ConfigError(
+            "rollout: needed to train; name the tasks and the agent that tries them, or train on exported data "
+            "alone (data: dataset:NAME)"
+        )
+    if config.eval is not None:
+        raise ConfigError("rollout: needed to evaluate; its agent tries the held-out tasks")
 
 
 def _check_teacher(config: RunConfig) -> None:
@@ -351,16 +367,18 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
     stopped then."""
     cluster = run.cluster
     secrets = run.secrets
-    await _at_once(
+    starts = [
         start_role(
             run,
             "trainer",
             python=run.config.backend.python,
             env={**environment(run), **secrets.env},
             without=secrets.withheld,
-        ),
-        start_role(run, "rollout", env=environment(run), without=_kept_from_agents(run)),
-    )
+        )
+    ]
+    if run.config.trains_live:
+        starts.append(start_role(run, "rollout", env=environment(run), without=_kept_from_agents(run)))
+    await _at_once(*starts)
     ended = asyncio.create_task(run.control.ended("trainer"))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
