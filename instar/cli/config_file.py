@@ -156,17 +156,17 @@ def _anchor_agent(data: Json, folder: Path) -> None:
 def _anchor_data(data: Json, folder: Path) -> None:
     match data:
         case {"data": list() as given}:
-            data["data"] = [_anchored(each, folder) for each in cast(list[Any], given)]
+            data["data"] = [_anchored_source(each, folder) for each in cast(list[Any], given)]
         case {"data": given}:
-            data["data"] = _anchored(given, folder)
+            data["data"] = _anchored_source(given, folder)
         case _:
             pass
 
 
-def _anchored(source: Any, folder: Path) -> Any:
+def _anchored_source(source: Any, folder: Path) -> Any:
     match source:
         case {"source": str() as path}:
-            return {**cast(Json, source), "source": _anchored(path, folder)}
+            return {**cast(Json, source), "source": _anchored_source(path, folder)}
         case str() if source != LIVE and not source.startswith(NAMED):
             return str(folder / Path(source).expanduser())
         case _:

@@ -84,6 +84,8 @@ def folder_of(section: DataConfig, row: DatasetRow | None) -> Path:
 
 async def bring_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
     """Into the run's store. What is there already, from before a restart, is left alone."""
+    if all(each.is_live for each in config.data):
+        return
     names = open_names(config)
     try:
         for place, section in enumerate(config.data):

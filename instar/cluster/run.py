@@ -314,8 +314,8 @@ def _check_data(config: RunConfig) -> None:
         return
     if any(each.is_live for each in config.data):
         raise ConfigError(
-            "rollout: needed to train; name the tasks and the agent that tries them, or train on exported data "
-            "alone (data: dataset:NAME)"
+            "rollout: needed to train; name the tasks and the agent that tries them, or train on exported "
+            "data alone (data: dataset:NAME)"
         )
     if config.eval is not None:
         raise ConfigError("rollout: needed to evaluate; its agent tries the held-out tasks")
