@@ -74,7 +74,8 @@ def unscored(
     waiting = ""
     if awaited:
         versions = scorer.partition("@")[0] + "@"
-        where, values = "(scorer = ? OR substr(scorer, 1, ?) = ?)", [scorer, len(versions), versions]
+        where = f"(scorer = ? OR substr(scorer, 1, {len(versions)}) = ?)"
+        values = [scorer, versions]
         waiting = "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
         values += [GroupStatus.READY.value, GroupStatus.DROPPED.value]
     rows = db.execute(

@@ -27,6 +27,7 @@ from instar.types import (
 from .conformance_feedback import OfPeople
 from .conformance_gateway import Gateway
 from .conformance_listing import Listing
+from .conformance_opinions import Opinions
 from .conformance_sharing import ManyHosts
 from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
 from .make import (
@@ -372,5 +373,6 @@ class StoreConformance(
     ManyHosts,
     Listing,
     OfPeople,
+    Opinions,
 ):
     """All of it."""

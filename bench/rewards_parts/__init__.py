@@ -1,0 +1,1 @@
+"""Parts of `bench/rewards.py`, each a process of its own."""

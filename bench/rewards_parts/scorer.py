@@ -1,0 +1,70 @@
+"""The scoring runner over a store, until every session of it has its score.
+
+    python bench/rewards_parts/scorer.py STORE URL SESSIONS --concurrency 32
+
+Prints a line of JSON now and then: sessions scored so far in the store, and this process's memory in MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import uvloop
+
+from instar.config import ScoringConfig
+from instar.config.judge import JudgeRewardConfig
+from instar.rewards.base import Surroundings
+from instar.rewards.judge.factory import create_judge
+from instar.rewards.runner import ScoringRunner
+from instar.store.sqlite import SqliteStore
+
+RUN = "bench"
+EVERY = 0.25
+
+
+def memory_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / (1 << 20)
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    store = SqliteStore(arguments.store)
+    most = arguments.concurrency
+    judge = create_judge(
+        JudgeRewardConfig(
+            type="judge", endpoint=f"{arguments.url}/v1", model="m", timeout=1.0, concurrency=most
+        )
+    )
+    await judge.start(Surroundings(RUN, store))
+    config = ScoringConfig(concurrency=most, deadline=10.0, retries=arguments.retries)
+    runner = ScoringRunner(store, RUN, [judge], config, on_live=[judge])
+    running = asyncio.create_task(runner.run())
+    while not running.done():
+        done = sum(n for states in (await store.score_counts(RUN)).values() for n in states.values())
+        print(json.dumps({"scored": done, "mib": memory_mib()}), flush=True)
+        if done >= arguments.sessions:
+            runner.drain()
+            break
+        await asyncio.sleep(EVERY)
+    await running
+    await judge.close()
+    await store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("store", type=Path)
+    parser.add_argument("url")
+    parser.add_argument("sessions", type=int)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--retries", type=int, default=3)
+    logging.getLogger("instar").setLevel(logging.ERROR)
+    uvloop.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""10,000 sessions, a judge that fails in every way, and a runner that is killed twice on the way."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SESSIONS = 10_000
+
+
+@pytest.mark.timeout(500)
+def test_every_session_ends_scored_or_with_a_reason_and_none_twice(tmp_path: Path) -> None:
+    options = {"sessions": SESSIONS, "slots": 48, "service": 0.05, "faults": 0.2, "kills": 2, "dir": tmp_path}
+    command = [sys.executable, str(ROOT / "bench" / "rewards.py"), "--json"]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout)
+    assert done.stderr.count("killed at") == 2
+
+    store = sqlite3.connect(tmp_path / "store.db")
+    states = dict(store.execute("SELECT state, COUNT(*) FROM scores GROUP BY state"))
+    assert sum(states.values()) == SESSIONS
+    assert states["scored"] > 0.95 * SESSIONS
+    (unexplained,) = store.execute(
+        "SELECT COUNT(*) FROM scores WHERE (state = 'fallback') != (COALESCE(reason, '') != '')"
+    ).fetchone()
+    assert unexplained == 0
+    (rewarded, rewards) = store.execute(
+        "SELECT COUNT(DISTINCT r.session_id), COUNT(*) FROM rewards r JOIN scores s "
+        "ON s.session_id = r.session_id AND s.state = 'scored' AND r.value = 0.5"
+    ).fetchone()
+    assert rewarded == rewards == states["scored"]
+    assert store.execute("SELECT COUNT(*) FROM rewards").fetchone() == (rewards,)
+    for fault in ("silent", "busy", "garbage", "broken"):
+        assert figures["endpoint"][fault] > 100, "the judge did fail"
+    assert figures["mib_late"] < 1.15 * figures["mib_early"] + 8
