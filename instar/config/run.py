@@ -96,10 +96,11 @@ class RunConfig(Section):
     def _groups_can_be_compared(self) -> Self:
         estimator = self.trainer.advantage.estimator
         counts = self.trainer.advantage.weight > 0
-        if counts and self.rollout is not None and self.rollout.group_size == 1 and estimator != "running":
+        compares = estimator not in ("running", "reward")
+        if counts and compares and self.rollout is not None and self.rollout.group_size == 1:
             raise ValueError(
                 f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
-                "sessions of a group, so it learns nothing from one. Use 2 or more, or 'running'"
+                "sessions of a group, so it learns nothing from one. Use 2 or more, 'running' or 'reward'"
             )
         return self
 

@@ -15,9 +15,10 @@ from instar.config.model import ModelConfig
 class AdvantageConfig(Section):
     """From rewards to advantages, within a group."""
 
-    estimator: Literal["grpo", "grpo_no_std", "rloo", "running"] = "grpo"
+    estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
     """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the others;
-    `running`: r - a running mean over sessions, for groups of one."""
+    `running`: r - a running mean over sessions, for groups of one; `reward`: r itself, to imitate good data
+    with the `cross_entropy` loss."""
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
     """What a step's token sum is divided by: all trained tokens of the step, the sessions of the step, each
     session's own tokens and then the sessions, or nothing."""

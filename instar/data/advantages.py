@@ -101,6 +101,8 @@ class Estimator:
                 return rloo(rewards)
             case "running":
                 return self.running(rewards)
+            case "reward":
+                return list(rewards)
 
     def to_json(self) -> Json:
         return self.running.to_json() if self.config.estimator == "running" else {}
