@@ -95,7 +95,7 @@ MISTAKES = {
     "groups of one": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x}}, group_size: 1}}",
         "rollout.group_size: given 1; trainer.advantage.estimator 'grpo' compares the sessions of a group, "
-        "so it learns nothing from one. Use 2 or more, or 'running'",
+        "so it learns nothing from one. Use 2 or more, 'running' or 'reward'",
     ),
     "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
     "too large": (

@@ -154,6 +154,6 @@ async def _unusual(store: Store) -> None:
         correction_ids=np.array([3, 4], np.int32), author="me",
     )  # fmt: skip
     await store.add_feedback(correction)
-    await store.open_session(make_session("failed", group_id=f"{RUN}/train/000000", slot=1, attempt=0))
+    await store.open_session(make_session("failed", group_id=f"{RUN}/train/000000", slot=2))
     await store.end_session("failed", SessionStatus.FAILED, "boom")
     await store.open_session(make_session("under way", channel=Channel.LIVE))

@@ -110,7 +110,7 @@ async def test_a_conflict_is_named(store: Store, empty: Store, tmp_path: Path) -
     manifest = await export_all(store, tmp_path / "out")
     await bring_back(empty, tmp_path / "out", RUN, manifest)
     await empty.add_rewards([Reward("s1-0", 0.0, RewardSource.HUMAN)])
-    with pytest.raises(Conflict, match="session s1-0 .*: rewards differ"):
+    with pytest.raises(Conflict, match=r"session s1-0 .*: rewards differ"):
         await bring_back(empty, tmp_path / "out", RUN, manifest)
 
 
@@ -141,7 +141,7 @@ async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path
         await export_all(store, tmp_path / "none", where=SessionFilter(task="no such"))
     with pytest.raises(DataError, match="nothing to imitate"):
         await export_all(store, tmp_path / "none", format="sft", min_reward=2.0)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
+    assert [path.name for path in tmp_path.glob("*") if path.is_dir()] == ["out"]  # noqa: ASYNC240
 
 
 async def test_a_long_session_grows_with_what_was_said(store: Store, tmp_path: Path) -> None:

@@ -1,0 +1,247 @@
+"""Exported data as what a run trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from instar.config import RunConfig
+from instar.config.data import turns
+from instar.data.batcher import Batch, Batcher
+from instar.datasets.as_data import bring_as_data
+from instar.datasets.bring_in import bring_back
+from instar.errors import DataError
+from instar.store.base import SessionFilter, Store
+from instar.store.sqlite import SqliteStore
+from instar.types import Channel, Reward, RewardSource, SessionStatus
+from tests.unit.data.build import RUN, add_group, begin, make_call, make_config, make_session
+from tests.unit.datasets.house import export_all, fill, talk
+
+
+GOLDEN = "data/golden@1/00000"
+
+
+@pytest.fixture
+async def store(tmp_path: Path):
+    opened = SqliteStore(tmp_path / "store.db")
+    await fill(opened, groups=4)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def empty(tmp_path: Path):
+    opened = SqliteStore(tmp_path / "other.db")
+    await begin(opened)
+    yield opened
+    await opened.close()
+
+
+def make(data: Any, **trainer: Any) -> RunConfig:
+    config = make_config(**{"groups_per_step": 2, "advantage": {"estimator": "running"}, **trainer})
+    return RunConfig.model_validate({**config.model_dump(), "data": data})
+
+
+async def bring(store: Store, empty: Store, tmp_path: Path, label: str = "golden@1") -> None:
+    manifest = await export_all(store, tmp_path / label)
+    await bring_as_data(empty, tmp_path / label, RUN, label, manifest)
+
+
+async def train(store: Store, batcher: Batcher, step: int) -> Batch | None:
+    batch = await batcher.next_batch(step, 0, version=step - 1, finished=lambda: True)
+    if batch is not None:
+        await store.drop(batch.drops)
+        await store.claim_step(RUN, step, batch.claims)
+    return batch
+
+
+def places(batch: Batch | None) -> list[tuple[str, int]]:
+    assert batch is not None
+    found = {(str(claim.group_id).removeprefix(f"{RUN}/"), claim.epoch): None for claim in batch.claims}
+    return list(found)
+
+
+def assert_same_batch(one: Batch, other: Batch) -> None:
+    assert len(one.samples) == len(other.samples) > 0
+    for left, right in zip(one.samples, other.samples, strict=True):
+        for name in ("token_ids", "mask", "logprobs", "advantages", "versions"):
+            assert getattr(left, name).tobytes() == getattr(right, name).tobytes(), name
+        assert left.spans == right.spans
+        assert left.sample_key == right.sample_key
+    assert one.claims == other.claims
+    assert one.report == other.report
+
+
+async def test_an_import_makes_the_same_batches(store: Store, tmp_path: Path) -> None:
+    manifest = await export_all(store, tmp_path / "out", format="parquet")
+    copy = SqliteStore(tmp_path / "copy.db")
+    await begin(copy)
+    await bring_back(copy, tmp_path / "out", RUN, manifest)
+    config = make("live", max_staleness=8)
+    one, other = Batcher(store, RUN, config), Batcher(copy, RUN, config)
+    for step in (1, 2):
+        mine, theirs = await train(store, one, step), await train(copy, other, step)
+        assert mine is not None
+        assert theirs is not None
+        assert_same_batch(mine, theirs)
+    assert await train(copy, other, 3) is None
+    await copy.close()
+
+
+async def test_exported_data_is_trained_in_its_order_and_used_up(
+    store: Store, empty: Store, tmp_path: Path
+) -> None:
+    """Ungrouped sessions come last, each as a group of one."""
+    await bring(store, empty, tmp_path)
+    batcher = Batcher(empty, RUN, make("dataset:golden@1", steps=9))
+    assert places(await train(empty, batcher, 1)) == [
+        ("data/golden@1/000000", 0),
+        ("data/golden@1/000001", 0),
+    ]
+    assert places(await train(empty, batcher, 2)) == [
+        ("data/golden@1/000002", 0),
+        ("data/golden@1/000003", 0),
+    ]
+    assert places(await train(empty, batcher, 3)) == [(f"{GOLDEN}4", 0)]
+    assert await train(empty, batcher, 4) is None
+    assert await empty.groups(RUN, Channel.TRAIN) == []
+
+
+async def test_age_is_nothing_to_it(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    batcher = Batcher(empty, RUN, make("dataset:golden@1", mode="sync", advantage={"estimator": "grpo"}))
+    batch = await batcher.next_batch(1, 0, version=77, finished=lambda: True)
+    assert batch is not None
+    assert len(batch.samples) == 4
+    assert batch.report["data_samples"] == 4
+    assert batch.report["staleness_max"] == 0
+    assert {claim.staleness for claim in batch.claims} == {None}
+    own = await store.calls("s0-1")
+    np.testing.assert_array_equal(batch.samples[1].logprobs[-3:], own[0].logprobs)
+
+
+async def test_epochs(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    config = make({"source": "dataset:golden@1", "epochs": 2}, groups_per_step=4)
+    seen = [places(await train(empty, Batcher(empty, RUN, config), step)) for step in (1, 2, 3)]
+    flat = [(int(name[-1]), epoch) for step in seen for name, epoch in step]
+    assert flat == [(index, epoch) for epoch in (0, 1) for index in range(5)]
+    assert [len(step) for step in seen] == [4, 4, 2]
+    assert await train(empty, Batcher(empty, RUN, config), 4) is None
+
+
+async def test_a_group_is_in_a_step_once(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    batcher = Batcher(empty, RUN, make({"source": "dataset:golden@1", "epochs": 9}, groups_per_step=8))
+    first, second = await train(empty, batcher, 1), await train(empty, batcher, 2)
+    assert [len(places(step)) for step in (first, second)] == [5, 5]
+
+
+async def test_live_and_exported_data_have_their_shares(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    for index in range(9):
+        await add_group(empty, index, [0.0, 1.0])
+    mixed = [{"source": "live", "share": 0.75}, {"source": "dataset:golden@1", "share": 0.25}]
+    config = make(mixed, groups_per_step=2, max_staleness=8)
+    batcher = Batcher(empty, RUN, config)
+    seen = [places(await train(empty, batcher, step)) for step in (1, 2, 3, 4)]
+    live = [sum(name.startswith("train/") for name, _ in step) for step in seen]
+    assert sum(live) == 6
+    assert [config.live_groups_of(step) for step in range(5)] == np.cumsum([0, *live]).tolist()
+    assert [name for step in seen for name, _ in step if name.startswith("data/")] == [
+        "data/golden@1/000000",
+        "data/golden@1/000001",
+    ]
+
+
+async def test_mixed_data_begins_again_when_it_is_used_up(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    for index in range(7):
+        await add_group(empty, index, [0.0, 1.0])
+    mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
+    batcher = Batcher(empty, RUN, make(mixed, max_staleness=8))
+    seen = [places(await train(empty, batcher, step)) for step in range(1, 8)]
+    assert [epoch for step in seen for name, epoch in step if "golden" in name] == [0, 0, 0, 0, 0, 1, 1]
+
+
+async def test_a_step_waits_for_its_live_groups(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
+    batcher = Batcher(empty, RUN, make(mixed))
+    assert await batcher.next_batch(1, 0, version=0, wait=0.1) is None
+
+
+async def test_a_released_step_is_made_again_the_same(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    batcher = Batcher(empty, RUN, make({"source": "dataset:golden@1", "epochs": 3}))
+    batches = [await train(empty, batcher, step) for step in (1, 2, 3)]
+    assert await empty.release_steps(RUN, after=1) == [2, 3]
+    batcher.begin_again()
+    for before, step in zip(batches[1:], (2, 3), strict=True):
+        again = await train(empty, batcher, step)
+        assert places(again) == places(before)
+
+
+async def test_bringing_it_twice_changes_nothing(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    before = await empty.sessions(RUN)
+    manifest = await export_all(store, tmp_path / "again")
+    brought = await bring_as_data(empty, tmp_path / "again", RUN, "golden@1", manifest)
+    assert (brought.groups, brought.sessions, brought.there) == (0, 0, 5)
+    assert await empty.sessions(RUN) == before
+    other = await bring_as_data(empty, tmp_path / "again", RUN, "golden@2", manifest)
+    assert other.groups == 5
+
+
+async def test_the_store_may_have_it_as_what_it_was(store: Store, tmp_path: Path) -> None:
+    manifest = await export_all(store, tmp_path / "out")
+    await bring_as_data(store, tmp_path / "out", RUN, "golden@1", manifest)
+    (session,) = [
+        row.session for row in await store.sessions(RUN) if row.session.session_id.startswith("s1-1.")
+    ]
+    assert session.metadata["imported_from"] == {"dataset": "golden@1", "run_id": RUN, "session_id": "s1-1"}
+    assert (await export_all(store, tmp_path / "again")).hash == manifest.hash
+
+
+async def test_evaluation_is_not_trained_on(store: Store, empty: Store, tmp_path: Path) -> None:
+    await talk(store, "held-out", ["x"], 1.0, channel=Channel.VAL)
+    manifest = await export_all(store, tmp_path / "out", where=SessionFilter(channel=Channel.VAL))
+    brought = await bring_as_data(empty, tmp_path / "out", RUN, "x@1", manifest)
+    assert (brought.groups, brought.there) == (0, 0)
+
+
+async def test_missing_logprobs_are_for_cross_entropy_alone(
+    store: Store, empty: Store, tmp_path: Path
+) -> None:
+    await store.open_session(make_session("bare", channel=Channel.LIVE))
+    await store.add_calls(
+        [make_call("bare#0", [1], [2], session_id="bare", logprobs=np.array([np.nan], "f4"))]
+    )
+    await store.end_session("bare", SessionStatus.COMPLETED, None, [Reward("bare", 1.0, RewardSource.HUMAN)])
+    where = SessionFilter(ids=("bare",))
+    manifest = await export_all(store, tmp_path / "out", where=where)
+    with pytest.raises(DataError, match="bare lacks logprobs"):
+        await bring_as_data(empty, tmp_path / "out", RUN, "x@1", manifest)
+    await bring_as_data(empty, tmp_path / "out", RUN, "x@1", manifest, needs_logprobs=False)
+    batcher = Batcher(
+        empty, RUN, make("dataset:x@1", loss={"name": "cross_entropy"}, advantage={"estimator": "reward"})
+    )
+    batch = await train(empty, batcher, 1)
+    assert batch is not None
+    assert batch.samples[0].token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "shares", [(1.0,), (0.7, 0.3), (0.5, 0.25, 0.25), (0.34, 0.33, 0.33), (0.999, 0.001)]
+)
+def test_nobody_is_ever_a_place_behind_its_share(shares: tuple[float, ...]) -> None:
+    before = [0] * len(shares)
+    for groups in range(1, 300):
+        counts = turns(shares, groups)
+        assert sum(counts) == groups
+        assert all(new >= old for new, old in zip(counts, before, strict=True))
+        assert all(abs(count - share * groups) < 1 for count, share in zip(counts, shares, strict=True))
+        before = counts
