@@ -20,7 +20,6 @@ from instar.types import Channel, Reward, RewardSource, SessionStatus
 from tests.unit.data.build import RUN, add_group, begin, make_call, make_config, make_session
 from tests.unit.datasets.house import export_all, fill, talk
 
-
 GOLDEN = "data/golden@1/00000"
 
 
