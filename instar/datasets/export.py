@@ -277,7 +277,7 @@ async def _write_form(
             rows = sft_rows(record, views.reward(record), wanted.min_reward)
             form.add(**rows)
             tally.add("sessions", bool(any(rows.values())))
-            tally.add("rows", len(rows["messages"]))
+            tally.add("rows", len(rows["completions"]))
     else:
         together: dict[str, list[str]] = {}
         for each in chosen:

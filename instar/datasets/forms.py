@@ -53,8 +53,9 @@ class Form:
 
 def sft_rows(record: SessionRecord, reward: float | None, least: float | None) -> dict[str, Rows]:
     """Its conversations, where the reward is at least so much (default: above 0): each as a list of messages,
-    and each reply as the completion of what stood before it."""
-    rows: dict[str, Rows] = {"messages": [], "completions": []}
+    and each reply as the completion of what stood before it. An answer that a person corrected is the
+    completion whatever the reward."""
+    rows: dict[str, Rows] = {"messages": [], "completions": _corrections(record)}
     good = reward is not None and (reward > 0 if least is None else reward >= least)
     if not good or not _usable(record):
         return rows
@@ -63,14 +64,21 @@ def sft_rows(record: SessionRecord, reward: float | None, least: float | None) -
         rows["messages"].append({"messages": _messages([*call.messages, call.reply]), **tools})
     for call in record.calls:
         if _whole(call):
-            rows["completions"].append(
-                {
-                    "prompt": _messages(call.messages),
-                    "completion": _messages([call.reply]),
-                    **_tools(call.tools),
-                }
-            )
+            rows["completions"].append(_completion(call, call.reply))
     return rows
+
+
+def _completion(call: Call, answer: Message) -> Json:
+    return {"prompt": _messages(call.messages), "completion": _messages([answer]), **_tools(call.tools)}
+
+
+def _corrections(record: SessionRecord) -> Rows:
+    calls = {call.call_id: call for call in record.calls}
+    return [
+        _completion(calls[given.call_id], Message(role="assistant", content=given.correction))
+        for given in record.feedback
+        if given.correction is not None and given.call_id in calls and not _untrainable(record)
+    ]
 
 
 def dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
@@ -109,9 +117,11 @@ def _pair(chosen: Call, rejected: Call) -> Json | None:
 
 
 def _usable(record: SessionRecord) -> bool:
-    return record.session.status is SessionStatus.COMPLETED and not any(
-        tag.name == UNTRAINABLE for tag in record.tags
-    )
+    return record.session.status is SessionStatus.COMPLETED and not _untrainable(record)
+
+
+def _untrainable(record: SessionRecord) -> bool:
+    return any(tag.name == UNTRAINABLE for tag in record.tags)
 
 
 def _whole(call: Call) -> bool:

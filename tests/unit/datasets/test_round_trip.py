@@ -140,7 +140,9 @@ async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path
     with pytest.raises(DataError, match="no session"):
         await export_all(store, tmp_path / "none", where=SessionFilter(task="no such"))
     with pytest.raises(DataError, match="nothing to imitate"):
-        await export_all(store, tmp_path / "none", format="sft", min_reward=2.0)
+        await export_all(
+            store, tmp_path / "none", format="sft", min_reward=2.0, where=SessionFilter(channel=Channel.TRAIN)
+        )
     assert [path.name for path in tmp_path.glob("*") if path.is_dir()] == ["out"]  # noqa: ASYNC240
 
 

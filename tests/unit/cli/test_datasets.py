@@ -1,0 +1,149 @@
+"""Data out of a run and in again, by command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from instar.cluster.data import pin_data
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.errors import ConfigError
+from instar.store.factory import open_store
+from tests.unit.cli.conftest import Instar
+from tests.unit.data.build import RUN
+from tests.unit.datasets.house import fill
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / RUN
+    config = RunConfig(name=RUN, dir=folder)
+    RunFolder(folder).create(config)
+
+    async def write() -> None:
+        store = open_store(config)
+        await fill(store)
+        await store.close()
+
+    asyncio.run(write())
+    return folder
+
+
+def test_out_and_in_again(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+    out = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--json").json
+    assert out["counts"]["sessions"] == 8
+    assert out["path"] == str(tmp_path / "out")
+    brought = instar("sessions", "import", tmp_path / "out", "--run", "copy", "--json").json
+    assert (brought["run_dir"], brought["sessions"]) == ("runs/copy", 8)
+    assert instar("sessions", "import", tmp_path / "out", "--into", "runs/copy", "--json").json["there"] == 8
+    ids = [
+        [row["session_id"] for row in instar("sessions", "ls", folder, "--json").json]
+        for folder in (run_dir, "runs/copy")
+    ]
+    assert set(ids[0]) - set(ids[1]) == {"under way"}
+    shown = [instar("sessions", "show", folder, "s1-0", "--json").json for folder in (run_dir, "runs/copy")]
+    assert shown[0] == shown[1]
+    again = instar("sessions", "export", "runs/copy", "--to", tmp_path / "again", "--json").json
+    # Only the run is another one: its name stands in every row.
+    assert again["counts"] == out["counts"]
+
+
+def test_filters(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+    out = instar(
+        "sessions",
+        "export",
+        run_dir,
+        "--to",
+        tmp_path / "out",
+        "--reward-min",
+        "1",
+        "--channel",
+        "train",
+        "--json",
+    ).json
+    assert out["filters"] == {"channel": "train", "reward_min": 1.0}
+    assert out["counts"]["sessions"] == 3
+
+
+def test_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+    first = instar("sessions", "export", run_dir, "--as", "golden", "--json").json
+    assert (first["dataset"], first["version"]) == ("golden", 1)
+    assert instar("sessions", "export", run_dir, "--as", "golden", "--json").json["version"] == 1
+    good = instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1", "--json").json
+    assert good["version"] == 2
+    assert Path(good["path"]).parent == tmp_path / "runs" / "datasets"
+    rows = instar("datasets", "ls", "--json").json
+    assert [(row["name"], row["version"]) for row in rows] == [("golden", 1), ("golden", 2)]
+    assert "golden@2" in instar("datasets", "ls").out
+    assert instar("datasets", "show", "golden@1", "--json").json["manifest"]["hash"] == first["hash"]
+    assert instar("datasets", "add", "other", first["path"], "--json").json["version"] == 1
+    assert instar("datasets", "rm", "golden@1", "--files", "--json").json == {"removed": ["golden@1"]}
+    assert Path(first["path"]).is_dir(), "another name has the same folder"
+    instar("datasets", "rm", "other", "--files")
+    assert not Path(first["path"]).exists()
+    result = instar("datasets", "show", "golden@1")
+    assert (result.code, result.err.strip()) == (
+        1,
+        "error: golden@1: there is no such dataset. Known: golden@2",
+    )
+
+
+def test_a_run_keeps_the_version_that_it_began_with(instar: Instar, run_dir: Path) -> None:
+    first = instar("sessions", "export", run_dir, "--as", "golden", "--json").json
+    asked = RunConfig.model_validate({"name": "next", "data": "dataset:golden"})
+    pinned = asyncio.run(pin_data(asked))
+    assert (pinned.data[0].source, pinned.data[0].content) == ("dataset:golden@1", first["hash"])
+    instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
+    assert asyncio.run(pin_data(asked)).data[0].source == "dataset:golden@2"
+    assert asyncio.run(pin_data(asked, before=pinned.data)) == pinned
+    folder = RunConfig.model_validate({"name": "next", "data": first["path"]})
+    assert asyncio.run(pin_data(folder)).data[0].label == first["hash"][7:19]
+
+
+def test_a_dataset_that_is_not_there(instar: Instar, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.source: given 'dataset:gone'; .*Known: none"):
+        asyncio.run(pin_data(RunConfig.model_validate({"data": "dataset:gone"})))
+    with pytest.raises(ConfigError, match=r"data\.source: given '/nowhere'; .*no manifest\.json"):
+        asyncio.run(pin_data(RunConfig.model_validate({"data": "/nowhere"})))
+
+
+def test_forms_for_other_trainers(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+    instar("sessions", "export", run_dir, "--to", tmp_path / "sft", "--format", "sft", "--reward-min", "1")
+    rows = [json.loads(line) for line in (tmp_path / "sft" / "messages.jsonl").read_text().splitlines()]
+    assert len(rows) == 3, "the best of each group; a scorer gave up on the one that a person liked"
+    assert rows[1]["messages"][2]["tool_calls"][0]["function"] == {"name": "search", "arguments": {"q": "ä"}}
+    assert json.loads(rows[1]["tools"])[0]["function"]["name"] == "search"
+    completions = (tmp_path / "sft" / "prompt_completion.jsonl").read_text().splitlines()
+    assert json.loads(completions[-1])["completion"] == [{"role": "assistant", "content": "two"}], "corrected"
+    instar("sessions", "export", run_dir, "--to", tmp_path / "dpo", "--format", "dpo")
+    (pair, *others) = [
+        json.loads(line) for line in (tmp_path / "dpo" / "pairs.jsonl").read_text().splitlines()
+    ]
+    assert len(others) == 2
+    assert [message["content"] for message in pair["prompt"]] == ["Sei kurz.", "Q"]
+    assert pair["chosen"] == [{"role": "assistant", "content": "answer 1"}]
+    assert pair["rejected"] == [{"role": "assistant", "content": "answer 0"}]
+    assert [message["role"] for message in others[0]["prompt"]] == ["system", "user", "assistant", "tool"]
+    refused = instar("sessions", "import", tmp_path / "dpo")
+    assert refused.code == 1
+    assert "is in the dpo form" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--format", "jsonl"), "--to: say which folder"),
+        (("--as", "x", "--format", "sft"), "--as: sft cannot be trained on here"),
+        (("--as", "a b"), "a name has letters"),
+        (("--to", "out", "--task", "none"), "nothing to export"),
+    ],
+)
+def test_mistakes_are_told(instar: Instar, run_dir: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = instar("sessions", "export", run_dir, *arguments)
+    assert result.code == 1
+    assert said in result.err
