@@ -67,7 +67,7 @@ def _survives(step: Any) -> bool:
     try:
         step()
     except BaseException:  # noqa: BLE001 - an answer that raises SystemExit has failed, too
-        traceback.print_exc(limit=-2)
+        traceback.print_exc(limit=-1)
         return False
     return True
 

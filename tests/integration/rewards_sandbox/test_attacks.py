@@ -1,0 +1,139 @@
+"""Submissions that try to harm the machine are stopped and scored as failed, and the machine is unharmed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.unit.rewards.rules import scored, started
+from tests.unit.rewards.sandboxes import every_sandbox, left_behind, names_in
+
+PROCESSES = 32
+LIMITS = {"seconds": 3.0, "memory_mb": 256, "processes": PROCESSES, "files_mb": 16, "output_kb": 64}
+TESTS = {"tests": ["assert f(1) == 2"]}
+
+ATTACKS = {
+    "reads a secret": "SECRET = open({secret!r}).read()",
+    "lists a home": "import os\nassert os.listdir({home!r})",
+    "opens a socket": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)",
+    "forks without end": """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""",
+    "starts threads without end": """
+import threading, time
+while True:
+    try:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    except RuntimeError:
+        time.sleep(0.01)
+""",
+    "eats memory": "x = []\nwhile True: x.append(bytearray(10**7))",
+    "eats memory with many small processes": """
+import os, time
+for _ in range(20):
+    if os.fork() == 0:
+        x = os.urandom(40 * 2**20)
+        time.sleep(60)
+time.sleep(60)
+""",
+    "eats memory that processes share": """
+import mmap, os, time
+for _ in range(20):
+    if os.fork() == 0:
+        x = mmap.mmap(-1, 40 * 2**20)
+        x.write(os.urandom(40 * 2**20))
+        time.sleep(60)
+time.sleep(60)
+""",
+    "fills the disk": "n = 0\nwhile True:\n    n += 1\n    open(f'f{{n}}', 'wb').write(bytes(10**6))",
+    "fills the disk with deleted files": """
+import os
+kept = []
+while True:
+    kept.append(open('f', 'wb'))
+    kept[-1].write(os.urandom(10**6))
+    kept[-1].flush()
+    os.unlink('f')
+""",
+    "fills the folder for temporary files": """
+import tempfile
+while True:
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(bytes(10**6))
+""",
+    "makes empty files without end": "n = 0\nwhile True:\n    n += 1\n    open(f'f{{n}}', 'w').close()",
+    "makes one endless file": "with open('f', 'wb') as file:\n    while True: file.write(bytes(10**6))",
+    "writes without end": "while True: print('x' * 1000)",
+    "sleeps past the deadline": "import time\ntime.sleep(60)",
+    "ignores SIGTERM": """
+import signal, time
+for number in range(1, 32):
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_IGN)
+while True: time.sleep(1)
+""",
+    "hides as a daemon": """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(0)
+os._exit(0)
+""",
+    "kills everybody": "import os, signal, time\nos.kill(-1, signal.SIGKILL)\ntime.sleep(60)",
+    "claims that all is well": "print('1 passed')\nimport os\nos._exit(0)",
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", every_sandbox())
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_an_attack_fails_and_leaves_no_trace(
+    kind: str, attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    marker = uuid.uuid4().hex
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("the-private-key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = ATTACKS[attack].format(secret=str(secret), home=str(tmp_path), port=server.getsockname()[1])
+        server.setblocking(False)
+        # The name of its file is an argument of every process of the job.
+        section = {"type": "tests", "file": f"{marker}.py", "sandbox": {"kind": kind, **LIMITS}}
+        async with started(**section) as scorer:
+            job = asyncio.create_task(scored(scorer, TESTS, f"```python\n{code}\n```"))
+            most = 0
+            while not job.done():
+                most = max(most, len(left_behind(marker)))
+                await asyncio.wait([job], timeout=0.2)
+            reward = await job
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert reward.value == 0.0
+    assert reward.detail["reason"]
+    assert most <= PROCESSES + 3  # and bubblewrap's own, or the launcher
+    assert left_behind(marker) == []
+    assert names_in(tmp_path) == ["folders", "id_ed25519"]
+    assert names_in(folders) == []
+    assert secret.read_text() == "the-private-key"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", every_sandbox())
+async def test_an_honest_answer_passes_under_the_same_limits(kind: str) -> None:
+    async with started(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
+        many = [scored(scorer, TESTS, "def f(x): return x + 1") for _ in range(6)]
+        assert [reward.value for reward in await asyncio.gather(*many)] == [1.0] * 6

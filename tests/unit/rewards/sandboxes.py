@@ -1,0 +1,55 @@
+"""The sandboxes that this machine has, and how to see what a job left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from instar.errors import ConfigError
+from instar.rewards.sandbox.base import Job, Limits, Outcome, Sandbox
+from instar.rewards.sandbox.factory import create_sandbox
+
+KINDS = ("bubblewrap", "landlock")
+
+
+@functools.cache
+def problem(kind: str) -> str | None:
+    try:
+        asyncio.run(create_sandbox(kind))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def every_sandbox() -> list[object]:
+    """For `pytest.mark.parametrize`: a kind that this machine lacks is skipped, and says why."""
+    return [
+        pytest.param(kind, marks=pytest.mark.skipif(problem(kind) is not None, reason=str(problem(kind))))
+        for kind in KINDS
+    ]
+
+
+async def run(sandbox: Sandbox, code: str, *arguments: str, **limits: float) -> Outcome:
+    settings = Limits(**{"seconds": 20.0, **limits})  # pyright: ignore[reportArgumentType]
+    return await sandbox.run(Job([sys.executable, "-c", code, *arguments]), settings)
+
+
+def left_behind(marker: str) -> list[int]:
+    """Processes of this machine whose arguments hold the marker."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if marker.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

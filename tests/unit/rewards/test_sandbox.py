@@ -1,0 +1,238 @@
+"""What a job may do, and what it may not; the endless ones are in tests/integration/rewards_sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from pathlib import Path
+
+import pytest
+
+from instar.errors import ConfigError
+from instar.rewards.sandbox.base import Job, Limits, Sandbox
+from instar.rewards.sandbox.factory import create_sandbox
+from instar.types import Task
+from tests.unit.rewards.rules import scored, started, transcript
+from tests.unit.rewards.sandboxes import every_sandbox, left_behind, run
+
+pytestmark = pytest.mark.parametrize("kind", every_sandbox())
+
+
+@pytest.fixture
+async def sandbox(kind: str) -> Sandbox:
+    return await create_sandbox(kind)
+
+
+async def test_a_job_works_in_a_folder_of_its_own(sandbox: Sandbox) -> None:
+    script = 'cat "$ANSWER" && echo more > new.txt && cat new.txt >&2 && exit 3'
+    job = Job(["sh", "-c", script], {"a.txt": "said\n"}, {"ANSWER": "a.txt"})
+    outcome = await sandbox.run(job, Limits())
+    assert (outcome.exit_code, outcome.output, outcome.stopped) == (3, "said\nmore\n", None)
+    assert outcome.reason == "it ended with exit code 3"
+    again = await sandbox.run(Job(["ls"]), Limits())
+    assert "new.txt" not in again.output
+    gone = await sandbox.run(Job(["no-such-program"]), Limits())
+    assert (gone.exit_code, gone.output) == (127, "no-such-program: No such file or directory\n")
+
+
+async def test_it_is_nobody_and_knows_no_secret(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET_KEY", "the-key")
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("the-private-key")
+    environment = await run(sandbox, "import os; print(os.getuid(), dict(os.environ))")
+    assert environment.ok
+    assert not environment.output.startswith("0 ")
+    assert "the-key" not in environment.output
+    for path in (secret, f"/proc/{os.getpid()}/environ", f"/proc/{os.getppid()}/cmdline", "/etc/shadow"):
+        assert "Error" in (await run(sandbox, f"print(open({str(path)!r}).read())")).output, path
+    for parent in ("1", "self/../1", "self/.."):
+        listed = await run(
+            sandbox, f"import pathlib; print(pathlib.Path('/proc/{parent}/environ').read_bytes())"
+        )
+        assert "the-key" not in listed.output
+
+
+async def test_it_reads_what_it_was_given_and_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    given, other = tmp_path / "given", tmp_path / "other"
+    for folder in (given, other):
+        folder.mkdir(mode=0o777)
+        (folder / "file").write_text("as it was")
+        (folder / "file").chmod(0o666)
+    code = f"""
+import os
+print(open({str(given / "file")!r}).read())
+for folder in ({str(given)!r}, {str(other)!r}, {str(Path(__file__).parent)!r}, "/usr/lib", "/etc"):
+    for deed in (lambda: open(folder + "/file", "w"), lambda: open(folder + "/new", "w"),
+                 lambda: os.truncate(folder + "/file", 0), lambda: os.unlink(folder + "/file"),
+                 lambda: os.chmod(folder + "/file", 0), lambda: os.rename(folder + "/file", folder + "/f"),
+                 lambda: os.utime(folder + "/file"), lambda: os.symlink("/", folder + "/link")):
+        try:
+            deed()
+        except OSError:
+            continue
+        print("done in", folder)
+"""
+    before = (given / "file").stat()
+    outcome = await sandbox.run(Job(["python", "-c", code], read=[given]), Limits())
+    assert outcome.output == "as it was\n"
+    assert [p.name for p in (*given.iterdir(), *other.iterdir())] == ["file", "file"]
+    assert (given / "file").stat() == before
+    assert (other / "file").read_text() == "as it was"
+
+
+async def test_it_reaches_no_socket(sandbox: Sandbox, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(path))
+        path.chmod(0o777)
+        unix.listen()
+        port = tcp.getsockname()[1]
+        abroad = await run(sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
+        assert not abroad.ok
+        near = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
+        assert not (await run(sandbox, near)).ok
+        # AF_VSOCK leads to a virtual machine's host, whatever the network namespace.
+        assert "not permitted" in (await run(sandbox, "import socket; socket.socket(40, 1)")).output
+        for listener in (tcp, unix):
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        allowed = await run(
+            sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)", network=True
+        )
+        assert allowed.ok, allowed.output
+
+
+CALLS = {
+    "ptrace": (101, 16, 1),
+    "unshare": (272, 0x10000000, 0),
+    "memfd_create": (319, 0, 0),
+    "io_uring_setup": (425, 1, 0),
+    "bpf": (321, 0, 0),
+    "shmget": (29, 0, 4096),
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
+async def test_system_calls_that_lead_out_are_refused(sandbox: Sandbox) -> None:
+    code = (
+        "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for name, (number, *arguments) in {CALLS!r}.items():\n"
+        "    done = libc.syscall(number, *arguments)\n"
+        "    print(name, done, ctypes.get_errno())"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.output.splitlines() == [f"{name} -1 1" for name in CALLS]
+
+
+async def test_it_cannot_signal_us(sandbox: Sandbox) -> None:
+    for target in (os.getpid(), -1):
+        outcome = await run(sandbox, f"import os, signal; os.kill({target}, signal.SIGUSR1); print('sent')")
+        assert "sent" not in outcome.output or target == -1  # -1: to itself at most
+
+
+async def test_what_it_started_ends_with_it(sandbox: Sandbox) -> None:
+    marker = uuid.uuid4().hex
+    code = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    try:
+        os.setsid()
+    except OSError:
+        pass
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(0)
+print("ended")
+"""
+    outcome = await run(sandbox, code, marker)
+    assert (outcome.ok, outcome.output) == (True, "ended\n")
+    assert left_behind(marker) == []
+
+
+async def test_a_cancelled_job_is_gone(sandbox: Sandbox) -> None:
+    marker = uuid.uuid4().hex
+    job = asyncio.create_task(run(sandbox, "import time; time.sleep(60)", marker))
+    while not left_behind(marker):  # noqa: ASYNC110 - nothing tells when it has begun
+        await asyncio.sleep(0.02)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert left_behind(marker) == []
+
+
+async def test_it_ends_at_its_deadline_and_when_it_says_too_much(sandbox: Sandbox) -> None:
+    marker = uuid.uuid4().hex
+    late = await run(
+        sandbox,
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+        marker,
+        seconds=0.5,
+    )
+    assert (late.stopped, late.reason) == ("time", "it ran past its 0.5 s")
+    loud = await run(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
+    assert (loud.stopped, len(loud.output)) == ("output", 64 * 1024)
+    assert not loud.ok
+    assert left_behind(marker) == []
+
+
+ANSWERS = {
+    "def f(x):\n    return x + 1": (1.0, None),
+    "def f(x):\n    return 2": (0.5, "1 of 2 tests passed"),
+    "import os\nos._exit(0)": (0.0, "it ended before its tests did"),
+    "print('2 passed')\nraise SystemExit(0)": (0.0, None),
+    "def f(x:": (0.0, None),
+}
+
+
+@pytest.mark.parametrize("runner", ["python", "pytest"])
+async def test_unit_tests_of_an_answer(kind: str, runner: str) -> None:
+    tests = ["from answer import f\ndef test_one(): assert f(1) == 2", "def test_two(): assert f(2) == 3"]
+    section = {"type": "tests", "runner": runner, "reward": "share", "sandbox": {"kind": kind, "seconds": 30}}
+    if runner == "python":
+        tests = [test.replace("from answer import f\n", "") for test in tests]
+    async with started(**section) as scorer:
+        assert scorer.background
+        for code, (value, reason) in ANSWERS.items():
+            reward = await scored(scorer, {"tests": tests}, f"Here it is:\n```python\n{code}\n```\nDone.")
+            assert reward.value == value, (code, reward.detail)
+            assert reason is None or reward.detail["reason"] == reason
+        assert await scorer.score(Task("", {}), transcript("x")) == []
+
+
+async def test_all_or_nothing_and_a_command_of_ones_own(kind: str) -> None:
+    tests = {"tests": ["assert f(1) == 2", "assert f(2) == 3"]}
+    async with started(type="tests", sandbox={"kind": kind}) as scorer:
+        assert (await scored(scorer, tests, "def f(x): return 2")).value == 0.0
+        assert (await scored(scorer, tests, "def f(x): return x + 1")).value == 1.0
+    own = {"tests": "from answer import f\nassert f(1) == 2"}
+    async with started(type="tests", runner=["python", "test_answer.py"], sandbox={"kind": kind}) as scorer:
+        assert (await scored(scorer, own, "def f(x): return 2")).value == 1.0
+        assert (await scored(scorer, own, "def f(x): return 1")).value == 0.0
+
+
+async def test_a_command_says_whether_an_answer_is_right(kind: str, tmp_path: Path) -> None:
+    script = tmp_path / "check.py"
+    script.write_text(
+        "import json, os\n"
+        "answer = open(os.environ['INSTAR_ANSWER']).read()\n"
+        "task = json.load(open(os.environ['INSTAR_TASK']))\n"
+        "raise SystemExit(answer != task['right'])\n"
+    )
+    section = {"type": "command", "command": ["python", "check.py"], "sandbox": {"kind": kind}}
+    async with started(**section, files=[str(script)]) as scorer:
+        before = scorer.version
+        assert (await scored(scorer, {"right": "yes"}, "yes")).value == 1.0
+        wrong = await scored(scorer, {"right": "yes"}, "no")
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
+    script.write_text("raise SystemExit(0)")
+    async with started(**section, files=[str(script)]) as scorer:
+        assert scorer.version != before
+    with pytest.raises(ConfigError, match=r"reward.command does not run in the sandbox: there is no nothing"):
+        async with started(**{**section, "command": ["nothing"]}):
+            pass
