@@ -8,8 +8,12 @@ from instar.errors import RenderError
 from instar.record.base import Renderer
 from instar.types import Call, Ids, Message
 
-AFTER = (Message(role="user", content="Hi"),)
-"""What could follow a reply: behind it stands how the model's format ends one."""
+TALK = (
+    Message(role="user", content="Hi"),
+    Message(role="assistant", content="Ok"),
+    Message(role="user", content="Hi"),
+)
+"""Behind its reply stands how the model's format ends one."""
 REASONING_END = "\n</think>\n\n"
 
 
@@ -17,23 +21,24 @@ def correction_ids(renderer: Renderer, call: Call, text: str) -> Ids:
     """``text`` in the place of what was sampled behind the call's prompt, with the token that ends a reply.
     A tool call is written as the model writes it. Raises RenderError where the model's format has no way to
     say exactly that there."""
-    prompt = call.prompt_ids.tolist()
+    prompt, end = call.prompt_ids.tolist(), _end(renderer, call)
     # Of a prompt that opens the reasoning, the answer begins behind its end.
     for before in ("", REASONING_END):
-        ids = renderer.encode(before + text)
-        ids.append(_end(renderer, call, prompt, ids))
+        ids = [*renderer.encode(before + text), end]
         if _says(renderer, call, prompt, ids, text):
             return np.asarray(ids, np.int32)
     raise RenderError("the model's format reads it as something else than an answer")
 
 
-def _end(renderer: Renderer, call: Call, prompt: list[int], ids: list[int]) -> int:
+def _end(renderer: Renderer, call: Call) -> int:
     """The token that the model ended this call with, or would have."""
     stops = renderer.stop_token_ids
     if len(call.sampled_ids) and (last := int(call.sampled_ids[-1])) in stops:
         return last
-    continued = renderer.extend(prompt, ids, AFTER, call.tools)
-    if continued is None or (end := continued[len(prompt) + len(ids)]) not in stops:
+    asked, answered = renderer.render(TALK[:1]), renderer.render(TALK)
+    begin = next((i for i, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(asked))
+    end = next((token for token in answered[begin:] if token in stops), None)
+    if end is None:
         raise RenderError("the model's format does not tell how an answer ends")
     return end
 
