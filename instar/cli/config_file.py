@@ -47,7 +47,7 @@ def validate(data: Json, origin: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise Mistakes(origin, explain(error)) from error
+        raise Mistakes(origin, explain(error, data)) from error
 
 
 def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:

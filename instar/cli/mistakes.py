@@ -10,16 +10,17 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from instar.config import RunConfig
+from instar.types import Json
 
 SHOWN = 80
 """Longest piece of a given value that is repeated in a message."""
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One line for each setting that is wrong."""
+def explain(error: ValidationError, given: Json | None = None) -> list[str]:
+    """One line for each setting that is wrong. ``given``: the settings as they were written."""
     by_path: dict[str, list[str]] = {}
     for item in error.errors():
-        path, section = locate(item["loc"])
+        path, section = locate(_written(item["loc"], given or {}))
         path, text = _explain(path, section, item)
         by_path.setdefault(path, []).append(text)
     # A setting that takes several kinds of value has an error for each of them.
@@ -73,6 +74,15 @@ def _words(listed: str) -> list[str]:
 # --- from pydantic's location to the path that a person wrote -------------------------------------
 
 
+def _written(location: Sequence[str | int], given: Json) -> list[str | int]:
+    """Without the place in a list that a person did not write: one section may stand for a list of one."""
+    match location:
+        case [str() as name, int(), *rest] if not isinstance(given.get(name), list):
+            return [name, *rest]
+        case _:
+            return list(location)
+
+
 def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
     """The dotted path without pydantic's own words (a union's tag, a kind of value), and the section that
     holds its last part."""
@@ -98,7 +108,7 @@ def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
 def section_kinds(path: str) -> list[tuple[str, ...]]:
     """The words that `type` takes in the section at this path."""
     candidates: list[type[BaseModel]] = [RunConfig]
-    for part in path.split("."):
+    for part in (part for part in path.split(".") if not part.isdigit()):
         fields = [section.model_fields[part] for section in candidates if part in section.model_fields]
         candidates = [found for field in fields for found in sections_in(field.annotation)]
     return [kinds_of(section) for section in candidates]

@@ -115,6 +115,14 @@ MISTAKES = {
         "trainer: {mode: sync, max_staleness: 2}",
         "trainer.max_staleness: given 2; it is 0, or left out, when trainer.mode is sync",
     ),
+    "a reward alone": (
+        "reward: {type: rule, functon: x}",
+        "reward.functon: no such setting; allowed: args, function, type (did you mean 'function'?)",
+    ),
+    "one reward of several": (
+        "reward: [{type: agent}, {type: rule, functon: x}]",
+        "reward.1.functon: no such setting; allowed: args, function, type (did you mean 'function'?)",
+    ),
     "no such function": (
         "reward: {type: rule, function: 'nowhere:score'}",
         "reward.function: cannot import 'nowhere' (from 'nowhere:score'): "
