@@ -1,5 +1,6 @@
-"""Two agents for GSM8K. `solve` has a calculator and knows nothing of rewards: it returns nothing.
-`check` can also have its answer checked, over several turns, and returns ``(turns, reward)``.
+"""Two agents for GSM8K. `solve` has its calculations done, in plain text, and knows nothing of rewards: it
+returns nothing. `check` has two tools, a calculator and one that checks its answer, over several turns, and
+returns ``(turns, reward)``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 from instar.agents.client import Clients
 from instar.demo.agent import CALC, calculate
 from instar.rollout.base import AgentSession
-from instar.rollout.tasksets.gsm8k import final_number
+from instar.rollout.tasksets.gsm8k import MARK, final_number
 from instar.types import Json
 
-MAX_TURNS = 5
-CALL_TOKENS = 48
-"""Room for a tool call, and for the sentence after it."""
+MAX_TURNS = 4
+TEXT_TOKENS, CALL_TOKENS = 24, 48
+"""Room for a calculation in plain text, and in a tool call."""
 EXAMPLES = (
     ("Tom picks 15 bags of 20 plums and eats 31. How many plums remain?", "15 * 20 - 31", "269"),
     ("A crate holds 24 bottles. How many bottles are in 310 crates?", "24 * 310", "7440"),
@@ -40,7 +41,7 @@ RIGHT, WRONG = "correct", "wrong, try again"
 
 
 class Solver(Clients):
-    """Calculates, then answers, behind so many worked examples."""
+    """Writes a calculation, is told its result, and answers, behind so many worked examples."""
 
     async def __call__(
         self,
@@ -48,21 +49,19 @@ class Solver(Clients):
         session: AgentSession,
         *,
         examples: int = len(EXAMPLES),
-        max_tokens: int = CALL_TOKENS,
+        max_tokens: int = TEXT_TOKENS,
     ) -> None:
         client = self.client_for(session)
         messages: list[Any] = [*_solved(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
         for _ in range(MAX_TURNS):
             response = await client.chat.completions.create(
-                model=session.model, messages=messages, tools=[CALC], max_tokens=max_tokens
+                model=session.model, messages=messages, max_tokens=max_tokens
             )
-            reply = response.choices[0].message
-            messages.append(reply.model_dump(exclude_none=True))
-            if not reply.tool_calls:
+            text = response.choices[0].message.content or ""
+            if MARK in text:
                 return
-            for call in reply.tool_calls:
-                arguments = call.function.arguments if call.type == "function" else ""
-                messages.append(_result(call.id, calculate(arguments)))
+            result = calculate(json.dumps({"expression": text.rstrip("= ")}))
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"= {result}"}]
 
 
 class Checker(Clients):
@@ -117,13 +116,15 @@ def check_answer(arguments: str, final: str) -> str:
 
 
 def _solved(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
-    messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then answer with the number."}]
-    for number, (question, expression, answer) in enumerate(examples):
+    messages: list[Any] = [
+        {"role": "system", "content": "Write the calculation, then the answer behind ####."}
+    ]
+    for question, expression, answer in examples:
         messages += [
             {"role": "user", "content": question},
-            _call(f"call_{number}", "calc", expression=expression),
-            _result(f"call_{number}", answer),
-            {"role": "assistant", "content": answer},
+            {"role": "assistant", "content": expression},
+            {"role": "user", "content": f"= {answer}"},
+            {"role": "assistant", "content": f"{MARK} {answer}"},
         ]
     return messages
 

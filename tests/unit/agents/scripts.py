@@ -38,6 +38,12 @@ def solver(prompt: str, seed: int | None) -> str:
     return numbers(text)[-1] if role == "tool" else call("calc", expression=expression(text))
 
 
+def writer(prompt: str, seed: int | None) -> str:
+    """Writes the calculation down, and answers with its result."""
+    text = said(prompt)[-1][1]
+    return f"#### {text.removeprefix('= ')}" if text.startswith("= ") else expression(text)
+
+
 def checker(prompt: str, seed: int | None) -> str:
     """Has the number checked that it calculated."""
     role, text = said(prompt)[-1]

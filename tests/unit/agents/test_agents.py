@@ -33,8 +33,8 @@ async def rewards_of(house: House) -> list[list[Any]]:
 
 
 async def test_an_agent_that_knows_nothing_of_rewards_is_scored_by_its_last_number(tmp_path: Path) -> None:
-    async with open_house(tmp_path, script=f"{HERE}:solver") as house:
-        figures = await tried(house, SYNTHETIC, "gsm8k:solve", {"type": "rule"}, max_tokens=200)
+    async with open_house(tmp_path, script=f"{HERE}:writer") as house:
+        figures = await tried(house, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
         assert figures["accuracy"] == 1.0
         for given in await rewards_of(house):
             assert [reward.source for reward in given] == [RewardSource.RULE]

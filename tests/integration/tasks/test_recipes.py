@@ -1,0 +1,68 @@
+"""Every recipe of a task set, one step of it with a tiny model: agents, gateway, scores and trainer."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny_model
+
+ROOT = Path(__file__).parents[3]
+RECIPES = ["gsm8k", "gym", "textarena", "verifiers", "humaneval", "bfcl"]
+SOURCES = {"textarena": "agent", "verifiers": "agent"}
+"""Who says what a session was worth; a rule, where nothing is said here."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Its tokenizer has a token for almost every character: prompts are long.
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=16384)
+
+
+def train(recipe: str, model: Path, folder: Path, *settings: str) -> None:
+    changes = [
+        f"model.name={model}",
+        "model.max_context=16384",
+        f"dir={folder}",
+        "trainer.steps=1",
+        "trainer.groups_per_step=2",
+        "rollout.group_size=2",
+        "eval=null",
+        *settings,
+    ]
+    command = [sys.executable, "-m", "instar.cli.main", "train", f"recipes/{recipe}.yaml", "--json"]
+    for change in changes:
+        command += ["--set", change]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_of_the_recipe(recipe: str, model: Path, tmp_path: Path) -> None:
+    if recipe == "bfcl" and find_spec("bfcl_eval") is None:
+        pytest.skip("bfcl-eval is installed apart: pip install --no-deps bfcl-eval")
+    train(recipe, model, tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "store.db") as store:
+        ended = dict(store.execute("SELECT status, COUNT(*) FROM sessions GROUP BY status"))
+        rewards = store.execute("SELECT DISTINCT source FROM rewards").fetchall()
+        steps = store.execute("SELECT state FROM steps").fetchall()
+    assert ended["completed"] >= 4
+    assert "failed" not in ended
+    assert rewards == [(SOURCES.get(recipe, "rule"),)]
+    assert steps == [("committed",)]
+
+
+@pytest.mark.timeout(180)
+def test_the_agent_that_has_its_answers_checked(model: Path, tmp_path: Path) -> None:
+    agent = "rollout.agent.function=instar.agents.gsm8k:check"
+    train("gsm8k", model, tmp_path / "run", agent, "reward={type: agent}")
+    with sqlite3.connect(tmp_path / "run" / "store.db") as store:
+        assert store.execute("SELECT DISTINCT source FROM rewards").fetchall() == [("agent",)]
