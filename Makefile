@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test check format integration integration-clients integration-backends \
-	integration-scale integration-rest bench bench-gateway bench-fidelity docs clean
+	integration-scale integration-rest integration-rewards bench bench-gateway bench-fidelity docs clean
 
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
 	@echo "make test         run the tests"
 	@echo "make check        lint, types, import contracts, generated docs"
 	@echo "make integration  slower tests with real servers and crashes; or a part of them: integration-clients,"
-	@echo "                  integration-backends, integration-scale (vLLM, Ray), integration-rest"
+	@echo "                  integration-backends, integration-scale (vLLM, Ray), integration-rest, integration-rewards"
 	@echo "make bench        measure the engine"
 	@echo "make bench-gateway   measure the gateway against its peers"
 	@echo "make bench-fidelity  measure how much of what agents do becomes exact training data"
@@ -56,7 +56,8 @@ format: install
 CLIENTS := tests/integration/agents tests/integration/clients tests/integration/test_bench_gateway.py
 BACKENDS := tests/integration/backends tests/torture/test_services.py
 SCALE := $(wildcard tests/integration/vllm tests/integration/sync tests/integration/ray)
-REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) tests/torture/test_crash.py
+REWARDS := $(wildcard $(addprefix tests/integration/,rewards rewards_sandbox datasets tasks))
+REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) tests/torture/test_crash.py $(REWARDS)
 SLOW = $(BIN)/python -m pytest --durations=20 --durations-min=5
 
 integration: install
@@ -73,6 +74,10 @@ integration-scale: install
 
 integration-rest: install
 	$(SLOW) $(REST)
+
+# A part of the rest.
+integration-rewards: install
+	$(SLOW) $(REWARDS)
 
 bench: install
 	$(BIN)/python bench/engine.py
