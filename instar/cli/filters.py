@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def filtered(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with the options in the place of its parameter ``chosen``, which is given them as a dict."""
+    """The command, with the options in the place of its parameter ``chosen``: a dict of what was given."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [

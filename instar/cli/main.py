@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from instar import __version__
 from instar.cli.data_verbs import add_verbs
+from instar.cli.filters import filtered
 
 app = typer.Typer(
     name="instar",
@@ -45,6 +46,7 @@ class Protocol(StrEnum):
 
 
 RunDir = Annotated[Path, typer.Argument(help="The run's folder, runs/<name>.")]
+SessionIds = Annotated[list[str] | None, typer.Argument(metavar="[SESSION]...", help="Their ids.")]
 
 
 @app.command()
@@ -123,6 +125,52 @@ def report(run_dir: RunDir, as_json: AsJson = False) -> None:
     run_report(run_dir, as_json=as_json)
 
 
+@app.command()
+def plan(run_dir: RunDir, as_json: AsJson = False) -> None:
+    """Show what the next training step would be given, and why, before it is trained on."""
+    from instar.cli.plan import run_plan
+
+    run_plan(run_dir, as_json=as_json)
+
+
+@app.command()
+@filtered
+def curate(
+    run_dir: RunDir,
+    chosen: dict[str, Any],
+    apply: Annotated[bool, typer.Option("--apply", help="Tag the sessions that are found.")] = False,
+    checks: Annotated[
+        list[str] | None, typer.Option("--check", metavar="NAME", help="Only this check; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Look at the newest so many.")] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Look for duplicates and for signs of reward hacking; report them, or tag them."""
+    from instar.cli.curate import run_curate
+
+    run_curate(run_dir, chosen, apply=apply, checks=checks or [], limit=limit, as_json=as_json)
+
+
+@app.command()
+@filtered
+def rescore(
+    run_dir: RunDir,
+    chosen: dict[str, Any],
+    session_ids: SessionIds = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(metavar="YAML", help="A section of `reward`: '{type: math}'.")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Take `reward` and `scoring` from another YAML file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score stored sessions with another rule or judge, beside what they were scored with."""
+    from instar.cli.rescore import run_rescore
+
+    run_rescore(run_dir, session_ids or [], chosen, rewards=reward or [], file=config_file, as_json=as_json)
+
+
 class RoleAction(StrEnum):
     restart = "restart"
     drain = "drain"
@@ -183,17 +231,54 @@ def config_show(
 
 
 @sessions_app.command("ls")
+@filtered
 def sessions_ls(
     run_dir: RunDir,
-    channel: Annotated[str | None, typer.Option(help="train, val or live.")] = None,
-    status: Annotated[str | None, typer.Option(help="open, completed, failed or abandoned.")] = None,
+    chosen: dict[str, Any],
     limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 50,
+    before: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Those before the one of this number: the next page.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List sessions: task, calls, tokens, reward."""
+    """List sessions: task, calls, tokens, reward, tags."""
     from instar.cli.sessions import run_ls
 
-    run_ls(run_dir, channel=channel, status=status, limit=limit, as_json=as_json)
+    run_ls(run_dir, chosen=chosen, limit=limit, before=before, as_json=as_json)
+
+
+@sessions_app.command("tag")
+@filtered
+def sessions_tag(
+    run_dir: RunDir,
+    tag_name: Annotated[
+        str, typer.Argument(metavar="NAME[=VALUE]", help="`untrainable` keeps from training.")
+    ],
+    chosen: dict[str, Any],
+    session_ids: SessionIds = None,
+    reason: Annotated[str, typer.Option(help="Why.")] = "",
+    author: Annotated[str, typer.Option(help="Who says so. Default: the user's name.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Tag sessions, by id or by what they have in common."""
+    from instar.cli.tags import run_tag
+
+    run_tag(run_dir, tag_name, session_ids or [], chosen, reason=reason, author=author, as_json=as_json)
+
+
+@sessions_app.command("untag")
+@filtered
+def sessions_untag(
+    run_dir: RunDir,
+    tag_name: Annotated[str, typer.Argument(metavar="NAME", help="The tag to take away.")],
+    chosen: dict[str, Any],
+    session_ids: SessionIds = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a tag away from sessions. Without ids or filters: from all that have it."""
+    from instar.cli.tags import run_untag
+
+    run_untag(run_dir, tag_name, session_ids or [], chosen, as_json=as_json)
 
 
 @sessions_app.command("show")

@@ -4,53 +4,70 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from instar.cli.filters import session_filter
 from instar.cli.run_store import store_of
-from instar.errors import ConfigError, InstarError
-from instar.store.base import SessionRow, Store
-from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus
+from instar.config import RunConfig
+from instar.data.combine import Combine
+from instar.errors import InstarError
+from instar.store.base import SessionFilter, SessionRow, Store
+from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus, Tag
 
 
-def run_ls(run_dir: Path, *, channel: str | None, status: str | None, limit: int, as_json: bool) -> None:
-    asyncio.run(_ls(run_dir, _word(Channel, channel), _word(SessionStatus, status), limit, as_json))
+def run_ls(run_dir: Path, *, chosen: dict[str, Any], limit: int, before: int | None, as_json: bool) -> None:
+    asyncio.run(_ls(run_dir, session_filter(chosen), limit, before, as_json))
 
 
-Word = TypeVar("Word", Channel, SessionStatus)
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A session with what its rewards come to, and its tags."""
+
+    row: SessionRow
+    reward: float | None
+    tags: list[Tag]
 
 
-def _word(kind: type[Word], given: str | None) -> Word | None:
-    if given is None:
-        return None
-    try:
-        return kind(given)
-    except ValueError:
-        raise ConfigError(f"{given!r} is not one of: {', '.join(kind)}") from None
-
-
-async def _ls(
-    run_dir: Path, channel: Channel | None, status: SessionStatus | None, limit: int, as_json: bool
-) -> None:
+async def _ls(run_dir: Path, where: SessionFilter, limit: int, before: int | None, as_json: bool) -> None:
     async with store_of(run_dir, read_only=True) as (config, store):
-        run_id = config.name
-        rows = await store.sessions(run_id, channel=channel, status=status, limit=limit)
+        rows = await store.sessions(config.name, where=where, before=before, limit=limit)
+        lines = await _lines(store, config, rows)
     if as_json:
-        typer.echo(json.dumps([_row(row) for row in rows]))
+        typer.echo(json.dumps([_line(line) for line in lines]))
         return
+    _print_lines(lines)
+    if len(rows) == limit:
+        typer.echo(f"older ones: --before {rows[0].seq}", err=True)
+
+
+async def _lines(store: Store, config: RunConfig, rows: Sequence[SessionRow]) -> list[Line]:
+    ids = [row.session.session_id for row in rows]
+    rewards, scores, tags = await store.rewards_of(ids), await store.scores(ids), await store.tags(ids)
+    combine = Combine(config)
+    return [
+        Line(row, combine(rewards[each], scores[each]), tags[each])
+        for each, row in zip(ids, rows, strict=True)
+    ]
+
+
+def _print_lines(lines: Sequence[Line]) -> None:
     # A word or an id that is cut short is of no use, so all but the last columns keep their width.
     words = [Column("session", no_wrap=True, min_width=25), Column("channel"), Column("status", min_width=9)]
     numbers = [Column(name, justify="right", min_width=len(name)) for name in ("calls", "tokens", "reward")]
-    table = Table(*words, Column("task"), *numbers, Column("reason"), box=None, padding=(0, 1, 0, 0))
-    for row in rows:
-        session = row.session
+    table = Table(
+        *words, Column("task"), *numbers, Column("tags"), Column("reason"), box=None, padding=(0, 1, 0, 0)
+    )
+    for line in lines:
+        row, session = line.row, line.row.session
         table.add_row(
             session.session_id,
             session.channel,
@@ -58,19 +75,33 @@ async def _ls(
             Text(session.task_id or ""),
             str(row.calls),
             str(row.sampled_tokens),
-            "" if row.reward is None else f"{row.reward:g}",
+            "" if line.reward is None else f"{line.reward:g}",
+            Text(" ".join(tag_text(tag) for tag in line.tags)),
             Text(session.reason or ""),
         )
-    Console().print(table)
+    # In a file or a pipe nothing needs to fit a screen.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def _row(row: SessionRow) -> Json:
+def tag_text(tag: Tag) -> str:
+    return f"{tag.name}={tag.value}" if tag.value else tag.name
+
+
+def _line(line: Line) -> Json:
     return {
-        **_session(row.session),
-        "calls": row.calls,
-        "sampled_tokens": row.sampled_tokens,
-        "reward": row.reward,
+        **_session(line.row.session),
+        "calls": line.row.calls,
+        "sampled_tokens": line.row.sampled_tokens,
+        "reward": line.reward,
+        "tags": [_tag(tag) for tag in line.tags],
+        "number": line.row.seq,
     }
+
+
+def _tag(tag: Tag) -> Json:
+    facts = asdict(tag)
+    del facts["session_id"]
+    return facts
 
 
 def _session(session: Session) -> Json:

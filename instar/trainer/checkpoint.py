@@ -49,12 +49,12 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
 
 
 async def load_checkpoint(path: Path, backend: Backend) -> TrainerState:
-    state = _read_state(path)
+    state = read_state(path)
     await backend.load_state(path / "backend")
     return state
 
 
-def _read_state(path: Path) -> TrainerState:
+def read_state(path: Path) -> TrainerState:
     try:
         return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
     except FileNotFoundError as error:

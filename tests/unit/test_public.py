@@ -38,6 +38,7 @@ LIGHT = [
     "instar.clouds.base",
     "instar.cluster.base",
     "instar.protocol.base",
+    "instar.curation.base",
     "instar.reference.base",
     "instar.simulate.base",
     "instar.gateway.base",

@@ -1,0 +1,184 @@
+"""`instar plan`: what the next training step would be given, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from instar.cli.run_store import store_of
+from instar.config import RunConfig
+from instar.data.batcher import Batch, Batcher
+from instar.data.lessons import Lessons, next_lessons
+from instar.errors import InstarError
+from instar.store.base import Store
+from instar.trainer.checkpoint import checkpoint_path, read_state
+from instar.trainer.loop import EPOCH
+from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
+
+WAITING = (GroupStatus.READY, GroupStatus.SCORING, GroupStatus.OPEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    step: int
+    version: int
+    """The head, whose weights the step would begin with."""
+    wanted: int
+    """Groups of a step."""
+    groups: list[Group]
+    batch: Batch
+    lessons: Lessons
+    waiting: dict[str, int]
+    """Groups that no step has taken, by status."""
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.groups) >= self.wanted
+
+
+def run_plan(run_dir: Path, *, as_json: bool) -> None:
+    plan = asyncio.run(_make(run_dir))
+    if as_json:
+        typer.echo(json.dumps(facts(plan)))
+    else:
+        _print(Console(), plan)
+
+
+async def _make(run_dir: Path) -> Plan:
+    async with store_of(run_dir, read_only=True) as (config, store):
+        return await make_plan(store, config)
+
+
+async def make_plan(store: Store, config: RunConfig) -> Plan:
+    """As the trainer's batcher would make it now. Nothing is written."""
+    run = await store.run(config.name)
+    if run is None:
+        raise InstarError(f"run {config.name} has not begun: its store knows nothing of it")
+    steps = await store.steps(config.name)
+    step = max((row.step for row in steps), default=0) + 1
+    head = await store.head(run.policy_id)
+    batcher = Batcher(store, config.name, config)
+    saved = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
+    if saved and config.trainer.advantage.estimator == "running":
+        batcher.load_baseline(read_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
+    batch = await batcher.preview(step, EPOCH, head.version)
+    lessons = await next_lessons(store, config.name, config.trainer, step, EPOCH)
+    groups, waiting = await _groups(store, config, batch)
+    wanted = config.trainer.groups_per_step
+    return Plan(step, head.version, wanted, groups, batch, lessons, waiting)
+
+
+async def _groups(store: Store, config: RunConfig, batch: Batch) -> tuple[list[Group], dict[str, int]]:
+    """Those of the batch, in its order, and how many wait in all."""
+    known: dict[str, Group] = {}
+    waiting: Counter[str] = Counter()
+    for channel in (Channel.TRAIN, Channel.DATA):
+        for status in WAITING:
+            for group in await store.groups(config.name, channel, status, unclaimed_in_epoch=EPOCH):
+                known[group.group_id] = group
+                waiting[status.value] += 1
+    taken = dict.fromkeys(claim.group_id for claim in batch.claims)
+    return [known[each] for each in taken if each in known], dict(waiting)
+
+
+# --- how it is shown ----------------------------------------------------------------------------
+
+
+def facts(plan: Plan) -> Json:
+    return {
+        "step": plan.step,
+        "version": plan.version,
+        "ready": plan.is_ready,
+        "groups_wanted": plan.wanted,
+        "groups_waiting": plan.waiting,
+        "groups": [_group(plan, group) for group in plan.groups],
+        "dropped_outside": [_claim(claim) for claim in plan.batch.drops],
+        "lessons": [_claim(claim) for claim in plan.lessons.claims],
+        "report": plan.batch.report,
+    }
+
+
+def _group(plan: Plan, group: Group) -> Json:
+    claims = _claims_of(plan, group)
+    return {
+        "group_id": group.group_id,
+        "index": group.index,
+        "task_id": group.task.task_id,
+        "samples": [_claim(claim) | {"tokens": _tokens(plan).get(claim.sample_key, 0)} for claim in claims],
+    }
+
+
+def _claim(claim: Claim) -> Json:
+    return {
+        "sample": claim.sample_key,
+        "session_id": claim.session_id,
+        "outcome": claim.outcome,
+        "reason": claim.reason,
+        "reward": claim.reward,
+        "advantage": claim.advantage,
+        "staleness": claim.staleness,
+    }
+
+
+def _claims_of(plan: Plan, group: Group) -> list[Claim]:
+    return [claim for claim in plan.batch.claims if claim.group_id == group.group_id]
+
+
+def _tokens(plan: Plan) -> dict[str, int]:
+    return {sample.sample_key: sample.trained_tokens for sample in plan.batch.samples}
+
+
+def _print(console: Console, plan: Plan) -> None:
+    report = plan.batch.report
+    there = f"{len(plan.groups)} of {plan.wanted} groups are ready"
+    what = "would be given" if plan.is_ready else f"waits, {there}; it would be given"
+    console.print(
+        f"step {plan.step}, from version {plan.version}: {what} {report['samples']} samples, "
+        f"{report['tokens']} trained tokens of {report['sequence_tokens']}",
+        highlight=False,
+    )
+    numbers = [Column(name, justify="right") for name in ("reward", "advantage", "stale", "tokens")]
+    table = Table("group", "task", "session", *numbers, "what becomes of it", box=None, padding=(0, 1, 0, 0))
+    tokens = _tokens(plan)
+    for group in plan.groups:
+        for place, claim in enumerate(_claims_of(plan, group)):
+            first = (str(group.index), Text(group.task.task_id)) if place == 0 else ("", Text(""))
+            table.add_row(*first, *_cells(claim, tokens.get(claim.sample_key, 0)))
+    console.print(table)
+    _print_rest(console, plan)
+
+
+def _cells(claim: Claim, tokens: int) -> list[str]:
+    return [
+        claim.session_id,
+        "" if claim.reward is None else f"{claim.reward:g}",
+        "" if claim.advantage is None else f"{claim.advantage:+.3f}",
+        "" if claim.staleness is None else str(claim.staleness),
+        str(tokens),
+        "trained" if claim.outcome is ClaimOutcome.TRAINED else f"dropped: {claim.reason}",
+    ]
+
+
+def _print_rest(console: Console, plan: Plan) -> None:
+    lines: list[str] = []
+    for reason, count in Counter(claim.reason for claim in plan.batch.drops).items():
+        lines.append(f"{count} sample(s) of other groups would be dropped: {reason}")
+    if plan.lessons.samples:
+        lines.append(f"{len(plan.lessons.samples)} corrected answer(s) would be taught")
+    lines.append(f"groups that wait: {_counts(plan.waiting)}")
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _counts(waiting: dict[str, int]) -> str:
+    words: Sequence[str] = [f"{count} {status}" for status, count in waiting.items()]
+    return ", ".join(words) or "none"

@@ -1,0 +1,1 @@
+"""Looks for sessions that had better not be trained on."""

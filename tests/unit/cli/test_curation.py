@@ -1,0 +1,147 @@
+"""`sessions tag`, `plan`, `curate` and `rescore` on a copy of the small run."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from instar.rewards.base import Transcript
+from instar.store.sqlite import SqliteStore
+from instar.types import Json, Reward, Score
+
+from .conftest import Instar, Small
+
+
+@pytest.fixture
+def run(small_run: Small, tmp_path: Path) -> Small:
+    folder = tmp_path / "copy"
+    shutil.copytree(small_run.folder, folder)
+    return Small(folder, small_run.sessions)
+
+
+def length_rule(task: Json, transcript: Transcript, scale: float = 1.0) -> float:
+    """A rule that a run may be rescored with."""
+    return scale * len(transcript.calls)
+
+
+def broken_rule(task: Json, transcript: Transcript) -> float:
+    raise ValueError("I cannot tell")
+
+
+def test_sessions_are_tagged_listed_by_tag_and_untagged(instar: Instar, run: Small) -> None:
+    done = instar(
+        "sessions", "tag", run.folder, "quality=low", "--status", "failed", "--reason", "fell", "--json"
+    )
+    assert done.json == {"tagged": 1}
+    assert instar("sessions", "tag", run.folder, "untrainable", run.sessions["waiting"]).code == 0
+    (row,) = instar("sessions", "ls", run.folder, "--tag", "quality=low", "--json").json
+    assert row["session_id"] == run.sessions["failed"]
+    (tag,) = row["tags"]
+    assert (tag["name"], tag["value"], tag["reason"]) == ("quality", "low", "fell")
+    assert tag["author"]
+    assert "quality=low" in instar("sessions", "ls", run.folder).out
+    assert instar("sessions", "untag", run.folder, "quality", "--json").json == {"untagged": 1}
+    assert instar("sessions", "ls", run.folder, "--tag", "quality", "--json").json == []
+    refused = instar("sessions", "tag", run.folder, "quality")
+    assert refused.code == 1
+    assert "which sessions" in refused.err
+    assert "no session nobody" in instar("sessions", "tag", run.folder, "quality", "nobody").err
+
+
+def test_pages_of_sessions_meet(instar: Instar, run: Small) -> None:
+    everything = instar("sessions", "ls", run.folder, "--json").json
+    newest = instar("sessions", "ls", run.folder, "--limit", "5", "--json").json
+    older = instar("sessions", "ls", run.folder, "--before", newest[0]["number"], "--json").json
+    assert older + newest == everything
+    assert f"--before {newest[0]['number']}" in instar("sessions", "ls", run.folder, "--limit", "5").err
+
+
+def test_sessions_are_chosen_by_reward_and_time(instar: Instar, run: Small) -> None:
+    def count(*options: str) -> int:
+        return len(instar("sessions", "ls", run.folder, "--json", *options).json)
+
+    assert count("--reward-min", "1", "--channel", "train") == 2
+    assert count("--since", "1h") == 8
+    assert count("--until", "2020-01-01") == 0
+    assert count("--scorer", "rule", "--reward-max", "0", "--channel", "train") == 3
+    assert "is no time" in instar("sessions", "ls", run.folder, "--since", "yesterday").err
+    assert "not one of" in instar("sessions", "ls", run.folder, "--source", "mother").err
+
+
+def test_the_plan_shows_the_next_batch_and_why(instar: Instar, run: Small) -> None:
+    plan = instar("plan", run.folder, "--json").json
+    assert (plan["step"], plan["version"], plan["ready"]) == (2, 0, False)
+    (group,) = plan["groups"]
+    assert group["task_id"] == "task-2"
+    assert [sample["reason"] for sample in group["samples"]] == ["zero_signal", "failed"]
+    out = instar("plan", run.folder).out
+    assert "dropped: failed" in out
+    assert "1 ready" in out
+    instar("sessions", "tag", run.folder, "untrainable", run.sessions["waiting"])
+    (group,) = instar("plan", run.folder, "--json").json["groups"]
+    assert {sample["reason"] for sample in group["samples"]} == {"untrainable", "failed"}
+
+
+def test_curate_reports_and_tags_on_request(instar: Instar, run: Small) -> None:
+    found = instar("curate", run.folder, "--json").json
+    assert found["sessions"] == 8
+    by_check = {finding["check"]: finding for finding in found["findings"]}
+    assert {"duplicates", "identical", "zero_signal"} <= set(by_check)
+    assert run.sessions["equal"] in by_check["zero_signal"]["session_ids"]
+    assert instar("sessions", "ls", run.folder, "--tag", "zero_signal", "--json").json == []
+    applied = instar("curate", run.folder, "--apply", "--check", "zero_signal")
+    assert "tagged" in applied.out
+    (tag,) = instar("sessions", "ls", run.folder, "--tag", "zero_signal", "--json").json[0]["tags"]
+    assert tag["author"] == "check:zero_signal"
+    assert "is not one of" in instar("curate", run.folder, "--check", "magic").err
+
+
+RULE = "{type: rule, function: 'tests.unit.cli.test_curation:length_rule', args: {scale: 10}}"
+
+
+def opinions(run: Small, session_id: str) -> tuple[list[Reward], list[Score]]:
+    async def read() -> tuple[list[Reward], list[Score]]:
+        store = SqliteStore(run.folder / "store.db", read_only=True)
+        try:
+            return await store.rewards(session_id), (await store.scores([session_id]))[session_id]
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
+
+
+def test_rescoring_keeps_both_and_never_scores_twice(instar: Instar, run: Small) -> None:
+    (tally,) = instar("rescore", run.folder, "--reward", RULE, "--channel", "train", "--json").json.values()
+    assert (tally["scored"], tally["fallback"], tally["skipped"]) == (5, 0, 0)
+    rewards, (score,) = opinions(run, run.sessions["trained"])
+    assert [reward.value for reward in rewards] == [1.0, 20.0]
+    assert rewards[1].scorer.endswith("length_rule")
+    assert score.scorer.startswith(rewards[1].scorer)
+    (again,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
+    assert (again["scored"], again["skipped"]) == (2, 5), "those of the other channel are left"
+
+
+def test_rescoring_goes_on_where_it_was_left(instar: Instar, run: Small) -> None:
+    instar("rescore", run.folder, "--reward", RULE, "--json")
+    with sqlite3.connect(run.folder / "store.db") as database:
+        database.execute("DELETE FROM scores WHERE session_id = ?", (run.sessions["after"],))
+        database.execute("DELETE FROM rewards WHERE reward_id LIKE ?", (run.sessions["after"] + "%",))
+    database.close()
+    (tally,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
+    assert (tally["scored"], tally["skipped"]) == (1, 6)
+
+
+def test_a_rule_that_fails_is_recorded_with_its_reason(instar: Instar, run: Small, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    rule = "tests.unit.cli.test_curation:broken_rule"
+    other.write_text(f"name: other\nreward: {{type: rule, function: '{rule}'}}\nscoring: {{retries: 0}}\n")
+    session = run.sessions["trained"]
+    (tally,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    assert (tally["scored"], tally["fallback"]) == (0, 1)
+    assert "I cannot tell" in next(iter(tally["reasons"]))
+    assert "score with what" in instar("rescore", run.folder).err
+    assert "only completed" in instar("rescore", run.folder, "--status", "failed", "--reward", RULE).err
