@@ -27,7 +27,7 @@ class ScoringConfig(Section):
     """Scores sessions when they have ended, in the background."""
 
     concurrency: Positive = 16
-    """Most scores at once."""
+    """Most scores at once, of each scorer."""
     deadline: Seconds = 60.0
     """Seconds of one attempt at a score."""
     retries: NonNegative = 3

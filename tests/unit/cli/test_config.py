@@ -90,7 +90,7 @@ MISTAKES = {
     "missing variant": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
         "rollout.tasks.type: missing; it says which kind this is; "
-        "allowed: jsonl, python, reasoning_gym, plugin",
+        "allowed: jsonl, python, reasoning_gym, gsm8k, textarena, verifiers, humaneval, bfcl, plugin",
     ),
     "groups of one": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x}}, group_size: 1}}",
@@ -249,6 +249,19 @@ def test_relative_paths_are_relative_to_the_file(instar: Instar, tmp_path: Path)
     assert config.eval.model_dump()["tasks"]["path"] == Path("/absolute.jsonl")
     # What a shell completes is relative to where one stands.
     assert load_config(path, ["dir=elsewhere"]).run_dir == Path("elsewhere")
+
+
+def test_paths_in_lists_and_in_sections_of_a_list_are_too(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "reward:\n"
+        "  - {type: agent}\n"
+        "  - {type: command, command: [sh], files: [a.sh], sandbox: {read: [b, /c]}}",
+    )
+    config = load_config(path)
+    section = config.reward[1].model_dump()
+    assert section["files"] == [tmp_path / "a.sh"]
+    assert section["sandbox"]["read"] == [tmp_path / "b", Path("/c")]
 
 
 def test_a_run_without_a_folder_of_its_own_goes_into_the_working_folder(

@@ -1,0 +1,27 @@
+"""A rule that takes its time, fails at first, and scores in the background."""
+
+from __future__ import annotations
+
+import asyncio
+
+from instar.config import PluginConfig
+from instar.errors import ScoreError
+from instar.rewards.base import Scorer, Transcript
+from instar.types import Reward, RewardSource, Task
+from tests.torture.play import rule
+
+
+class SlowRule(Scorer):
+    name = "slow"
+    version = "1"
+    background = True
+
+    def __init__(self, config: PluginConfig) -> None:
+        self.seen: set[str] = set()
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        await asyncio.sleep(0.05)
+        if transcript.session_id not in self.seen:
+            self.seen.add(transcript.session_id)
+            raise ScoreError("not at the first try", again=True)
+        return [Reward(transcript.session_id, rule(task.data, transcript), RewardSource.RULE)]

@@ -1,0 +1,41 @@
+"""A whole run whose sessions are scored by a process of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny_model
+from tests.torture.tortured import HERE, Tortured, settings
+
+
+@pytest.mark.timeout(180)
+def test_a_run_is_scored_in_the_background_also_by_a_process_that_dies(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
+    config = settings(tmp_path, model, steps=3)
+    config["reward"] = [{"type": "plugin", "name": "tests.integration.rewards.slow:SlowRule"}]
+    config["eval"] = {
+        "tasks": {"type": "python", "function": f"{HERE}:tasks", "args": {"count": 4}},
+        "modes": {"sampled": {}},
+    }
+    run = Tortured(tmp_path, config)
+    run.start()
+    assert run.wait_until(lambda: run.is_up() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
+    assert run.kill_role("rewards")
+    run.finish()
+    assert "rewards ended with signal SIGKILL; starting it again" in run.output.read_text()
+    run.assert_consistent()
+    assert run.query("SELECT DISTINCT status FROM groups") == [("ready",)]
+    assert run.query("SELECT state, attempts, COUNT(*) FROM scores") == [
+        ("scored", 2, run.query("SELECT COUNT(*) FROM sessions WHERE status = 'completed'")[0][0])
+    ]
+    rewards = run.query(
+        "SELECT COUNT(*), COUNT(DISTINCT session_id), MIN(scorer), MIN(scorer_version) FROM rewards"
+    )
+    assert rewards == [(rewards[0][0], rewards[0][0], "slow", "1")]
+    records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {record["label"]: record for record in records if record.get("kind") == "eval"}
+    assert set(evaluated) == {"before", "after"}
+    assert all(record["failed"] == 0 for record in evaluated.values())
