@@ -34,6 +34,7 @@ LIGHT = [
     "instar.sync.base",
     "instar.record.base",
     "instar.rewards.base",
+    "instar.rewards.sandbox.base",
     "instar.rollout.base",
     "instar.clouds.base",
     "instar.cluster.base",
