@@ -1,0 +1,71 @@
+"""TRL's own trainers take the forms that are exported for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.store.sqlite import SqliteStore
+from tests.tiny import make_tiny_model
+from tests.unit.datasets.house import export_all, fill
+
+pytest.importorskip("trl")
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("default"),  # theirs are their own affair
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=2048))
+
+
+@pytest.fixture
+async def exported(tmp_path: Path) -> Path:
+    store = SqliteStore(tmp_path / "store.db")
+    await fill(store)
+    for form in ("sft", "dpo"):
+        await export_all(store, tmp_path / form, format=form)
+    await store.close()
+    return tmp_path
+
+
+def load(path: Path, cache: Path) -> Any:
+    import datasets
+
+    return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(cache))
+
+
+def one_step(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "out"),
+        "max_steps": 1,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+    }
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt_completion"])
+def test_sft(exported: Path, model: str, form: str) -> None:
+    import trl
+
+    data = load(exported / "sft" / f"{form}.jsonl", exported / "cache")
+    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**one_step(exported)), train_dataset=data)
+    assert trainer.train().training_loss > 0
+
+
+def test_dpo(exported: Path, model: str) -> None:
+    import trl
+
+    data = load(exported / "dpo" / "pairs.jsonl", exported / "cache")
+    assert set(data.column_names) >= {"prompt", "chosen", "rejected"}
+    trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**one_step(exported)), train_dataset=data)
+    assert trainer.train().training_loss > 0
