@@ -81,13 +81,13 @@ async def _groups(store: Store, config: RunConfig, batch: Batch) -> tuple[list[G
     """Those of the batch, in its order, and how many wait in all."""
     known: dict[str, Group] = {}
     waiting: Counter[str] = Counter()
-    for channel in (Channel.TRAIN, Channel.DATA):
-        for status in WAITING:
-            for group in await store.groups(config.name, channel, status, unclaimed_in_epoch=EPOCH):
-                known[group.group_id] = group
-                waiting[status.value] += 1
-    taken = dict.fromkeys(claim.group_id for claim in batch.claims)
-    return [known[each] for each in taken if each in known], dict(waiting)
+    for status in WAITING:
+        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=EPOCH):
+            known[group.group_id] = group
+            waiting[status.value] += 1
+    taken = dict.fromkeys(claim.group_id for claim in batch.claims if claim.group_id is not None)
+    groups = [known.get(each) or await store.group(each) for each in taken]
+    return [group for group in groups if group is not None], dict(waiting)
 
 
 # --- how it is shown ----------------------------------------------------------------------------

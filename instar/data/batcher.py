@@ -35,7 +35,7 @@ from instar.data.advantages import (
 from instar.data.linearize import with_advantage
 from instar.data.loading import ENDED, Entry, Loaded, Loader
 from instar.data.mixture import Mixture
-from instar.data.report import batch_report
+from instar.data.report import batch_report, output_report
 from instar.store.base import Store
 from instar.types import (
     UNTRAINABLE,
@@ -254,6 +254,7 @@ class Batcher:
         }
         own = [sample for sample in samples if sample.session_id in began]
         report = batch_report(samples, own, claims, drops, version)
+        report |= output_report([[entry.samples for entry in found.entries] for found in groups])
         return Batch(
             samples=normalize([correct_sampling(s) for s in samples] if correct else samples, how),
             scales=token_scales(samples, how, correct=correct),

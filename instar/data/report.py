@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
+from instar.types import NOT_SAMPLED, Claim, ClaimOutcome, Ids, Json, Sample
+
+REPEATED = 4
+"""Tokens in a row that are looked for again."""
 
 
 def batch_report(
@@ -41,6 +44,38 @@ def batch_report(
             str(version - int(away)): count / len(behind) for away, count in histogram(behind).items()
         },
     }
+
+
+def output_report(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
+    """Of what was sampled, by group and session, whether it is trained or not: how long it is, how much of it
+    repeats itself, and how many sessions said the very same as another of their group. What rises here with
+    the reward is a sign that something else than the task is being learned."""
+    outputs = [[_sampled(session) for session in group if session] for group in groups]
+    every = [output for group in outputs for output in group]
+    if not every:
+        return {}
+    same = 0
+    for group in outputs:
+        counted = Counter(output.tobytes() for output in group)
+        same += sum(count for count in counted.values() if count > 1)
+    return {
+        "output_tokens_mean": float(np.mean([len(output) for output in every])),
+        "output_repetition": float(np.mean([_repetition(output) for output in every])),
+        "identical_share": same / len(every),
+    }
+
+
+def _sampled(samples: Sequence[Sample]) -> Ids:
+    return np.concatenate([sample.token_ids[sample.versions != NOT_SAMPLED] for sample in samples])
+
+
+def _repetition(tokens: Ids) -> float:
+    """Share of the runs of four tokens that have been there before."""
+    runs = len(tokens) - REPEATED + 1
+    if runs < 1:
+        return 0.0
+    seen = np.unique(np.lib.stride_tricks.sliding_window_view(tokens, REPEATED), axis=0)
+    return 1.0 - len(seen) / runs
 
 
 def ages(began: Sequence[float], now: float) -> Json:

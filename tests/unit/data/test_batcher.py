@@ -349,3 +349,16 @@ async def test_a_step_loads_no_more_groups_than_it_takes(store: Store) -> None:
         f"{RUN}/train/000002",
     ]
     assert {claim.reason for claim in batch.drops} == {"stale"}
+
+
+async def test_the_report_tells_what_outputs_are_like(store: Store) -> None:
+    group = await add_group(store, 0, [])
+    for slot, reward in enumerate((1.0, 0.0)):
+        await add_session(store, group, slot, reward, calls=3)
+    session = await add_session(store, group, 2, 0.5, calls=3)
+    twin = await add_session(store, await add_group(store, 1, []), 2, 0.5, calls=3)
+    batch = await Batcher(store, RUN, make_config(groups_per_step=2)).preview(1, 0, 0)
+    assert batch.report["output_tokens_mean"] == 6.0
+    # Of three runs of four tokens, 7 9 7 9 7 9 repeats one and 9 9 9 9 9 9 two.
+    assert batch.report["output_repetition"] == pytest.approx(1 / 2)
+    assert batch.report["identical_share"] == 0.0, f"{session} and {twin} are of different groups"

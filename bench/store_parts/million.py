@@ -1,0 +1,171 @@
+"""A store of a million calls, made fast: real rows, encoded once and written in bulk under new ids."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from instar.store.call_rows import encode_call
+from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
+from instar.store.schema import CALLS, CLAIMS, GROUPS, INDEXES, REWARDS, SESSIONS, TAGS, Table
+from instar.store.sqlite import SqliteStore
+from instar.types import (
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Group,
+    GroupStatus,
+    Reward,
+    RewardSource,
+    SessionStatus,
+    Task,
+)
+from store_parts.calls import RUN, a_session, turns
+
+TURNS, GROUP_SIZE = 4, 8
+CALL_BYTES = 400
+"""What a call brings: a million of them then take a gigabyte."""
+WAITING = 96
+"""Groups that are ready, and that no step has taken."""
+STEP_GROUPS = 64
+KINDS = 16
+"""Conversations that differ; the others repeat them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    calls: int
+
+    @property
+    def sessions(self) -> int:
+        return self.calls // TURNS
+
+    @property
+    def groups(self) -> int:
+        return self.sessions // GROUP_SIZE
+
+
+async def make(path: Path, calls: int) -> Shape:
+    """Sessions in groups, each scored; nearly all groups were trained on. A few sessions failed and a few are
+    tagged, the oldest among them."""
+    shape = Shape(calls)
+    await SqliteStore(path).close()
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("PRAGMA journal_mode = OFF")
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("PRAGMA cache_size = -400000")
+    made = [sql.split()[2 + sql.startswith("CREATE UNIQUE")] for sql in INDEXES]
+    for name in made:
+        database.execute(f"DROP INDEX {name}")
+    database.execute("BEGIN")
+    _insert(database, GROUPS, _groups(shape), ("consumed", "claimed_epoch"))
+    _insert(database, SESSIONS, _sessions(shape), ("reward",))
+    _insert(database, CALLS, _calls(shape))
+    _insert(database, REWARDS, _rewards(shape))
+    _insert(database, CLAIMS, _claims(shape))
+    _insert(database, TAGS, _tags(shape))
+    database.execute("COMMIT")
+    for statement in INDEXES:
+        database.execute(statement)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.close()
+    return shape
+
+
+def _insert(
+    database: sqlite3.Connection, table: Table, rows: Iterator[dict[str, Any]], more: tuple[str, ...] = ()
+) -> None:
+    names = (*table.inserted, *more)
+    sql = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' for _ in names)})"
+    database.executemany(sql, ([row[name] for name in names] for row in rows))
+
+
+def _session_id(number: int) -> str:
+    return f"sess-{number:020x}"
+
+
+def _group_id(number: int) -> str:
+    return f"group-{number:019x}"
+
+
+def _value(number: int) -> float:
+    """Rewards rise as the run goes on, and differ within a group."""
+    return -1.0 if number < 1000 else float(number % 3 == 0)
+
+
+def _groups(shape: Shape) -> Iterator[dict[str, Any]]:
+    group = Group(
+        "", RUN, Channel.TRAIN, 0, GROUP_SIZE, Task("t", {"q": 1}), GroupStatus.READY, created_at=1.0
+    )
+    row = encode_group(group)
+    for number in range(shape.groups):
+        taken = number < shape.groups - WAITING
+        ids = {"group_id": _group_id(number), "idx": number, "task_id": f"t{number % 500}"}
+        yield row | ids | {"consumed": int(taken), "claimed_epoch": 0 if taken else -1}
+
+
+def _sessions(shape: Shape) -> Iterator[dict[str, Any]]:
+    row = encode_session(a_session(status=SessionStatus.COMPLETED), None)
+    for number in range(shape.sessions):
+        yield row | {
+            "session_id": _session_id(number),
+            "group_id": _group_id(number // GROUP_SIZE),
+            "slot": number % GROUP_SIZE,
+            "task_id": f"t{number // GROUP_SIZE % 500}",
+            "status": "failed" if number % 5000 == 17 else "completed",
+            "created_at": 1.0 + number,
+            "ended_at": 2.0 + number,
+            "reward": _value(number),
+        }
+
+
+def _calls(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Call n of a conversation stands on call n - 1 of the same one."""
+    kinds = [
+        [encode_call(call).row for call in turns(a_session(), CALL_BYTES + kind, TURNS)]
+        for kind in range(KINDS)
+    ]
+    for number in range(shape.sessions):
+        before = None
+        for turn, row in enumerate(kinds[number % KINDS]):
+            call_id = f"call-{number * TURNS + turn:020x}"
+            ids = {"call_id": call_id, "request_id": call_id, "session_id": _session_id(number)}
+            yield row | ids | {"base_id": before, "parent_id": before}
+            before = call_id
+
+
+def _rewards(shape: Shape) -> Iterator[dict[str, Any]]:
+    row = encode_reward(Reward("", 0.0, RewardSource.RULE, scorer="math", created_at=1.0))
+    row |= {"run_id": RUN, "agent_id": "agent", "policy_id": RUN}
+    for number in range(shape.sessions):
+        yield row | {"session_id": _session_id(number), "value": _value(number)}
+        if number < 1000:
+            yield row | {
+                "session_id": _session_id(number),
+                "value": 0.5,
+                "source": "judge",
+                "scorer": "judge:outcome",
+            }
+
+
+def _claims(shape: Shape) -> Iterator[dict[str, Any]]:
+    row = encode_claim(Claim(RUN, 0, "", "", None, ClaimOutcome.TRAINED, reward=0.0, advantage=0.0), 1)
+    for number in range((shape.groups - WAITING) * GROUP_SIZE):
+        group = number // GROUP_SIZE
+        yield row | {
+            "sample_key": f"{_group_id(group)}/{number % GROUP_SIZE}/0",
+            "session_id": _session_id(number),
+            "group_id": _group_id(group),
+            "step": group // STEP_GROUPS + 1,
+        }
+
+
+def _tags(shape: Shape) -> Iterator[dict[str, Any]]:
+    row = {"run_id": RUN, "value": "", "reason": "", "author": "bench", "created_at": 1.0}
+    for number in range(0, shape.sessions, 2):
+        yield row | {"session_id": _session_id(number), "name": "quality", "value": "good"}
+    for number in range(100):
+        yield row | {"session_id": _session_id(number), "name": "rare"}
