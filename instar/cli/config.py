@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import yaml
 from instar.backends.factory import check_run
 from instar.backends.resolve import without_key
 from instar.cli.config_file import DEMO, Mistakes, load_config
+from instar.cluster.data import pin_data
 from instar.config import CommandAgentConfig, RunConfig, Section
 from instar.errors import ConfigError
 from instar.registry import load_object
@@ -47,7 +49,7 @@ def _notes(config: RunConfig, origin: str) -> list[str]:
 
 
 def _not_there(config: RunConfig) -> Iterator[str]:
-    """Files, programs and functions that the settings name and that are not to be found."""
+    """Files, programs, functions and datasets that the settings name and that are not to be found."""
     for section in ("rollout", "eval"):
         part = getattr(config, section)
         file: Path | None = getattr(part.tasks, "path", None) if part else None
@@ -69,6 +71,10 @@ def _not_there(config: RunConfig) -> Iterator[str]:
                 load_object(function)
             except ConfigError as error:
                 yield f"{path}.function: {error}"
+    try:
+        asyncio.run(pin_data(config))
+    except ConfigError as error:
+        yield str(error)
 
 
 def _numbered(name: str, sections: Sequence[Section]) -> dict[str, Section]:

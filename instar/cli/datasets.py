@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from instar.cli.run_store import store_of
-from instar.cluster.data import open_names, open_names_in
+from instar.cluster.data import NAMES_FILE, open_names, open_names_in
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.data.combine import Combine
@@ -167,6 +167,8 @@ async def _names(where: Path) -> AsyncGenerator[Store]:
 
 def run_ls(where: Path, *, as_json: bool) -> None:
     async def ls() -> list[DatasetRow]:
+        if not any((where / file).is_file() for file in (NAMES_FILE, "config.json")):
+            return []
         async with _names(where) as names:
             return await names.datasets()
 

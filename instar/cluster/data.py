@@ -22,7 +22,7 @@ def open_names(config: RunConfig) -> Store:
     """What knows datasets by name: the server that runs share, or a file beside their folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
-    return open_names_in(config.run_dir.resolve().parent)
+    return open_names_in(config.run_dir.absolute().parent)
 
 
 def open_names_in(runs: Path) -> Store:
@@ -36,25 +36,36 @@ async def pin_data(config: RunConfig, before: Sequence[DataConfig] = ()) -> RunC
     if all(each.is_live for each in config.data):
         return config
     known = {_asked(each): each for each in before}
+    rows = await _known(config)
     pinned: list[DataConfig] = []
+    for place, each in enumerate(config.data):
+        path = "data" if len(config.data) == 1 else f"data.{place}"
+        pinned.append(each if each.is_live else _pin(each, known.get(_asked(each)), rows, path))
+    return config.model_copy(update={"data": pinned})
+
+
+async def _known(config: RunConfig) -> list[DatasetRow]:
+    """The datasets with names; asking makes no file."""
+    if all(each.dataset is None for each in config.data):
+        return []
+    shared = isinstance(config.store, PostgresStoreConfig)
+    if not shared and not (config.run_dir.absolute().parent / NAMES_FILE).is_file():
+        return []
     names = open_names(config)
     try:
-        for place, each in enumerate(config.data):
-            path = "data" if len(config.data) == 1 else f"data.{place}"
-            pinned.append(each if each.is_live else await _pin(each, known.get(_asked(each)), names, path))
+        return await names.datasets()
     finally:
         await names.close()
-    return config.model_copy(update={"data": pinned})
 
 
 def _asked(section: DataConfig) -> str:
     return section.dataset[0] if section.dataset else section.source
 
 
-async def _pin(section: DataConfig, before: DataConfig | None, names: Store, path: str) -> DataConfig:
+def _pin(section: DataConfig, before: DataConfig | None, rows: Sequence[DatasetRow], path: str) -> DataConfig:
     if before is not None and section.source in (before.source, before.source.partition("@")[0]):
         section = section.model_copy(update={"source": before.source, "content": before.content})
-    row = await _named(section, names, path)
+    row = _named(section, rows, path)
     try:
         found = read_manifest(folder_of(section, row)).hash
     except DataError as error:
@@ -65,17 +76,18 @@ async def _pin(section: DataConfig, before: DataConfig | None, names: Store, pat
     return section.model_copy(update={"source": source, "content": found})
 
 
-async def _named(section: DataConfig, names: Store, path: str) -> DatasetRow | None:
+def _named(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> DatasetRow | None:
+    """By name and version, by default the newest; None for what is found by its folder."""
     if section.dataset is None:
         return None
     name, version = section.dataset
-    row = await names.dataset(name, version)
-    if row is None:
-        known = ", ".join(f"{each.name}@{each.version}" for each in await names.datasets()) or "none"
+    found = [row for row in rows if row.name == name and version in (None, row.version)]
+    if not found:
+        known = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
         raise ConfigError(
             f"{path}.source: given {section.source!r}; there is no such dataset. Known: {known}"
         )
-    return row
+    return found[-1]
 
 
 def folder_of(section: DataConfig, row: DatasetRow | None) -> Path:
@@ -86,25 +98,22 @@ async def bring_data(store: Store, config: RunConfig, log: Callable[[str], None]
     """Into the run's store. What is there already, from before a restart, is left alone."""
     if all(each.is_live for each in config.data):
         return
-    names = open_names(config)
-    try:
-        for place, section in enumerate(config.data):
-            if section.is_live:
-                continue
-            folder = folder_of(section, await _named(section, names, f"data.{place}"))
-            manifest = check_content(folder)
-            if manifest.hash != section.content:
-                raise DataError(f"{folder} is no longer what the run began with: {section.content}")
-            brought = await bring_as_data(
-                store,
-                folder,
-                config.name,
-                section.label,
-                manifest,
-                needs_logprobs=config.trainer.loss.name != "cross_entropy",
-            )
-            if not brought.groups and not brought.there:
-                raise DataError(f"{folder} has no finished group to train on")
-            log(f"data: {section.source}, {brought.groups + brought.there} groups")
-    finally:
-        await names.close()
+    rows = await _known(config)
+    for place, section in enumerate(config.data):
+        if section.is_live:
+            continue
+        folder = folder_of(section, _named(section, rows, f"data.{place}"))
+        manifest = check_content(folder)
+        if manifest.hash != section.content:
+            raise DataError(f"{folder} is no longer what the run began with: {section.content}")
+        brought = await bring_as_data(
+            store,
+            folder,
+            config.name,
+            section.label,
+            manifest,
+            needs_logprobs=config.trainer.loss.name != "cross_entropy",
+        )
+        if not brought.groups and not brought.there:
+            raise DataError(f"{folder} has no finished group to train on")
+        log(f"data: {section.source}, {brought.groups + brought.there} groups")
