@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -103,7 +104,7 @@ async def bring_data(store: Store, config: RunConfig, log: Callable[[str], None]
         if section.is_live:
             continue
         folder = folder_of(section, _named(section, rows, f"data.{place}"))
-        manifest = check_content(folder)
+        manifest = await asyncio.to_thread(check_content, folder)
         if manifest.hash != section.content:
             raise DataError(f"{folder} is no longer what the run began with: {section.content}")
         brought = await bring_as_data(

@@ -75,6 +75,7 @@ def importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
         for sample, new in zip(samples, logprobs, strict=True)
     ]
     ratio = np.concatenate([np.empty(0), *parts])
+    ratio = ratio[~np.isnan(ratio)]  # imitated data may come without logprobs
     if not len(ratio):
         return {}
     return {

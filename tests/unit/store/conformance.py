@@ -28,6 +28,7 @@ from .conformance_feedback import OfPeople
 from .conformance_gateway import Gateway
 from .conformance_listing import Listing
 from .conformance_opinions import Opinions
+from .conformance_records import Records
 from .conformance_sharing import ManyHosts
 from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
 from .make import (
@@ -374,5 +375,6 @@ class StoreConformance(
     Listing,
     OfPeople,
     Opinions,
+    Records,
 ):
     """All of it."""

@@ -1,0 +1,67 @@
+"""Whole sessions brought in from elsewhere, and datasets known by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from instar.errors import Conflict
+from instar.store.base import SessionRecord, Store
+from instar.types import Feedback, GroupStatus, Reward, RewardSource, Score, ScoreState, SessionStatus, Tag
+
+from .make import RUN, make_call, make_group, make_session
+
+
+def make_record(session_id: str = "s", **fields: Any) -> SessionRecord:
+    session = make_session(session_id, status=SessionStatus.COMPLETED, created_at=1.5, ended_at=2.5)
+    given: dict[str, Any] = {
+        "calls": (make_call(f"{session_id}-c", session_id=session_id),),
+        "rewards": (Reward(session_id, 1.0, RewardSource.RULE, reward_id=f"{session_id}-r", created_at=3.5),),
+        "scores": (Score(session_id, "math@1", ScoreState.SCORED, created_at=3.5),),
+        "tags": (Tag(session_id, "seen", created_at=4.5),),
+        "feedback": (Feedback(f"{session_id}-f", session_id, thumbs=1, created_at=5.5),),
+    }
+    return SessionRecord(session, **{**given, **fields})
+
+
+class Records:
+    async def test_a_record_is_all_there(self, store: Store) -> None:
+        record = make_record()
+        group = make_group("g", status=GroupStatus.READY)
+        await store.put_records([group], [record])
+        assert await store.session("s") == record.session
+        assert [call.call_id for call in await store.calls("s")] == ["s-c"]
+        assert await store.rewards("s") == list(record.rewards)
+        assert await store.scores(["s"]) == {"s": list(record.scores)}
+        assert await store.tags(["s"]) == {"s": list(record.tags)}
+        assert await store.feedback(RUN) == list(record.feedback)
+        (found,) = await store.groups(RUN, group.channel)
+        assert (found.group_id, found.status) == ("g", GroupStatus.READY)
+
+    @pytest.mark.parametrize("taken", ["session", "call", "reward", "feedback"])
+    async def test_a_conflict_leaves_nothing(self, store: Store, taken: str) -> None:
+        await store.put_records([], [make_record()])
+        clash = {
+            "session": make_record("s"),
+            "call": make_record("t", calls=(make_call("s-c", session_id="t"),)),
+            "reward": make_record("t", rewards=(Reward("t", 0.0, RewardSource.RULE, reward_id="s-r"),)),
+            "feedback": make_record("t", feedback=(Feedback("s-f", "t", thumbs=1),)),
+        }[taken]
+        with pytest.raises(Conflict):
+            await store.put_records([make_group("g")], [make_record("u"), clash])
+        assert [row.session.session_id for row in await store.sessions(RUN)] == ["s"]
+        assert await store.groups(RUN, make_group("g").channel) == []
+
+    async def test_a_dataset_is_forgotten(self, store: Store) -> None:
+        for version in (1, 2, 3):
+            await store.put_dataset("golden", "/x", f"h{version}", {})
+        await store.put_dataset("other", "/x", "h", {})
+        assert await store.remove_dataset("golden", 2) == 1
+        assert [(row.name, row.version) for row in await store.datasets()] == [
+            ("golden", 1),
+            ("golden", 3),
+            ("other", 1),
+        ]
+        assert await store.remove_dataset("golden") == 2
+        assert await store.remove_dataset("golden") == 0
