@@ -18,6 +18,7 @@ InstarError
 │   └── BackendLost        it no longer has the training session: load the last saved state, train again
 ├── DataError          exported data cannot be read, or is not what it says it is
 ├── SyncError          a policy could not be carried to an engine
+├── ScoreError         a scorer could not tell what a session is worth
 ├── AgentError         an agent program failed
 │   └── AgentTimeout       it ran past its deadline
 └── Interrupted        the user asked to stop
