@@ -86,6 +86,7 @@ async def talk(
             base_tokens=len(before.sequence) if before else 0,
             base_messages=len(before.messages) + 1 if before else 0,
             digests=bytes([turn]) * 8,
+            logprobs=np.log(np.random.default_rng(turn).random(3, np.float32)),
             params=SamplingParams(temperature=0.7, stop=("a", "b")),
             started_at=1.5 + turn,
             ended_at=2.5 + turn,

@@ -155,6 +155,8 @@ async def test_a_long_session_grows_with_what_was_said(store: Store, tmp_path: P
         await export_all(store, tmp_path / str(turns), where=where)
         sizes.append((tmp_path / str(turns) / "calls.jsonl").stat().st_size)
     assert 1.8 < sizes[1] / sizes[0] < 2.2
+    calls = (tmp_path / "50" / "calls.jsonl").read_text().splitlines()
+    assert [bool(json.loads(line)["tools"]) for line in calls] == [True] + [False] * 49
 
 
 async def test_filters_are_kept_in_the_manifest(store: Store, tmp_path: Path) -> None:
