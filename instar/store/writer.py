@@ -111,7 +111,7 @@ class Writer:
             jobs, closing = self._next_batch()
             jobs = [job for job in jobs if not job.future.cancelled()]
             try:
-                self._commit([job for job in jobs if self._is_ready(job)])
+                self._commit([job for job in jobs if job.error is None])
             except Exception as error:  # noqa: BLE001 a writer that died would leave every caller waiting
                 _fail(jobs, error)
             _wake(jobs)
@@ -119,29 +119,31 @@ class Writer:
         self._db.close()
 
     def _next_batch(self) -> tuple[list[_Job], bool]:
-        """Everything that is queued, waiting for the first; and whether to stop after it."""
+        """Everything that is queued, waiting for the first and prepared while more may come; and whether to
+        stop after it."""
         jobs: list[_Job] = []
         job = self._queue.get()
-        if self._grouped > 1 and job is not None:
-            time.sleep(GATHER)
+        deadline = time.monotonic() + (GATHER if self._grouped > 1 else 0.0)
         while job is not None:
             jobs.append(job)
+            _prepare(job)
             if len(jobs) == MAX_BATCH:
                 return jobs, False
             try:
-                job = self._queue.get_nowait()
+                job = self._take(deadline)
             except Empty:
                 return jobs, False
         return jobs, True
 
-    def _is_ready(self, job: _Job) -> bool:
-        if isinstance(job.work, Joint):
-            try:
-                job.work.prepare()
-            except Exception as error:  # noqa: BLE001 whatever a write raises belongs to its caller
-                job.error = error
-                return False
-        return True
+    def _take(self, deadline: float) -> _Job | None:
+        """The next one that is queued. Raises Empty when there is none at the deadline."""
+        try:
+            return self._queue.get_nowait()
+        except Empty:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise
+            time.sleep(left)
+            return self._queue.get_nowait()
 
     def _commit(self, jobs: Sequence[_Job]) -> None:
         if not jobs:
@@ -215,6 +217,14 @@ class Writer:
             return error
         self._db.execute("RELEASE job")
         return None
+
+
+def _prepare(job: _Job) -> None:
+    if isinstance(job.work, Joint):
+        try:
+            job.work.prepare()
+        except Exception as error:  # noqa: BLE001 whatever a write raises belongs to its caller
+            job.error = error
 
 
 def _fail(jobs: Sequence[_Job], error: Exception) -> None:
