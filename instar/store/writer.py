@@ -30,7 +30,8 @@ Work = Callable[[Database], T]
 MAX_BATCH = 256
 GATHER = 0.0005
 """Seconds to wait for company while writes come in groups: a commit costs much the same for one as for ten,
-so under load this is time won. A write that comes alone does not wait, nor do as many as came the last time."""
+so under load this is time won. A write that comes alone does not wait, nor do as many as came the last
+time."""
 
 
 class Joint(ABC):
