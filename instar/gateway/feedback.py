@@ -139,11 +139,11 @@ class FeedbackDesk:
         within its session. Raises ApiError 409 where the id stands for other feedback."""
         self._check(asked)
         subject = await self._subject(caller, asked)
-        feedback, why = await self._feedback(subject, asked, client_key)
+        feedback, why = await self._feedback(subject, asked, client_key, caller)
         value = reward_value(feedback)
         rewards: list[Reward] = []
         if value is not None:
-            rewards.append(_reward(feedback, value, subject.call, caller))
+            rewards.append(_reward(feedback, value, subject, caller))
         if await self._store.add_feedback(feedback, rewards):
             return view(feedback, why), True
         known = await self._store.feedback(self._run_id, session_id=feedback.session_id)
@@ -225,7 +225,7 @@ class FeedbackDesk:
     # --- what it says -----------------------------------------------------------------------------
 
     async def _feedback(
-        self, subject: Subject, asked: GiveFeedback, client_key: str | None
+        self, subject: Subject, asked: GiveFeedback, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
         """And why a correction in it cannot be trained on."""
         clean = self._redactor.text
@@ -236,6 +236,8 @@ class FeedbackDesk:
             call = call or await self._last_call(session_id)
             if correction != asked.correction:
                 why = "a secret was cut out of the correction"
+            elif _is_agents_word(subject.session, caller):
+                why = "it came with the key of a session that the run itself plays: its agent's"
             else:
                 ids, why = self._lesson(subject.session, call, correction)
         feedback = Feedback(
@@ -286,14 +288,21 @@ class FeedbackDesk:
         return ids, None
 
 
-def _reward(feedback: Feedback, value: float, call: Call | None, caller: Caller) -> Reward:
+def _is_agents_word(session: Session, caller: Caller) -> bool:
+    """Whether no person can have said it: the key of a session that a rollout plays is with its agent, which
+    is not to rate or teach itself."""
+    return caller.kind == "session" and session.channel is not Channel.LIVE
+
+
+def _reward(feedback: Feedback, value: float, subject: Subject, caller: Caller) -> Reward:
     detail = {"feedback_id": feedback.feedback_id, "by": caller.kind}
+    agents = _is_agents_word(subject.session, caller)
     return Reward(
         session_id=feedback.session_id,
         value=value,
-        source=RewardSource.HUMAN,
+        source=RewardSource.AGENT if agents else RewardSource.HUMAN,
         scorer=SCORER,
-        call_id=call.call_id if call else None,
+        call_id=subject.call.call_id if subject.call else None,
         detail=detail | ({"author": feedback.author} if feedback.author else {}),
         created_at=feedback.created_at,
         # With a prefix of its own: an id that a client chooses must not take the place of a scorer's.

@@ -172,9 +172,9 @@ async def test_a_killed_server_comes_back_with_the_policy(
     training = Training(tiny, tmp_path)
     policy = await training.step()
     await engine.load(policy)
+    (core,) = _processes("VLLM::EngineCor")  # before the reply, which takes little longer than looking
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=220, temperature=0))
     await anext(stream)
-    (core,) = _processes("VLLM::EngineCor")
     os.kill(core, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         async for _ in stream:

@@ -340,9 +340,20 @@ async def test_what_held_a_secret_is_no_lesson(gateway: Served) -> None:
 async def test_evaluation_teaches_nothing(gateway: Served) -> None:
     session = await gateway.open(channel="val")
     await post(gateway, asking("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
-    told = await given(gateway, session.api_key, correction="Hello.")
+    told = await given(gateway, session_id=session.session_id, correction="Hello.")
     assert (told["lesson"], told["correction"]) == (False, "Hello.")
     assert "val" in told["reason"]
+
+
+async def test_an_agent_in_training_does_not_rate_or_teach_itself(gateway: Served) -> None:
+    session = await gateway.open(channel="train")
+    await post(gateway, asking("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
+    told = await given(gateway, session.api_key, thumbs="up", correction="Hello.")
+    assert not told["lesson"]
+    (reward,) = await the_rewards(gateway, session)
+    assert reward.source is RewardSource.AGENT
+    told = await given(gateway, session_id=session.session_id, correction="Hello.")
+    assert told["lesson"], told
 
 
 async def test_a_model_that_is_not_to_be_trained_teaches_nothing(
