@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from instar.types import Channel, Json, RewardSource, ScoreState, SessionStatus
+from instar.types import Channel, Json, Reward, RewardSource, ScoreState, SessionStatus
 
 SESSION_HEADER = "x-instar-session"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
@@ -59,6 +59,20 @@ class GivenReward(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     scorer_version: str = ""
     cost: float = 0.0
     reward_id: str | None = None
+
+
+def given_reward(reward: Reward) -> GivenReward:
+    """A reward as it is sent, without its session and its time."""
+    return GivenReward(
+        reward.value,
+        reward.source,
+        reward.scorer,
+        reward.call_id,
+        reward.detail,
+        reward.scorer_version,
+        reward.cost,
+        reward.reward_id,
+    )
 
 
 class GivenScore(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -7,7 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from instar.gateway.base import SAMPLING_KEYS, CallView, GivenReward, GivenScore, SessionView, bad_request
+from instar.gateway.base import (
+    SAMPLING_KEYS,
+    CallView,
+    GivenReward,
+    GivenScore,
+    SessionView,
+    bad_request,
+    given_reward,
+)
 from instar.types import Call, Json, Reward, Score, Session
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
@@ -49,19 +57,6 @@ def check_sampling(sampling: dict[str, Any]) -> None:
         low, high = SAMPLING_RANGES.get(name, (0, math.inf))
         if not low <= value <= high:
             raise bad_request(f"'sampling.{name}' is {value}, out of range.", f"sampling.{name}")
-
-
-def given_reward(reward: Reward) -> GivenReward:
-    return GivenReward(
-        reward.value,
-        reward.source,
-        reward.scorer,
-        reward.call_id,
-        reward.detail,
-        reward.scorer_version,
-        reward.cost,
-        reward.reward_id,
-    )
 
 
 def score_row(session_id: str, given: GivenScore, reason: str | None) -> Score:

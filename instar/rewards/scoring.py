@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from instar import waiting
 from instar.config import ScoringConfig
 from instar.errors import EngineUnavailable, InstarError, ScoreError, StoreError
 from instar.rewards.base import GroupScorer, Scorer, Scoring, Surroundings, Transcript, Verdict
@@ -75,20 +76,13 @@ async def _score(scorer: Scorer, task: Task, transcripts: Sequence[Transcript]) 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, list[Reward]]) -> list[Reward]:
     """Its result, or ScoreError after so many seconds. What does not end when cancelled is left behind."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-        if task.cancelled():
-            raise ScoreError("the scorer cancelled itself", again=True)
-        if task.done():
-            return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=GRACE)
-            if task.done() and not task.cancelled():
-                task.exception()  # retrieved: what it raised while being cancelled is of no interest
-    raise ScoreError(f"no answer within {seconds:g} s", again=True)
+    return await waiting.within(
+        seconds,
+        work,
+        grace=GRACE,
+        late=ScoreError(f"no answer within {seconds:g} s", again=True),
+        cancelled=ScoreError("the scorer cancelled itself", again=True),
+    )
 
 
 def _checked(scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]) -> tuple[Reward, ...]:

@@ -20,6 +20,7 @@ from instar.gateway.base import (
     GivenScore,
     OpenedSession,
     OpenSession,
+    given_reward,
 )
 from instar.rollout.base import AgentSession
 from instar.types import Channel, Reward, RewardSource, Score
@@ -82,7 +83,7 @@ class GatewayClient:
         """End the session well. One that has ended already stays as it is."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
-            rewards=[_given(reward) for reward in rewards],
+            rewards=[given_reward(reward) for reward in rewards],
             scores=[GivenScore(s.scorer, s.state, s.attempts, s.reason) for s in scores],
         )
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
@@ -128,16 +129,3 @@ class GatewayClient:
             text = content.decode(errors="replace")[:500]
             raise InstarError(f"the gateway refused {path} with {response.status}: {text}")
         return content
-
-
-def _given(reward: Reward) -> GivenReward:
-    return GivenReward(
-        reward.value,
-        reward.source,
-        reward.scorer,
-        reward.call_id,
-        reward.detail,
-        reward.scorer_version,
-        reward.cost,
-        reward.reward_id,
-    )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from instar import waiting
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable, InstarError
 from instar.rewards.base import Scoring, Transcript, Verdict
@@ -190,20 +191,13 @@ class SlotRunner:
 
 async def within(seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
     """The work's result, or AgentTimeout. Work that does not end when cancelled is left behind."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-        if task.cancelled():
-            raise AgentError(f"{what} cancelled itself")
-        if task.done():
-            return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=GRACE)
-            if task.done() and not task.cancelled():
-                task.exception()  # retrieved: what it raised while being cancelled is of no interest
-    raise AgentTimeout(f"{what} ran past its deadline of {seconds:g} s")
+    return await waiting.within(
+        seconds,
+        work,
+        grace=GRACE,
+        late=AgentTimeout(f"{what} ran past its deadline of {seconds:g} s"),
+        cancelled=AgentError(f"{what} cancelled itself"),
+    )
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
-
-import msgspec
 
 from instar import registry
 from instar.config import JsonlTasksConfig, PythonTasksConfig, TasksConfig
 from instar.errors import ConfigError
+from instar.rollout.tasksets.lines import read_lines
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]
@@ -44,32 +44,15 @@ def load_tasks(config: TasksConfig) -> TaskSet:
 
 
 def jsonl_tasks(config: JsonlTasksConfig) -> TaskSet:
-    tasks: list[Task] = []
-    try:
-        with config.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if config.limit is not None and len(tasks) >= config.limit:
-                    break
-                if line.strip():
-                    tasks.append(_jsonl_task(config, number, line))
-    except OSError as error:
-        raise ConfigError(f"tasks.path: cannot read {config.path}: {error.strerror}") from error
-    return TaskSet(tasks)
+    lines = islice(read_lines(config.path), config.limit)
+    return TaskSet([_jsonl_task(config, number, record) for number, record in lines])
 
 
-def _jsonl_task(config: JsonlTasksConfig, number: int, line: bytes) -> Task:
-    where = f"{config.path}, line {number}"
-    try:
-        data = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: a task is a JSON object, this is {type(data).__name__}")
-    record = cast(Json, data)
+def _jsonl_task(config: JsonlTasksConfig, number: int, record: Json) -> Task:
     if config.id_field is None:
         return Task(f"line-{number}", record)
     if config.id_field not in record:
-        raise ConfigError(f"{where}: no field {config.id_field!r} (tasks.id_field)")
+        raise ConfigError(f"{config.path}, line {number}: no field {config.id_field!r} (tasks.id_field)")
     return Task(str(record[config.id_field]), record)
 
 
