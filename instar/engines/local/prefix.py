@@ -83,8 +83,9 @@ class PrefixCache:
         node, done = self._root, 0
         while done < len(ids) and (child := node.children.get(int(ids[done]))):
             count = common_length(child.ids, ids[done:])
+            whole = count == len(child.ids)  # asked before: the caller may part the node
             yield child, count
-            if count < len(child.ids):
+            if not whole:
                 return
             node, done = child, done + count
 
