@@ -42,7 +42,7 @@ LOADS = (Load("4 KB", 4_000, 8, 1024), Load("400 KB", 400_000, 1, 128))
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Calls per second, each of its quieter slices, and the ratio of the two."""
+    """Calls per second over all slices, and the ratio of the two."""
 
     load: str
     bare: str
@@ -62,36 +62,31 @@ async def measure(load: Load, kind: Bare, folder: Path, rounds: int) -> Rates:
     raw_path = folder / f"raw-{kind.key}-{load.size}.db"
     bare = kind.make(raw_path)
     store = SqliteStore(path)
-    stored: list[float] = []
-    raw: list[float] = []
+    stored = raw = 0.0
+    """Seconds."""
     together: list[float] = []
     row_bytes = 0
     try:
         for number in range(rounds + 1):
             talks = make_talks(load)
             commits = store.commits
-            rate = await record(store, talks)
+            seconds = await record(store, talks)
             grouped = load.calls / (store.commits - commits)
             rows = encoded(make_talks(load))
             row_bytes = bytes_of(rows[-1][1])
-            bare_rate = insert(bare, rows, max(1, round(grouped)))
+            bare_seconds = insert(bare, rows, max(1, round(grouped)))
             if number:  # the first warms up
-                stored.append(rate)
-                raw.append(bare_rate)
+                stored += seconds
+                raw += bare_seconds
                 together.append(grouped)
     finally:
         await store.close()
         bare.close()
         path.unlink()
         raw_path.unlink()
-    rate, bare_rate = quiet(stored), quiet(raw)
+    calls = load.calls * rounds
     grouped = statistics.median(together)
-    return Rates(load.name, kind.name, row_bytes, rate, bare_rate, rate / bare_rate, grouped)
-
-
-def quiet(rates: Sequence[float]) -> float:
-    """The upper quartile: what else the machine does only ever slows a slice down."""
-    return sorted(rates)[3 * len(rates) // 4]
+    return Rates(load.name, kind.name, row_bytes, calls / stored, calls / raw, raw / stored, grouped)
 
 
 def make_talks(load: Load) -> Talks:
@@ -100,7 +95,7 @@ def make_talks(load: Load) -> Talks:
 
 
 async def record(store: SqliteStore, talks: Talks) -> float:
-    """Calls per second with so many agents at once, each of which waits for its call to be on disk."""
+    """Seconds with so many agents at once, each of which waits for its call to be on disk."""
     waiting = iter(talks)
 
     async def agent() -> None:
@@ -111,7 +106,7 @@ async def record(store: SqliteStore, talks: Talks) -> float:
 
     began = time.perf_counter()
     await asyncio.gather(*(agent() for _ in range(IN_FLIGHT)))
-    return sum(len(calls) for _, calls in talks) / (time.perf_counter() - began)
+    return time.perf_counter() - began
 
 
 # --- bare inserts -------------------------------------------------------------------------------
@@ -173,13 +168,13 @@ def bytes_of(values: Values) -> int:
 
 
 def insert(database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls_per_commit: int) -> float:
-    """Calls per second."""
+    """Seconds."""
     statements = {
         table.name: f"INSERT INTO {table.name} ({', '.join(table.inserted)}) "
         f"VALUES ({', '.join('?' for _ in table.inserted)})"
         for table in (SESSIONS, CALLS)
     }
-    calls, in_transaction = 0, 0
+    in_transaction = 0
     began = time.perf_counter()
     database.execute("BEGIN IMMEDIATE")
     for table, values in rows:
@@ -189,7 +184,6 @@ def insert(database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls
             in_transaction = 0
         database.execute(statements[table.name], values)
         if table is CALLS:
-            calls += 1
             in_transaction += 1
     database.execute("COMMIT")
-    return calls / (time.perf_counter() - began)
+    return time.perf_counter() - began

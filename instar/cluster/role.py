@@ -213,7 +213,7 @@ async def gateway(context: Context) -> None:
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
-        _spare_the_collector()
+        spare_the_collector()
         await until_first(
             serve(
                 app,
@@ -249,7 +249,7 @@ async def _connect(
     return pool, pool.follow
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """What is loaded stays, and sessions at hand are many small objects: looking through all of them now and
     then would hold up every request meanwhile."""
     gc.collect()

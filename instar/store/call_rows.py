@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,19 +34,31 @@ from instar.store.codec import (
 from instar.types import Call, CallStatus, Ids, Link, Message, SamplingParams, Tool
 
 
-@dataclass(frozen=True, slots=True)
+class BaseFacts(NamedTuple):
+    """What is asked of a call that another one stands on."""
+
+    prompt_tokens: int
+    sampled_tokens: int
+    sequence_crc: int
+    message_count: int
+
+
+@dataclass(slots=True)
 class EncodedCall:
     row: dict[str, Any]
     tools: tuple[str, str] | None
     """(hash, body), where the call had tools."""
     tail: Ids
     """The prompt beyond the base."""
+    as_base: BaseFacts
 
 
 def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     _check_lengths(call)
     tail = call.prompt_ids[call.base_tokens :]
     prompt_crc = checksum(call.prompt_ids)
+    sequence_crc = checksum(call.sampled_ids, prompt_crc)
+    as_base = BaseFacts(len(call.prompt_ids), len(call.sampled_ids), sequence_crc, len(call.messages))
     tools = _encode_tools(call.tools)
     row: dict[str, Any] = {
         "call_id": call.call_id,
@@ -60,11 +72,11 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         "base_id": call.base_id,
         "base_tokens": call.base_tokens,
         "base_messages": call.base_messages,
-        "prompt_tokens": len(call.prompt_ids),
+        "prompt_tokens": as_base.prompt_tokens,
         "prompt_crc": prompt_crc,
-        "sampled_tokens": len(call.sampled_ids),
-        "sequence_crc": checksum(call.sampled_ids, prompt_crc),
-        "message_count": len(call.messages),
+        "sampled_tokens": as_base.sampled_tokens,
+        "sequence_crc": sequence_crc,
+        "message_count": as_base.message_count,
         "status": call.status.value,
         "trainable": int(call.trainable),
         "reason": plain(call.reason),
@@ -87,18 +99,15 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         "digests": call.digests,
         "tail_key": tail_key,
     }
-    return EncodedCall(row, tools, tail)
+    return EncodedCall(row, tools, tail, as_base)
 
 
 def _check_lengths(call: Call) -> None:
-    arrays = {"logprobs": call.logprobs, "versions": call.versions}
-    if call.behavior_logprobs is not None:
-        arrays["behavior_logprobs"] = call.behavior_logprobs
-    for name, values in arrays.items():
-        if len(values) != len(call.sampled_ids):
-            raise StoreError(
-                f"call {call.call_id}: {len(values)} {name} for {len(call.sampled_ids)} sampled tokens"
-            )
+    sampled = len(call.sampled_ids)
+    for name in ("logprobs", "versions", "behavior_logprobs"):
+        values = getattr(call, name)
+        if values is not None and len(values) != sampled:
+            raise StoreError(f"call {call.call_id}: {len(values)} {name} for {sampled} sampled tokens")
     if call.base_id is None and (call.base_tokens or call.base_messages):
         raise StoreError(f"call {call.call_id}: base_tokens or base_messages without a base_id")
     if not 0 <= call.base_tokens <= len(call.prompt_ids):
@@ -107,25 +116,28 @@ def _check_lengths(call: Call) -> None:
         raise StoreError(f"call {call.call_id}: base_messages {call.base_messages} is beyond its messages")
 
 
-def check_base(call: EncodedCall, base: Row | None) -> None:
+def check_base(call: EncodedCall, base: BaseFacts | None) -> None:
     """Refuse a call whose prompt is not its base's tokens + its own.
 
     Where it goes on from within the base's sequence, only reading can tell.
     """
     row = call.row
-    name = f"call {row['call_id']}"
     if base is None:
-        raise StoreError(f"{name}: its base call {row['base_id']} is not stored")
-    tokens = base["prompt_tokens"] + base["sampled_tokens"]
+        raise _refused(row, f"its base call {row['base_id']} is not stored")
+    tokens = base.prompt_tokens + base.sampled_tokens
     if row["base_tokens"] > tokens:
-        raise StoreError(f"{name}: base_tokens {row['base_tokens']} of a base of {tokens} tokens")
-    if row["base_messages"] > base["message_count"] + 1:
-        raise StoreError(
-            f"{name}: base_messages {row['base_messages']} of a base of {base['message_count'] + 1} messages"
+        raise _refused(row, f"base_tokens {row['base_tokens']} of a base of {tokens} tokens")
+    if row["base_messages"] > base.message_count + 1:
+        raise _refused(
+            row, f"base_messages {row['base_messages']} of a base of {base.message_count + 1} messages"
         )
     exact = row["base_tokens"] == tokens
-    if exact and checksum(call.tail, base["sequence_crc"]) != row["prompt_crc"]:
-        raise StoreError(f"{name}: its prompt does not begin with the tokens of its base {row['base_id']}")
+    if exact and checksum(call.tail, base.sequence_crc) != row["prompt_crc"]:
+        raise _refused(row, f"its prompt does not begin with the tokens of its base {row['base_id']}")
+
+
+def _refused(row: Row, why: str) -> StoreError:
+    return StoreError(f"call {row['call_id']}: {why}")
 
 
 def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:

@@ -11,6 +11,7 @@ from instar.errors import StoreError
 from instar.store.base import CallPart
 from instar.store.call_rows import (
     PART_COLUMNS,
+    BaseFacts,
     EncodedCall,
     check_base,
     decode_calls,
@@ -33,7 +34,8 @@ _CHAIN = """
     )
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
-BASE_FACTS = ("call_id", "prompt_tokens", "sampled_tokens", "sequence_crc", "message_count")
+REMEMBERED = 4096
+"""Calls."""
 TAIL_KEY_BYTES = 16
 
 # The keys come as one value, so that the statement is the same for any number of them. The newest call
@@ -58,6 +60,24 @@ _BY_TAIL = f"""
 # --- writing ------------------------------------------------------------------------------------
 
 
+class Bases:
+    """What later calls stand on: those that this process stored last. A call is never changed or deleted, so
+    it need not be asked for again."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, BaseFacts] = {}
+
+    def get(self, call_id: str) -> BaseFacts | None:
+        return self._facts.get(call_id)
+
+    def remember(self, calls: Iterable[EncodedCall]) -> None:
+        """They are on disk."""
+        if len(self._facts) > REMEMBERED:
+            self._facts.clear()  # those that are wanted again are looked up once
+        for call in calls:
+            self._facts[call.row["call_id"]] = call.as_base
+
+
 class AddCalls(Joint):
     """A write of calls, and of the session that they open. Many of them are done as one."""
 
@@ -67,8 +87,10 @@ class AddCalls(Joint):
         opening: Session | None,
         key_hash: str | None,
         tail_keys: Mapping[str, bytes],
+        bases: Bases,
     ) -> None:
         self._given = (calls, opening, key_hash, tail_keys)
+        self._bases = bases
         self._calls: list[EncodedCall] = []
         self._opening: dict[str, Any] | None = None
 
@@ -77,12 +99,28 @@ class AddCalls(Joint):
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
         self._opening = None if opening is None else encode_session(opening, key_hash)
 
+    def done(self) -> None:
+        self._bases.remember(self._calls)
+
     def __call__(self, db: Database) -> None:
         self._write(db, [self], check=True)
 
     def together(self, db: Database, others: Sequence[AddCalls]) -> None:
         # Without a session, the foreign key refuses all; each by itself is then told why.
         self._write(db, [self, *others], check=bool(db.for_update))
+
+    def alone(self, db: Database, others: Sequence[AddCalls]) -> bool:
+        works = (self, *others)
+        if any(work._opening is not None for work in works):
+            return False
+        calls = [call for work in works for call in work._calls]
+        for call in calls:
+            if (base_id := call.row["base_id"]) is not None:
+                if (base := self._bases.get(base_id)) is None:
+                    return False
+                check_base(call, base)
+        # Without their session or their tools, the foreign keys refuse them.
+        return db.insert_alone(CALLS, [call.row for call in calls])
 
     @staticmethod
     def _write(db: Database, works: Sequence[AddCalls], *, check: bool) -> None:
@@ -91,7 +129,7 @@ class AddCalls(Joint):
         db.insert(SESSIONS, openings)
         if check:
             _hold_sessions(db, calls, {row["session_id"] for row in openings})
-        _check_bases(db, calls)
+        _check_bases(db, calls, works[0]._bases)
         for tools in sorted({call.tools for call in calls if call.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
         db.insert(CALLS, [call.row for call in calls])
@@ -112,23 +150,28 @@ def _hold_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str])
         raise StoreError(f"call {call['call_id']}: there is no session {call['session_id']}")
 
 
-def _check_bases(db: Database, calls: Sequence[EncodedCall]) -> None:
-    wanted = [call.row["base_id"] for call in calls if call.row["base_id"] is not None]
-    if not wanted:
-        return
+def _check_bases(db: Database, calls: Sequence[EncodedCall], known: Bases) -> None:
+    unknown = {
+        base_id
+        for call in calls
+        if (base_id := call.row["base_id"]) is not None and known.get(base_id) is None
+    }
+    found = _facts(db, sorted(unknown)) if unknown else {}
+    for call in calls:
+        if (base_id := call.row["base_id"]) is not None:
+            check_base(call, found.get(base_id) or known.get(base_id))
+        if unknown:  # it may be one of these, if it comes before what stands on it
+            found.setdefault(call.row["call_id"], call.as_base)
+
+
+def _facts(db: Database, call_ids: Sequence[str]) -> dict[str, BaseFacts]:
     # One row for all, since each row that is stepped to gives other threads a turn.
     sql = (
-        f"SELECT {db.json_rows.format(', '.join(BASE_FACTS))} AS found FROM calls "
+        f"SELECT {db.json_rows.format(', '.join(('call_id', *BaseFacts._fields)))} AS found FROM calls "
         f"WHERE call_id IN ({db.json_texts.format('?')})"
     )
-    found = json.loads(db.execute(sql, (json.dumps(wanted),)).fetchone()["found"])
-    bases: dict[str, Mapping[str, Any]] = {
-        facts[0]: dict(zip(BASE_FACTS, facts, strict=True)) for facts in found
-    }
-    for call in calls:
-        if call.row["base_id"] is not None:
-            check_base(call, bases.get(call.row["base_id"]))
-        bases.setdefault(call.row["call_id"], call.row)
+    rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["found"])
+    return {call_id: BaseFacts._make(facts) for call_id, *facts in rows}
 
 
 # --- reading ------------------------------------------------------------------------------------

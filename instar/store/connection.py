@@ -6,8 +6,10 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,13 +44,22 @@ class SqliteDatabase(sqlite3.Connection):
 
     def insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
         """In statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
-        names, start, size = table.inserted, 0, ROWS_AT_ONCE
+        start, size = 0, ROWS_AT_ONCE
         while start < len(rows):
             while size > len(rows) - start:
                 size //= 2
-            values = [row[name] for row in rows[start : start + size] for name in names]
-            self.execute(_insert(table.name, names, size), values)
+            self._insert(table, rows[start : start + size])
             start += size
+
+    def insert_alone(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+        if len(rows) > ROWS_AT_ONCE:
+            return False
+        self._insert(table, rows)
+        return True
+
+    def _insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+        statement, values_of = _insertion(table.name, table.inserted, len(rows))
+        self.execute(statement, tuple(chain.from_iterable(map(values_of, rows))))
 
     def hold(self, name: str) -> None:
         return
@@ -92,9 +103,12 @@ class SqliteDatabase(sqlite3.Connection):
 
 
 @cache
-def _insert(table: str, names: tuple[str, ...], count: int) -> str:
+def _insertion(
+    table: str, names: tuple[str, ...], count: int
+) -> tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
+    """A statement for so many rows, and what takes a row's values for it."""
     row = f"({', '.join('?' for _ in names)})"
-    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}", itemgetter(*names)
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:

@@ -44,6 +44,10 @@ class Database(Protocol):
 
     def insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
+    def insert_alone(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """As a transaction of its own, in one statement. False, and nothing done, where that cannot be."""
+        ...
+
     def hold(self, name: str) -> None:
         """Until the transaction ends, nobody else has the name."""
 

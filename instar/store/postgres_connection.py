@@ -47,6 +47,9 @@ class PostgresDatabase:
         if rows:
             self._connection.cursor().executemany(_translated(table.insert), rows)
 
+    def insert_alone(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+        return False
+
     def hold(self, name: str) -> None:
         self.execute(
             "SELECT pg_advisory_xact_lock(hashtextextended(?, 0))", (f"{self._server.schema} {name}",)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from instar.errors import Conflict
 from instar.store import opinions, sessions
 from instar.store.base import SessionRecord
-from instar.store.calls import AddCalls
+from instar.store.calls import AddCalls, Bases
 from instar.store.database import Database
 from instar.store.rows import encode_group, encode_reward
 from instar.types import Group
@@ -17,7 +17,7 @@ class PutRecords:
     def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
         self._groups = [encode_group(group) for group in groups]
         self._records = records
-        self._calls = [AddCalls(record.calls, record.session, None, {}) for record in records]
+        self._calls = [AddCalls(record.calls, record.session, None, {}, Bases()) for record in records]
         for calls in self._calls:
             calls.prepare()
 

@@ -64,6 +64,7 @@ class SqlStore(Store):
         self._name = name
         self._writer = writer
         self._readers = readers
+        self._bases = call_queries.Bases()
 
     @property
     def commits(self) -> int:
@@ -76,10 +77,10 @@ class SqlStore(Store):
             await asyncio.to_thread(self._writer.close)
         await asyncio.to_thread(self._readers.close)
 
-    async def _write(self, work: Callable[[Database], T]) -> T:
+    def _write(self, work: Callable[[Database], T]) -> asyncio.Future[T]:
         if self._writer is None:
             raise StoreError(f"{self._name} was opened for reading only")
-        return await self._writer.submit(work)
+        return self._writer.submit(work)
 
     async def _read(self, fetch: Callable[[Database], T]) -> T:
         return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.snapshot(fetch)))
@@ -201,7 +202,7 @@ class SqlStore(Store):
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
     ) -> None:
-        await self._write(call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}))
+        await self._write(call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}, self._bases))
 
     async def call(self, call_id: str) -> Call | None:
         decoded = await self._decoded(

@@ -16,7 +16,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -49,13 +48,25 @@ class Joint(ABC):
         """This one and then ``others`` of its kind. Raises when any would fail; each is then done by
         itself."""
 
+    @abstractmethod
+    def alone(self, db: Database, others: Sequence[Any]) -> bool:
+        """As `together`, outside of a transaction, as one statement that is one by itself. False, and nothing
+        done, where more are needed. Raises when any would fail."""
 
-@dataclass(slots=True, eq=False)
+    @abstractmethod
+    def done(self) -> None:
+        """It is on disk."""
+
+
 class _Job:
-    work: Work[Any]
-    future: asyncio.Future[Any]
-    result: Any = None
-    error: Exception | None = None
+    __slots__ = ("error", "future", "joint", "result", "work")
+
+    def __init__(self, work: Work[Any], future: asyncio.Future[Any]) -> None:
+        self.work = work
+        self.joint = work if isinstance(work, Joint) else None
+        self.future = future
+        self.result: Any = None
+        self.error: Exception | None = None
 
     def settle(self) -> None:
         """On the event loop of its caller."""
@@ -116,7 +127,10 @@ class Writer:
             except Exception as error:  # noqa: BLE001 a writer that died would leave every caller waiting
                 _fail(jobs, error)
             _wake(jobs)
+            # While they wake up: whatever takes time here must not hold up who writes next.
             self._grouped = len(jobs)
+            _done(jobs)
+            jobs.clear()
         self._db.close()
 
     def _next_batch(self) -> tuple[list[_Job], bool]:
@@ -178,6 +192,26 @@ class Writer:
     def _transact(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             job.result, job.error = None, None
+        if not self._alone(jobs):
+            self._apart(jobs)
+        self.commits += 1
+        self.writes += len(jobs)
+
+    def _alone(self, jobs: Sequence[_Job]) -> bool:
+        """Whether it took but one statement. Whatever fails is told in the long way."""
+        first = jobs[0].joint
+        if first is None or self.guard is not None:
+            return False
+        others = [job.work for job in jobs[1:]]
+        if any(type(other) is not type(first) for other in others):
+            return False
+        try:
+            return first.alone(self._db, others)
+        except (*self._db.errors, StoreError):
+            return False
+
+    def _apart(self, jobs: Sequence[_Job]) -> None:
+        """Each kind by itself, within a transaction."""
         self._db.begin()
         if self.guard is not None:
             self.guard(self._db)
@@ -186,13 +220,11 @@ class Writer:
                 for job in alike:
                     self._attempt(job)
         self._db.commit()
-        self.commits += 1
-        self.writes += len(jobs)
 
     def _together(self, jobs: Sequence[_Job]) -> bool:
         """False when they are to be done one by one."""
-        first = jobs[0].work
-        if len(jobs) == 1 or not isinstance(first, Joint):
+        first = jobs[0].joint
+        if len(jobs) == 1 or first is None:
             return False
         others = [job.work for job in jobs[1:]]
         return self._under_savepoint(lambda db: first.together(db, others)) is None
@@ -220,11 +252,17 @@ class Writer:
 
 
 def _prepare(job: _Job) -> None:
-    if isinstance(job.work, Joint):
+    if job.joint is not None:
         try:
-            job.work.prepare()
+            job.joint.prepare()
         except Exception as error:  # noqa: BLE001 whatever a write raises belongs to its caller
             job.error = error
+
+
+def _done(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        if job.error is None and job.joint is not None:
+            job.joint.done()
 
 
 def _fail(jobs: Sequence[_Job], error: Exception) -> None:

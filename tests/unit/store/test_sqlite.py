@@ -91,6 +91,54 @@ async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
     assert store.commits - before <= 640 / 5
 
 
+async def test_a_call_costs_one_statement(store: SqliteStore) -> None:
+    """Whose session, tools and base are there. What is refused is told by name all the same, and alone."""
+    await store.open_session(make_session())
+    first = make_call("first", tools=(CALCULATOR,))
+    await store.add_calls([first])
+    statements: list[str] = []
+    connection = store._writer._db  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+    assert isinstance(connection, sqlite3.Connection)
+    connection.set_trace_callback(statements.append)
+    second = follow(first, "second", ids(9), user("and?"), tools=(CALCULATOR,))
+    await store.add_calls([second])
+    (statement,) = statements
+    assert statement.startswith("INSERT INTO calls")
+
+    wrong = follow(second, "wrong", ids(9), user("and?"), prompt_ids=ids(*range(50, 60)))
+    third = follow(second, "third", ids(9), user("and?"))
+    results = await asyncio.gather(
+        store.add_calls([wrong]),
+        store.add_calls([make_call("lost", "nowhere")]),
+        store.add_calls([make_call("first")]),
+        store.add_calls([third]),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [StoreError, StoreError, Conflict, type(None)]
+    assert "does not begin with the tokens of its base second" in str(results[0])
+    assert "no session nowhere" in str(results[1])
+    assert [call.call_id for call in await store.calls("s")] == ["first", "second", "third"]
+
+
+async def test_what_is_no_longer_remembered_is_looked_up(
+    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instar.store.calls.REMEMBERED", 2)
+    await store.open_session(make_session())
+    calls = [make_call("0")]
+    await store.add_calls(calls)
+    for turn in range(1, 9):
+        calls.append(follow(calls[-1], str(turn), ids(turn), user("and?")))
+        await store.add_calls([calls[-1]])
+        await store.add_calls([follow(calls[0], f"aside-{turn}", ids(turn), user("or?"))])
+    with pytest.raises(StoreError, match="its base call never is not stored"):
+        await store.add_calls([follow(calls[-1], "late", ids(1), user("?"), base_id="never")])
+    stored = {call.call_id: call for call in await store.calls("s")}
+    assert len(stored) == 17
+    for call in calls:
+        np.testing.assert_array_equal(stored[call.call_id].prompt_ids, call.prompt_ids)
+
+
 async def test_a_write_cancelled_before_its_turn_is_not_done(store: SqliteStore) -> None:
     await store.open_session(make_session())
     blocker = sqlite3.connect(store.path, isolation_level=None)
