@@ -125,7 +125,10 @@ def _sessions(shape: Shape) -> Iterator[dict[str, Any]]:
 def _calls(shape: Shape) -> Iterator[dict[str, Any]]:
     """Call n of a conversation stands on call n - 1 of the same one."""
     kinds = [
-        [encode_call(call).row for call in turns(a_session(), CALL_BYTES + kind, TURNS)]
+        [
+            dict(zip(CALLS.inserted, encode_call(call).values, strict=True))
+            for call in turns(a_session(), CALL_BYTES + kind, TURNS)
+        ]
         for kind in range(KINDS)
     ]
     for number in range(shape.sessions):

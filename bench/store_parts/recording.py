@@ -153,13 +153,9 @@ def encoded(talks: Talks) -> list[tuple[Table, Values]]:
         for turn in range(len(part[0][1])):
             for session, calls in part:
                 if turn == 0:
-                    rows.append((SESSIONS, _values(SESSIONS, encode_session(session, None))))
-                rows.append((CALLS, _values(CALLS, encode_call(calls[turn]).row)))
+                    rows.append((SESSIONS, list(SESSIONS.values(encode_session(session, None)))))
+                rows.append((CALLS, list(encode_call(calls[turn]).values)))
     return rows
-
-
-def _values(table: Table, row: dict[str, object]) -> Values:
-    return [row[name] for name in table.inserted]
 
 
 def bytes_of(values: Values) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,61 +45,79 @@ class BaseFacts(NamedTuple):
 
 @dataclass(slots=True)
 class EncodedCall:
-    row: dict[str, Any]
+    call_id: str
+    session_id: str
+    base_id: str | None
+    base_tokens: int
+    base_messages: int
+    begins_with: int
+    """Checksum of the prompt's first ``base_tokens``."""
+    as_base: BaseFacts
     tools: tuple[str, str] | None
     """(hash, body), where the call had tools."""
-    tail: Ids
-    """The prompt beyond the base."""
-    as_base: BaseFacts
+    values: tuple[object, ...]
+    """Of its row, in the order of the table's columns."""
 
 
 def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     _check_lengths(call)
-    tail = call.prompt_ids[call.base_tokens :]
-    prompt_crc = checksum(call.prompt_ids)
-    sequence_crc = checksum(call.sampled_ids, prompt_crc)
-    as_base = BaseFacts(len(call.prompt_ids), len(call.sampled_ids), sequence_crc, len(call.messages))
+    prompt, sampled, base_tokens = call.prompt_ids, call.sampled_ids, call.base_tokens
+    tail = prompt[base_tokens:]
+    begins_with = checksum(prompt[:base_tokens]) if base_tokens else 0
+    prompt_crc = checksum(tail, begins_with)
+    as_base = BaseFacts(len(prompt), len(sampled), checksum(sampled, prompt_crc), len(call.messages))
     tools = _encode_tools(call.tools)
-    row: dict[str, Any] = {
-        "call_id": call.call_id,
-        "session_id": call.session_id,
-        "run_id": call.run_id,
-        "agent_id": call.agent_id,
-        "policy_id": call.policy_id,
-        "request_id": call.request_id,
-        "parent_id": call.parent_id,
-        "link": call.link.value,
-        "base_id": call.base_id,
-        "base_tokens": call.base_tokens,
-        "base_messages": call.base_messages,
-        "prompt_tokens": as_base.prompt_tokens,
-        "prompt_crc": prompt_crc,
-        "sampled_tokens": as_base.sampled_tokens,
-        "sequence_crc": sequence_crc,
-        "message_count": as_base.message_count,
-        "status": call.status.value,
-        "trainable": int(call.trainable),
-        "reason": plain(call.reason),
-        "finish_reason": call.finish_reason,
-        "dialect": call.dialect,
-        "params": msgspec.json.encode(call.params).decode(),
-        "started_at": call.started_at,
-        "first_token_at": call.first_token_at,
-        "ended_at": call.ended_at or time.time(),
-        "tools_hash": tools[0] if tools else None,
-        "versions": pack_runs(call.versions),
-        "prompt_ids": pack_ids(tail),
-        "sampled_ids": pack_ids(call.sampled_ids),
-        "logprobs": pack_floats(call.logprobs),
-        "behavior_logprobs": None if call.behavior_logprobs is None else pack_floats(call.behavior_logprobs),
-        "messages": dump_message(call.messages[call.base_messages :]),
-        "reply": dump_message(call.reply),
-        "model": plain(call.model),
-        "client_key": plain(call.client_key),
-        "digests": call.digests,
-        "tail_key": tail_key,
-    }
-    return EncodedCall(row, tools, tail, as_base)
+    # This is done for every call, and a mapping would take as long again.
+    values = (
+        call.call_id,
+        call.session_id,
+        call.run_id,
+        call.agent_id,
+        call.policy_id,
+        call.request_id,
+        call.parent_id,
+        call.link.value,
+        call.base_id,
+        base_tokens,
+        call.base_messages,
+        as_base.prompt_tokens,
+        prompt_crc,
+        as_base.sampled_tokens,
+        as_base.sequence_crc,
+        as_base.message_count,
+        call.status.value,
+        int(call.trainable),
+        plain(call.reason),
+        call.finish_reason,
+        call.dialect,
+        msgspec.json.encode(call.params).decode(),
+        call.started_at,
+        call.first_token_at,
+        call.ended_at or time.time(),
+        tools[0] if tools else None,
+        pack_runs(call.versions),
+        pack_ids(tail),
+        pack_ids(sampled),
+        pack_floats(call.logprobs),
+        None if call.behavior_logprobs is None else pack_floats(call.behavior_logprobs),
+        dump_message(call.messages[call.base_messages :]),
+        dump_message(call.reply),
+        plain(call.model),
+        plain(call.client_key),
+        call.digests,
+        tail_key,
+    )
+    return EncodedCall(
+        call.call_id,
+        call.session_id,
+        call.base_id,
+        base_tokens,
+        call.base_messages,
+        begins_with,
+        as_base,
+        tools,
+        values,
+    )
 
 
 def _check_lengths(call: Call) -> None:
@@ -121,23 +139,21 @@ def check_base(call: EncodedCall, base: BaseFacts | None) -> None:
 
     Where it goes on from within the base's sequence, only reading can tell.
     """
-    row = call.row
     if base is None:
-        raise _refused(row, f"its base call {row['base_id']} is not stored")
+        raise _refused(call, f"its base call {call.base_id} is not stored")
     tokens = base.prompt_tokens + base.sampled_tokens
-    if row["base_tokens"] > tokens:
-        raise _refused(row, f"base_tokens {row['base_tokens']} of a base of {tokens} tokens")
-    if row["base_messages"] > base.message_count + 1:
+    if call.base_tokens > tokens:
+        raise _refused(call, f"base_tokens {call.base_tokens} of a base of {tokens} tokens")
+    if call.base_messages > base.message_count + 1:
         raise _refused(
-            row, f"base_messages {row['base_messages']} of a base of {base.message_count + 1} messages"
+            call, f"base_messages {call.base_messages} of a base of {base.message_count + 1} messages"
         )
-    exact = row["base_tokens"] == tokens
-    if exact and checksum(call.tail, base.sequence_crc) != row["prompt_crc"]:
-        raise _refused(row, f"its prompt does not begin with the tokens of its base {row['base_id']}")
+    if call.base_tokens == tokens and call.begins_with != base.sequence_crc:
+        raise _refused(call, f"its prompt does not begin with the tokens of its base {call.base_id}")
 
 
-def _refused(row: Row, why: str) -> StoreError:
-    return StoreError(f"call {row['call_id']}: {why}")
+def _refused(call: EncodedCall, why: str) -> StoreError:
+    return StoreError(f"call {call.call_id}: {why}")
 
 
 def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:

@@ -75,7 +75,7 @@ class Bases:
         if len(self._facts) > REMEMBERED:
             self._facts.clear()  # those that are wanted again are looked up once
         for call in calls:
-            self._facts[call.row["call_id"]] = call.as_base
+            self._facts[call.call_id] = call.as_base
 
 
 class AddCalls(Joint):
@@ -115,29 +115,29 @@ class AddCalls(Joint):
             return False
         calls = [call for work in works for call in work._calls]
         for call in calls:
-            if (base_id := call.row["base_id"]) is not None:
+            if (base_id := call.base_id) is not None:
                 if (base := self._bases.get(base_id)) is None:
                     return False
                 check_base(call, base)
         # Without their session or their tools, the foreign keys refuse them.
-        return db.insert_alone(CALLS, [call.row for call in calls])
+        return db.insert_alone(CALLS, [call.values for call in calls])
 
     @staticmethod
     def _write(db: Database, works: Sequence[AddCalls], *, check: bool) -> None:
         calls = [call for work in works for call in work._calls]
         openings = [work._opening for work in works if work._opening is not None]
-        db.insert(SESSIONS, openings)
+        db.insert(SESSIONS, [SESSIONS.values(row) for row in openings])
         if check:
             _hold_sessions(db, calls, {row["session_id"] for row in openings})
         _check_bases(db, calls, works[0]._bases)
         for tools in sorted({call.tools for call in calls if call.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
-        db.insert(CALLS, [call.row for call in calls])
+        db.insert(CALLS, [call.values for call in calls])
 
 
 def _hold_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
     """So that calls of one session are numbered in the order in which they are committed."""
-    wanted = {call.row["session_id"] for call in calls} - opened
+    wanted = {call.session_id for call in calls} - opened
     if not wanted:
         return
     rows = db.execute(
@@ -146,22 +146,20 @@ def _hold_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str])
         (json.dumps(sorted(wanted)),),
     )
     if missing := wanted - {row["session_id"] for row in rows}:
-        call = next(call.row for call in calls if call.row["session_id"] in missing)
-        raise StoreError(f"call {call['call_id']}: there is no session {call['session_id']}")
+        call = next(call for call in calls if call.session_id in missing)
+        raise StoreError(f"call {call.call_id}: there is no session {call.session_id}")
 
 
 def _check_bases(db: Database, calls: Sequence[EncodedCall], known: Bases) -> None:
     unknown = {
-        base_id
-        for call in calls
-        if (base_id := call.row["base_id"]) is not None and known.get(base_id) is None
+        base_id for call in calls if (base_id := call.base_id) is not None and known.get(base_id) is None
     }
     found = _facts(db, sorted(unknown)) if unknown else {}
     for call in calls:
-        if (base_id := call.row["base_id"]) is not None:
+        if (base_id := call.base_id) is not None:
             check_base(call, found.get(base_id) or known.get(base_id))
         if unknown:  # it may be one of these, if it comes before what stands on it
-            found.setdefault(call.row["call_id"], call.as_base)
+            found.setdefault(call.call_id, call.as_base)
 
 
 def _facts(db: Database, call_ids: Sequence[str]) -> dict[str, BaseFacts]:

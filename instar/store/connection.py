@@ -6,10 +6,8 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +40,7 @@ class SqliteDatabase(sqlite3.Connection):
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
-    def insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         """In statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
         start, size = 0, ROWS_AT_ONCE
         while start < len(rows):
@@ -51,15 +49,14 @@ class SqliteDatabase(sqlite3.Connection):
             self._insert(table, rows[start : start + size])
             start += size
 
-    def insert_alone(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         if len(rows) > ROWS_AT_ONCE:
             return False
         self._insert(table, rows)
         return True
 
-    def _insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        statement, values_of = _insertion(table.name, table.inserted, len(rows))
-        self.execute(statement, tuple(chain.from_iterable(map(values_of, rows))))
+    def _insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
+        self.execute(table.insert_many(len(rows)), tuple(chain.from_iterable(rows)))
 
     def hold(self, name: str) -> None:
         return
@@ -100,15 +97,6 @@ class SqliteDatabase(sqlite3.Connection):
 
     def translate(self, error: Exception) -> StoreError:
         return translate(error, self.path)
-
-
-@cache
-def _insertion(
-    table: str, names: tuple[str, ...], count: int
-) -> tuple[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-    """A statement for so many rows, and what takes a row's values for it."""
-    row = f"({', '.join('?' for _ in names)})"
-    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}", itemgetter(*names)
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:

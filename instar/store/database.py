@@ -42,9 +42,10 @@ class Database(Protocol):
 
     def execute(self, sql: str, values: Values = (), /) -> Cursor: ...
 
-    def insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
+        """The values of each row in the order of `Table.inserted`."""
 
-    def insert_alone(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         """As a transaction of its own, in one statement. False, and nothing done, where that cannot be."""
         ...
 

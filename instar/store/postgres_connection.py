@@ -11,7 +11,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -42,12 +42,12 @@ class PostgresDatabase:
     def execute(self, sql: str, values: Values = (), /) -> Cursor:
         return self._connection.execute(_translated(sql), values, binary=True)
 
-    def insert(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         """Sent together, so that many rows wait for one answer."""
         if rows:
-            self._connection.cursor().executemany(_translated(table.insert), rows)
+            self._connection.cursor().executemany(_translated(table.insert_many(1)), rows)
 
-    def insert_alone(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> bool:
+    def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         return False
 
     def hold(self, name: str) -> None:
@@ -113,7 +113,7 @@ class WritingDatabase(PostgresDatabase):
     def enlist(self) -> None:
         """Before the first transaction: a row that is there can be waited for. Those of writers that ended
         without a word are removed."""
-        self.insert(WRITERS, [{"writer": self._writer, "number": self._number, "at": time.time()}])
+        self.execute(WRITERS.insert, {"writer": self._writer, "number": self._number, "at": time.time()})
         self.execute(
             "DELETE FROM writers WHERE at < ? "
             "AND writer NOT IN (SELECT application_name FROM pg_stat_activity)",

@@ -6,7 +6,9 @@ later version stand last, where a migration puts them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 VERSION = 4
 """Written to ``PRAGMA user_version``; one more with every change of what is declared here."""
@@ -37,6 +39,20 @@ class Table:
     def insert(self) -> str:
         values = ", ".join(f":{name}" for name in self.inserted)
         return f"INSERT INTO {self.name} ({', '.join(self.inserted)}) VALUES ({values})"
+
+    def insert_many(self, count: int) -> str:
+        """So many rows, of the values of `inserted` in that order."""
+        return _insert_many(self.name, self.inserted, count)
+
+    def values(self, row: Mapping[str, object]) -> tuple[object, ...]:
+        """Those of `inserted`, in that order."""
+        return tuple(row[name] for name in self.inserted)
+
+
+@cache
+def _insert_many(table: str, names: tuple[str, ...], count: int) -> str:
+    row = f"({', '.join('?' for _ in names)})"
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
 
 
 ORDER = "INTEGER PRIMARY KEY"

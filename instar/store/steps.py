@@ -41,7 +41,8 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[dict[str, 
 def add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
     for (run_id, epoch), theirs in groupby(claims, key=lambda claim: (claim["run_id"], claim["epoch"])):
         _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in theirs])
-    db.insert(CLAIMS, claims)  # of two who come here at once, the index stops the second
+    # Of two who come here at once, the index stops the second.
+    db.insert(CLAIMS, [CLAIMS.values(claim) for claim in claims])
     refresh_consumed(db, {claim["group_id"] for claim in claims})
 
 
