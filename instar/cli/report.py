@@ -20,7 +20,7 @@ from instar.rewards.judge.agreement import Agreement, run_agreement
 from instar.store.base import SessionRow
 from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
-from instar.types import Call, Channel, Json
+from instar.types import Call, Channel, Json, Message
 
 BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
 
@@ -294,12 +294,17 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else html.escape(str(value))
 
 
+def _told(calls: list[Call]) -> list[Message]:
+    """A session from its question on: examples in the prompt before that are left out."""
+    first, last = calls[0].messages, calls[-1].messages
+    opening = first if last[: len(first)] == first else last
+    asked = max((i for i, message in enumerate(opening) if message["role"] == "user"), default=0)
+    return [*last[asked:], calls[-1].reply]
+
+
 def _example(label: str, calls: list[Call], reward: float | None) -> str:
     lines: list[str] = []
-    last = calls[-1]
-    conversation = [*last.messages, last.reply]
-    asked = max((i for i, message in enumerate(conversation) if message["role"] == "user"), default=0)
-    for message in conversation[asked:]:
+    for message in _told(calls):
         text = message["content"]
         for call in message.get("tool_calls", []):
             text += f" {call['name']}({call['arguments']})"
