@@ -153,7 +153,8 @@ def _print(console: Console, plan: Plan) -> None:
         for place, claim in enumerate(_claims_of(plan, group)):
             first = (str(group.index), Text(group.task.task_id)) if place == 0 else ("", Text(""))
             table.add_row(*first, *_cells(claim, tokens.get(claim.sample_key, 0)))
-    console.print(table)
+    if plan.groups:
+        console.print(table)
     _print_rest(console, plan)
 
 

@@ -190,13 +190,16 @@ async def _score(
         return [Transcript(each, await store.calls(each), None) for each in ids]
 
     verdict = await score_sessions(scorer, task, ids, load, config, at_hand=slots)
-    try:
-        new = await store.record_scores(verdict.scores, verdict.rewards)
-    except Conflict:  # another process was faster, in the very moment
-        new = False
-    if not new:
-        tally.skipped += len(ids)
-        return
+    gave_up = any(score.state is ScoreState.FALLBACK for score in verdict.scores)
+    if not gave_up or verdict.rewards:
+        try:
+            new = await store.record_scores(verdict.scores, verdict.rewards)
+        except Conflict:  # another process was faster, in the very moment
+            new = False
+        if not new:
+            tally.skipped += len(ids)
+            return
+    # A session that was given up on, without a value for that, stays what it was: it has its rewards already.
     for each in verdict.scores:
         if each.state is ScoreState.SCORED:
             tally.scored += 1

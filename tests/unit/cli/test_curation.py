@@ -135,7 +135,7 @@ def test_rescoring_goes_on_where_it_was_left(instar: Instar, run: Small) -> None
     assert (tally["scored"], tally["skipped"]) == (1, 6)
 
 
-def test_a_rule_that_fails_is_recorded_with_its_reason(instar: Instar, run: Small, tmp_path: Path) -> None:
+def test_what_a_rule_gives_up_on_stays_what_it_was(instar: Instar, run: Small, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     rule = "tests.unit.cli.test_curation:broken_rule"
     other.write_text(f"name: other\nreward: {{type: rule, function: '{rule}'}}\nscoring: {{retries: 0}}\n")
@@ -143,5 +143,17 @@ def test_a_rule_that_fails_is_recorded_with_its_reason(instar: Instar, run: Smal
     (tally,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
     assert (tally["scored"], tally["fallback"]) == (0, 1)
     assert "I cannot tell" in next(iter(tally["reasons"]))
+    before = opinions(run, session)
+    assert [reward.value for reward in before[0]] == [1.0]
+    assert before[1] == [], "as of a session that no scorer gave up on: it may be trained on"
+    (again,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    assert (again["fallback"], again["skipped"]) == (1, 0)
+    other.write_text(other.read_text().replace("retries: 0", "retries: 0, fallback: 0.25"))
+    (valued,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    assert valued["fallback"] == 1
+    rewards, (score,) = opinions(run, session)
+    assert [reward.value for reward in rewards] == [1.0, 0.25]
+    assert score.reason is not None
+    assert "I cannot tell" in score.reason
     assert "score with what" in instar("rescore", run.folder).err
     assert "only completed" in instar("rescore", run.folder, "--status", "failed", "--reward", RULE).err
