@@ -113,6 +113,22 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _scores_come_in_time(self) -> Self:
+        deadline = self.scoring.deadline
+        for place, section in enumerate(self.reward):
+            allowed = {
+                "timeout": getattr(section, "timeout", None),
+                "sandbox.seconds": getattr(getattr(section, "sandbox", None), "seconds", None),
+            }
+            for name, seconds in allowed.items():
+                if seconds is not None and seconds > deadline:
+                    raise ValueError(
+                        f"reward.{place}.{name}: given {seconds:g}; an attempt at a score ends after "
+                        f"scoring.deadline, {deadline:g} seconds"
+                    )
+        return self
+
     @property
     def trains_live(self) -> bool:
         """Whether agents are run to be trained on."""

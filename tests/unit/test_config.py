@@ -43,6 +43,19 @@ def test_sync_mode_refuses_staleness_and_takes_an_explicit_zero() -> None:
     assert RunConfig.model_validate({"trainer": {"mode": "sync", "max_staleness": 0}}).max_staleness == 0
 
 
+@pytest.mark.parametrize(
+    ("reward", "field"),
+    [
+        ({"type": "judge", "endpoint": "self", "timeout": 90}, "timeout"),
+        ({"type": "tests", "sandbox": {"seconds": 90}}, r"sandbox\.seconds"),
+    ],
+)
+def test_a_score_must_be_possible_within_its_deadline(reward: dict[str, object], field: str) -> None:
+    with pytest.raises(ValidationError, match=rf"reward\.0\.{field}: given 90; .* 60 seconds"):
+        RunConfig.model_validate({"reward": reward})
+    RunConfig.model_validate({"reward": reward, "scoring": {"deadline": 90}})
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_dumped_config_reads_back_the_same(mode: str) -> None:
     """Roles read what the supervisor dumped, so a default must not turn into a setting that is refused."""
