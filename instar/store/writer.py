@@ -5,8 +5,8 @@ undone alone and only its caller hears of it. A write may be run a second time, 
 shared transaction could not be committed, so it must depend on nothing but the database.
 
 Every statement costs the writer its turn at the interpreter, which a busy event loop gives back late.
-So writes of one kind, one behind another, are done with few statements (`Joint`), and all callers of
-a commit are woken at once.
+So writes of one kind, one behind another, are done with few statements (`Joint`), with a single one
+where nothing has to be looked up first, and all callers of a commit are woken at once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Joint(ABC):
 
     @abstractmethod
     def alone(self, db: Database, others: Sequence[Any]) -> bool:
-        """As `together`, outside of a transaction, as one statement that is one by itself. False, and nothing
-        done, where more are needed. Raises when any would fail."""
+        """As `together`, in one statement, which is a transaction of its own. False, and nothing done, where it
+        takes more than one. Raises when any would fail."""
 
     @abstractmethod
     def done(self) -> None:
