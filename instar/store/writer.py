@@ -50,8 +50,8 @@ class Joint(ABC):
 
     @abstractmethod
     def alone(self, db: Database, others: Sequence[Any]) -> bool:
-        """As `together`, in one statement, which is a transaction of its own. False, and nothing done, where it
-        takes more than one. Raises when any would fail."""
+        """As `together`, in one statement, which is a transaction of its own. False, and nothing done, where
+        it takes more. Raises when any would fail."""
 
     @abstractmethod
     def done(self) -> None:
