@@ -50,7 +50,7 @@ class SqliteDatabase(sqlite3.Connection):
             start += size
 
     def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        if len(rows) > ROWS_AT_ONCE:
+        if len(rows) > ROWS_AT_ONCE or self.in_transaction:
             return False
         self._insert(table, rows)
         return True

@@ -125,6 +125,7 @@ class Writer:
             try:
                 self._commit([job for job in jobs if job.error is None])
             except Exception as error:  # noqa: BLE001 a writer that died would leave every caller waiting
+                self._db.rollback()
                 _fail(jobs, error)
             _wake(jobs)
             # While they wake up: whatever takes time here must not hold up who writes next.
@@ -207,7 +208,7 @@ class Writer:
             return False
         try:
             return first.alone(self._db, others)
-        except (*self._db.errors, StoreError):
+        except Exception:  # noqa: BLE001 whatever it is, the long way finds whose it is
             return False
 
     def _apart(self, jobs: Sequence[_Job]) -> None:

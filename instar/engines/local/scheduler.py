@@ -167,10 +167,13 @@ class Scheduler:
         self._waiting.extendleft(reversed(deferred))
 
     def _would_share(self, ids: Ids) -> bool:
-        """Whether a prompt being computed will leave a longer prefix than is cached."""
+        """Whether a prompt being computed will leave a longer prefix than is cached: one that is only scored
+        leaves none."""
         cached = self._prefixes.matched(ids)
         return any(
-            not other.tainted and common_length(other.prompt, ids) >= cached + WORTH_WAITING
+            not other.tainted
+            and other.scores is None
+            and common_length(other.prompt, ids) >= cached + WORTH_WAITING
             for other in self._running[self._decoding :]
         )
 

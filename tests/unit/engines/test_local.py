@@ -150,6 +150,21 @@ async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
     assert computed <= len(PROMPT) + 16 * 4
 
 
+async def test_replies_do_not_wait_for_what_is_only_scored(engine: LocalEngine) -> None:
+    """Which leaves nothing behind to begin from, though its beginning is the same."""
+    replied = asyncio.Event()
+
+    async def score(number: int) -> None:
+        while not replied.is_set():
+            await engine.logprobs(PROMPT + [50 + number] * 100)
+
+    scoring = [asyncio.create_task(score(number)) for number in range(3)]
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(collect(engine, [*PROMPT, 60], max_tokens=2), 20)
+    replied.set()
+    await asyncio.gather(*scoring)
+
+
 async def test_small_cache_still_gives_the_right_numbers(tiny: Path) -> None:
     """Eviction and waiting for room, not failure, when the budget is one context."""
     engine = make_engine(tiny, kv_tokens=512, max_batch=8)

@@ -14,6 +14,7 @@ import pytest
 from instar.config import RunConfig
 from instar.errors import Conflict, StoreCorrupt, StoreError
 from instar.store.base import Progress, Run
+from instar.store.connection import SqliteDatabase
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Group, GroupStatus, StepState
@@ -118,6 +119,44 @@ async def test_a_call_costs_one_statement(store: SqliteStore) -> None:
     assert "does not begin with the tokens of its base second" in str(results[0])
     assert "no session nowhere" in str(results[1])
     assert [call.call_id for call in await store.calls("s")] == ["first", "second", "third"]
+
+
+async def test_what_cannot_be_bound_fails_alone(store: SqliteStore) -> None:
+    await store.open_session(make_session())
+    results = await asyncio.gather(
+        store.add_calls([make_call("before")]),
+        store.add_calls([make_call("broken", finish_reason="\udcff")]),
+        store.add_calls([make_call("after")]),
+        return_exceptions=True,
+    )
+    assert [result is None for result in results] == [True, False, True]
+    assert [call.call_id for call in await store.calls("s")] == ["before", "after"]
+
+
+async def test_a_write_that_broke_off_leaves_no_transaction_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came after it would be acknowledged within that, and gone with it."""
+    store = SqliteStore(tmp_path / "store.db")
+    await store.open_session(make_session())
+    execute = SqliteDatabase.execute
+    breaks = [True]
+
+    def breaking(database: SqliteDatabase, sql: str, *values: object) -> sqlite3.Cursor:
+        if sql == "SAVEPOINT job" and breaks:
+            breaks.clear()
+            raise MemoryError
+        return execute(database, sql, *values)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(SqliteDatabase, "execute", breaking)
+    with pytest.raises(MemoryError):
+        await store.open_session(make_session("other"))
+    await store.add_calls([make_call("call")])
+    await store.open_session(make_session("third"))
+    await store.close()
+    store = SqliteStore(tmp_path / "store.db")
+    assert [call.call_id for call in await store.calls("s")] == ["call"]
+    await store.close()
 
 
 async def test_what_is_no_longer_remembered_is_looked_up(
