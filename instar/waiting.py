@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The work's result, from a thread of its own. Cancelled, it leaves the thread behind, which keeps no
+    process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # pyright: ignore[reportArgumentType] # there is one where nothing was raised
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except StopIteration as error:  # no future takes it
+            failure = RuntimeError(f"it raised {error!r}")
+        except BaseException as error:  # noqa: BLE001 - it is told to whoever waits
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="instar-foreign", daemon=True).start()
+    return await done
 
 
 async def within(

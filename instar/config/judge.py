@@ -72,7 +72,7 @@ class JudgeRewardConfig(Section):
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that `outcome` and `process` ask for; rewards are brought to 0..1."""
     pairs: Positive = 16
-    """Most pairs of a group that `pairwise` compares, each in both orders."""
+    """Most pairs of a group that `pairwise` compares, each in both orders; no fewer than connect them all."""
     signals: SignalsConfig = SignalsConfig()
     """Of `followup`."""
     max_prompt_chars: Annotated[int, Field(ge=1000)] = 60_000

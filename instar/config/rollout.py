@@ -131,6 +131,11 @@ class RuleRewardConfig(Section):
     """`package.module:function`. Default: the task set's own scorer, where it has one."""
     args: dict[str, Any] = {}
     """Keyword arguments for it."""
+    name: str | None = None
+    """What its rewards are known by. Default: `function`."""
+    thread: bool = True
+    """Run a function that is not async in a thread, so that nobody waits for it and `scoring.deadline` holds.
+    `false`: in the main thread, where alone signals can be used, as some packages do for timeouts."""
 
 
 RewardConfig = Annotated[

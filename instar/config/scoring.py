@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from instar.config.base import NonNegative, Positive, Seconds, Section
 
@@ -21,6 +23,12 @@ class CombineConfig(Section):
     """Names, each with the least that it must have given: below it, `veto_value` is the reward."""
     veto_value: float = 0.0
     """What a vetoed session is worth."""
+
+    @model_validator(mode="after")
+    def _something_counts(self) -> Self:
+        if self.how == "sum" and not self.weights:
+            raise ValueError("weights: missing; under `sum`, a scorer that is not named counts for nothing")
+        return self
 
 
 class ScoringConfig(Section):

@@ -66,6 +66,8 @@ class ReasoningGymTasksConfig(Section):
     """How many to generate."""
     seed: int = 0
     """Seed of the generator."""
+    sandbox: bool = True
+    """Refuse a machine where its verifiers, some of which evaluate what a model wrote, cannot be shut in."""
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Self:

@@ -32,7 +32,8 @@ class Combine:
         for reward in self._counted(rewards):
             if reward.call_id is not None:
                 by_call.setdefault(reward.call_id, []).append(reward)
-        return {call_id: combine(self.config, given) or 0.0 for call_id, given in by_call.items()}
+        combined = {call_id: combine(self.config, given) for call_id, given in by_call.items()}
+        return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _counted(self, rewards: Sequence[Reward]) -> list[Reward]:
         """The agent's own word does not stand in for a scorer that never saw the session."""
@@ -41,11 +42,18 @@ class Combine:
 
 def combine(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
     """Of rewards for the same thing, in the order they were given."""
+    rewards = _without_stand_ins(rewards)
     for name, least in config.veto.items():
         given = [reward.value for reward in rewards if _is_by(reward, name)]
         if given and given[-1] < least:
             return config.veto_value
     return _preferred(config.prefer, rewards) if config.how == "prefer" else _sum(config.weights, rewards)
+
+
+def _without_stand_ins(rewards: Sequence[Reward]) -> list[Reward]:
+    """Without the fallback of a scorer that has scored it all the same, before or since."""
+    scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
+    return [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]
 
 
 def latest(scores: Sequence[Score]) -> list[Score]:

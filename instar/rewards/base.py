@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instar.store.base import Store
-from instar.types import Call, Message, Reward, Score, Task
+from instar.types import Call, Json, Message, Reward, Score, Task
 
 NO_TASK = Task("", {})
 """The task of a session that was given none: a person's own use."""
@@ -45,6 +46,26 @@ class Surroundings:
     api_key: str = ""
 
 
+class Evaluating(ABC):
+    """A task set's scorer that evaluates what a model wrote: it is made once more in a process that can do no
+    harm, and asked there."""
+
+    check: str
+    """Which it is there."""
+    setup: Json
+    """What it is made with."""
+    sealed: bool
+    """Whether it is refused where there is no sandbox."""
+
+    @abstractmethod
+    def question(self, task: Task, text: str) -> Json:
+        """About a final text."""
+
+    @abstractmethod
+    def __call__(self, task: Task, text: str) -> float:
+        """Asked right here."""
+
+
 class Scorer(ABC):
     """Made with its section of the config. ``score`` may run many times at once."""
 
@@ -54,6 +75,9 @@ class Scorer(ABC):
     """Changes when the same session might be scored otherwise."""
     background: bool = False
     """Whether it is too slow, or too uncertain, for a rollout to wait for it."""
+    turns: asyncio.Semaphore | None = None
+    """How many it can do at once, where that is few. An attempt holds one; waiting for it is no part of the
+    attempt, so that the deadline is that of the scoring alone."""
 
     @property
     def key(self) -> str:

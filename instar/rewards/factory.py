@@ -24,10 +24,13 @@ class HasScorer(Protocol):
 def create_scorers(config: RunConfig, taskset: HasScorer | None = None) -> list[Scorer]:
     """By ``config.reward``; a rule without a function of its own takes the task set's scorer."""
     scorers = [_create(section, taskset) for section in config.reward]
-    keys = [scorer.key for scorer in scorers]
-    for place, key in enumerate(keys):
-        if key in keys[:place]:
-            raise ConfigError(f"reward.{place}: the same as reward.{keys.index(key)} ({key}); leave one out")
+    names = [scorer.name for scorer in scorers]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError(
+                f"reward.{place}: called {name!r}, as reward.{names.index(name)} is; leave one out, or give "
+                "it another name"
+            )
     _check_names(config, scorers)
     return scorers
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from instar import registry
 from instar.config import RuleRewardConfig
 from instar.errors import ConfigError, InstarError
-from instar.rewards.base import Scorer, Transcript
+from instar.rewards.base import Evaluating, Scorer, Surroundings, Transcript
+from instar.rewards.rules.answers import version_of
+from instar.rewards.rules.workers import Workers
 from instar.types import Reward, RewardSource, Task
+from instar.waiting import in_thread
+
+SECONDS = 10.0
+"""An answer that takes longer to evaluate is worth nothing."""
 
 
 class RuleReward(Scorer):
@@ -19,26 +26,47 @@ class RuleReward(Scorer):
 
     def __init__(self, config: RuleRewardConfig, own: Callable[[Task, str], float] | None = None) -> None:
         self.args = config.args
+        self.thread = config.thread
         self.own = own
+        self.workers: Workers | None = None
         self.function: Callable[..., Any] | None = None
-        self.name = config.function or "task set"
+        self.name = config.name or config.function or "task set"
+        self.version = version_of(config) if config.args else ""
         if config.function is not None:
             self.function = registry.load_object(config.function)
             if not callable(self.function):
                 raise ConfigError(f"reward.function: {config.function} is not callable")
+            self._is_async = inspect.iscoroutinefunction(self.function)
         elif own is None:
             raise ConfigError(
                 "reward.function: missing, and these tasks have no scorer of their own (reasoning_gym's do)"
             )
+        elif isinstance(own, Evaluating):
+            self.workers = Workers(own.check, own.setup, sealed=own.sealed)
+            self.turns = self.workers.turns
+
+    async def start(self, run: Surroundings) -> None:
+        if self.workers is not None:
+            await self.workers.start()
+
+    async def close(self) -> None:
+        if self.workers is not None:
+            await self.workers.close()
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if self.function is not None:
-            value = self.function(task.data, transcript, **self.args)
-            if inspect.isawaitable(value):
-                value = await value
+            value = await self._ask(partial(self.function, task.data, transcript, **self.args))
+        elif self.workers is not None and isinstance(self.own, Evaluating):
+            found = await self.workers.ask(SECONDS, **self.own.question(task, transcript.final_text))
+            value = found.get("value", 0.0)
         else:
             assert self.own is not None
             value = self.own(task, transcript.final_text)
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise InstarError(f"reward rule {self.name} returned {value!r:.200}; a finite number is needed")
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]
+
+    async def _ask(self, rule: Callable[[], Any]) -> Any:
+        """A rule that takes its time must not keep others waiting, nor outlast its deadline."""
+        value = rule() if self._is_async or not self.thread else await in_thread(rule)
+        return await value if inspect.isawaitable(value) else value

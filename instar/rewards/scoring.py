@@ -4,6 +4,7 @@ end when none of them came to anything."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -50,7 +51,7 @@ async def score_sessions(
         try:
             async with at_hand or nullcontext():
                 transcripts = await load()
-                async with slot or nullcontext():
+                async with slot or nullcontext(), scorer.turns or nullcontext():
                     rewards = await _within(config.deadline, _score(scorer, task, transcripts))
             checked = _checked(scorer, rewards, session_ids)
         except StoreError:
@@ -94,6 +95,10 @@ def _checked(scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[st
             raise ScoreError(f"it rewarded {reward.session_id}, which it was not asked about")
         if not math.isfinite(reward.value):
             raise ScoreError(f"it gave {reward.value} as a reward; a finite number is needed")
+        try:
+            json.dumps(reward.detail)
+        except (TypeError, ValueError) as error:
+            raise ScoreError(f"the detail of its reward is not JSON: {error}") from error
         key = _reward_id(scorer, reward)
         seen[key] += 1
         found.append(

@@ -43,6 +43,11 @@ def test_sync_mode_refuses_staleness_and_takes_an_explicit_zero() -> None:
     assert RunConfig.model_validate({"trainer": {"mode": "sync", "max_staleness": 0}}).max_staleness == 0
 
 
+def test_a_sum_needs_weights() -> None:
+    with pytest.raises(ValidationError, match="weights: missing"):
+        RunConfig.model_validate({"scoring": {"combine": {"how": "sum"}}})
+
+
 @pytest.mark.parametrize(
     ("reward", "field"),
     [

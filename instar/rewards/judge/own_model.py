@@ -30,7 +30,7 @@ class OwnModel(Endpoint):
             raise ConfigError("reward.endpoint: given 'self'; there is no gateway of a run here to ask")
         self._config = config.model_copy(update={"model": OWN_MODEL})
         self._run = run
-        self._http = Http(config.timeout, run.api_key)
+        self._http = Http(config.timeout, run.api_key, proxied=False)
         self._root = run.base_url.rstrip("/").removesuffix("/v1")
 
     async def ask(self, system: str, user: str, schema: Json) -> Reply:

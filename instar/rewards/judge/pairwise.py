@@ -115,7 +115,7 @@ def _game(a: int, b: int, there: Sequence[Vote[Winner]], back: Sequence[Vote[Win
 
 def choose_pairs(size: int, most: int) -> list[tuple[int, int]]:
     """All of them, or as many as may be, spread evenly: first each with its neighbour in a ring, so that
-    everyone can be compared with everyone else by way of others."""
+    everyone can be compared with everyone else by way of others. That takes one less than there are."""
     ring = (
         (place, (place + distance) % size)
         for distance in range(1, size // 2 + 1)
@@ -123,7 +123,7 @@ def choose_pairs(size: int, most: int) -> list[tuple[int, int]]:
         # In a ring of even size, half the way round is reached from both ends.
         if 2 * distance != size or place < distance
     )
-    return list(islice(ring, most))
+    return list(islice(ring, max(most, size - 1)))
 
 
 def expected_points(size: int, games: Sequence[Game]) -> list[float]:

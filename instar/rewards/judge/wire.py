@@ -62,10 +62,12 @@ class Endpoint(ABC):
 
 
 class Http:
-    """Posts JSON. ``secret`` is never part of an error's text."""
+    """Posts JSON, through the proxy that the environment names if ``proxied``. ``secret`` is never part of an
+    error's text."""
 
-    def __init__(self, timeout: float, secret: str | None = None) -> None:
+    def __init__(self, timeout: float, secret: str | None = None, *, proxied: bool = True) -> None:
         self._timeout = timeout
+        self._proxied = proxied
         self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
@@ -73,7 +75,7 @@ class Http:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=True
+                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=self._proxied
             )
         try:
             async with asyncio.timeout(self._timeout):

@@ -14,10 +14,11 @@ from instar.types import Json, Reward, RewardSource, Task
 NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?"
 )
+MINUS = "\N{MINUS SIGN}"
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 SHOWN = 500
 """Most characters of an answer that are kept with its reward."""
-CODE = "1"
+CODE = "2"
 """Of all rules here; changes when one of them might give the same answer another score."""
 
 
@@ -71,13 +72,14 @@ def answer_in(text: str, *, part: str = "whole", after: str | None = None) -> st
 
 
 def last_number(text: str) -> str | None:
-    found = NUMBER.findall(text)
+    """As ASCII, whichever minus stands before it."""
+    found = NUMBER.findall(text.replace(MINUS, "-"))
     return found[-1] if found else None
 
 
 def number(word: str) -> float | None:
     """``1,234.5``, ``$3``, ``2/3``, ``1e-3``."""
-    above, _, below = word.replace(",", "").replace("$", "").partition("/")
+    above, _, below = word.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
     try:
         return float(above) / (float(below) if below else 1.0)
     except (ValueError, ZeroDivisionError):

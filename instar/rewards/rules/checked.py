@@ -18,6 +18,7 @@ class CheckedRule(Rule):
         super().__init__(section)
         self.seconds: float = section.seconds
         self.workers = Workers(check)
+        self.turns = self.workers.turns
 
     async def start(self, run: Surroundings) -> None:
         await self.workers.start()

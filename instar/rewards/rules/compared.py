@@ -5,7 +5,7 @@ from __future__ import annotations
 from instar.config import ExactRewardConfig, NumericRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Transcript
-from instar.rewards.rules.answers import Rule, answer_in, expected_of, last_number, number
+from instar.rewards.rules.answers import MINUS, Rule, answer_in, expected_of, last_number, number
 from instar.types import Reward, Task
 
 
@@ -25,6 +25,8 @@ class ExactReward(Rule):
         return self.reward(transcript, self._plain(answer) in right, answer=answer)
 
     def _plain(self, text: str) -> str:
+        if self.config.part == "last_number":
+            text = text.replace(MINUS, "-")
         if self.config.ignore_whitespace:
             text = " ".join(text.split())
         if self.config.strip:

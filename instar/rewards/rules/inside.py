@@ -5,11 +5,16 @@ The key is gone before the answer's code runs, so that a printed line is no repo
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import json
 import os
 import sys
 import traceback
 import types
+import unittest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +46,97 @@ def _load(file: str) -> dict[str, Any] | None:
     module = types.ModuleType(Path(file).stem)
     sys.modules[module.__name__] = module
     source = Path(file).read_text(encoding="utf-8")
-    return (
-        module.__dict__ if _survives(lambda: exec(compile(source, file, "exec"), module.__dict__)) else None
-    )
+    return module.__dict__ if _survives(_execute, source, file, module.__dict__) else None
+
+
+def _execute(source: str, name: str, scope: dict[str, Any]) -> None:
+    exec(compile(source, name, "exec", dont_inherit=True), scope)  # without our own __future__
 
 
 def _run(test: str, name: str, names: dict[str, Any] | None) -> tuple[int, int]:
-    """How many passed, of how many: the functions ``test_*`` that the text defines, or itself."""
+    """How many passed, of how many: the functions ``test_*`` and the TestCases that the text defines, or
+    itself. A text that checks nothing is no test."""
     if names is None:
         return 0, 1
     scope = {**names, "__name__": "tests"}
-    if not _survives(lambda: exec(compile(test, name, "exec"), scope)):
+    if not _survives(_execute, test, name, scope):
         return 0, 1
-    functions = [
-        scope[word]
-        for word in scope
-        if word.startswith("test") and word not in names and callable(scope[word])
+    defined: dict[str, Any] = {word: value for word, value in scope.items() if value is not names.get(word)}
+    counts = [_run_case(value) for value in defined.values() if _is_case(value)]
+    counts += [
+        (int(_survives(_call, value)), 1)
+        for word, value in defined.items()
+        if word.startswith("test") and callable(value) and not isinstance(value, type)
     ]
-    if not functions:
+    if not counts and any(_checks(statement) for statement in ast.parse(test).body):
         return 1, 1
-    return sum(_survives(function) for function in functions), len(functions)
+    return sum(passed for passed, _ in counts), sum(total for _, total in counts)
 
 
-def _survives(step: Any) -> bool:
+def _call(function: Callable[[], Any]) -> None:
+    returned = function()
+    if inspect.iscoroutine(returned):
+        asyncio.run(returned)
+    elif inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+        raise TypeError("a test that yields is not run by calling it")
+
+
+def _checks(node: ast.AST) -> bool:
+    """Whether it does something when it is run, besides importing, defining and assigning."""
+    match node:
+        case ast.Assert() | ast.Raise():
+            return True
+        case ast.Expr():
+            return not isinstance(node.value, ast.Constant)
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return False
+        case ast.If() if "__name__" in ast.unparse(node.test):  # we are not __main__
+            return any(_checks(child) for child in node.orelse)
+        case _:
+            return any(_checks(child) for child in ast.iter_child_nodes(node))
+
+
+def _is_case(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
+
+
+class _Result(unittest.TestResult):
+    passed = 0
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self.passed += 1
+
+
+def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
+    """Tests that a decorator skips, or expects to fail, do not count; one that skips as it runs has failed,
+    for the answer may have seen to that."""
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+    total = suite.countTestCases()
+    result = _Result()
+    if not _survives(suite.run, result):
+        return 0, total
+    for _, trace in (*result.failures, *result.errors):
+        print(trace, file=sys.stderr)
+    skipped = [test for test, _ in result.skipped if not _is_marked(test)]
+    failed: list[Any] = [
+        *(test for test, _ in (*result.failures, *result.errors)),
+        *result.unexpectedSuccesses,
+        *skipped,
+    ]
+    if not all(isinstance(test, unittest.TestCase) for test in failed):  # setUpClass or tearDownClass
+        return 0, total
+    # A failed subTest says which test it is of.
+    return result.passed, result.passed + len({getattr(test, "test_case", test) for test in failed})
+
+
+def _is_marked(test: unittest.TestCase) -> bool:
+    method = getattr(test, getattr(test, "_testMethodName", ""), None)
+    return any(getattr(one, "__unittest_skip__", False) for one in (test, method))
+
+
+def _survives(step: Callable[..., Any], *arguments: Any) -> bool:
     try:
-        step()
+        step(*arguments)
     except BaseException:  # noqa: BLE001 - an answer that raises SystemExit has failed, too
         traceback.print_exc(limit=-1)
         return False

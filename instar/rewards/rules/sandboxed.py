@@ -39,7 +39,7 @@ class SandboxedRule(Rule):
             files_mb=config.files_mb,
             network=config.network,
         )
-        self.room = asyncio.Semaphore(config.concurrency or usable_cores())
+        self.turns = asyncio.Semaphore(config.concurrency or usable_cores())
         self.sandbox: Sandbox | None = None
 
     async def start(self, run: Surroundings) -> None:
@@ -54,8 +54,7 @@ class SandboxedRule(Rule):
     async def run(self, job: Job) -> Outcome:
         if self.sandbox is None:
             self.sandbox = await create_sandbox(self.kind)
-        async with self.room:
-            return await self.sandbox.run(job, self.limits)
+        return await self.sandbox.run(job, self.limits)
 
 
 class CommandReward(SandboxedRule):
@@ -65,20 +64,33 @@ class CommandReward(SandboxedRule):
         self.files = {path.name: _text(path) for path in config.files}
         # A script that changed is another rule.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
+        program, *arguments = config.command
+        self.script = program.removeprefix("./") if program.removeprefix("./") in self.files else None
+        self.command = [f"./{self.script}", *arguments] if self.script else config.command
 
     async def start(self, run: Surroundings) -> None:
         await super().start(run)
-        program = self.config.command[0]
-        if program.removeprefix("./") not in self.files:
-            find = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
-            await self.need("sh", "-c", find, program, setting="reward.command")
+        find = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
+        await self.need("sh", "-c", find, self._program(), setting="reward.command")
+
+    def _program(self) -> str:
+        """What the sandbox must have: the command's, or that of the first line of a script of ours."""
+        if self.script is None:
+            return self.command[0]
+        first = self.files[self.script].partition("\n")[0]
+        if not first.startswith("#!") or not first[2:].split():
+            raise ConfigError(
+                f"reward.command: {self.script} cannot be run, as its first line names no program "
+                f"(#!/bin/sh); begin it with one, or name the program: [sh, {self.script}]"
+            )
+        return first[2:].split()[0]
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         config = self.config
         answer = answer_in(transcript.final_text, part=config.part) or ""
         files = {**self.files, config.file: answer, "task.json": json.dumps(task.data)}
         named = {"INSTAR_ANSWER": config.file, "INSTAR_TASK": "task.json"}
-        outcome = await self.run(Job(config.command, files, named, self.read))
+        outcome = await self.run(Job(self.command, files, named, self.read))
         return self.reward(transcript, outcome.ok, reason=outcome.reason, output=outcome.output[-SHOWN:])
 
 
@@ -107,22 +119,25 @@ class TestsReward(SandboxedRule):
         key = secrets.token_hex(16)
         outcome = await self.run(self._job(code, tests, key))
         report, output = self._report(outcome, key)
-        passed, total = report["passed"], report["total"]
+        passed, total = (report["passed"], report["total"]) if report else (0, 0)
         share = passed / total if total else 0.0
         value = share if self.config.reward == "share" else float(share == 1.0 and outcome.ok)
-        failed = f"{passed} of {total} tests passed" if total else "it ended before its tests did"
+        if total:
+            failed = f"{passed} of {total} tests passed"
+        else:
+            failed = "no test was run" if report else "it ended before its tests did"
         reason = (outcome.reason if outcome.stopped or not total else "") or ("" if value == 1.0 else failed)
         return self.reward(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-SHOWN:]
         )
 
-    def _report(self, outcome: Outcome, key: str) -> tuple[dict[str, int], str]:
-        """How many tests passed, of how many, and what was printed before that was said."""
+    def _report(self, outcome: Outcome, key: str) -> tuple[dict[str, int] | None, str]:
+        """How many tests passed, of how many, if that was said, and what was printed before."""
         if isinstance(self.config.runner, list):
             return {"passed": int(outcome.ok), "total": 1}, outcome.output
         output, said, report = outcome.output.rpartition(f"\n{key} ")
         if not said or outcome.stopped is not None:
-            return {"passed": 0, "total": 0}, outcome.output
+            return None, outcome.output
         return json.loads(report.splitlines()[0]), output
 
     def _job(self, code: str, tests: list[str], key: str) -> Job:

@@ -1,11 +1,14 @@
-"""Checks answers in a process of its own, which can be killed: a hard expression may take for ever.
+"""Checks answers in a process of its own, which can be killed: a hard expression may take for ever. Some
+libraries even evaluate it, so the process shuts itself in first, where the machine lets it.
 
-Run as a script with the name of a check. It says ``ready``, then answers one line of JSON with another.
+Run as a script with the name of a check, and JSON of what that is made with. It says ``ready``, then answers
+one line of JSON with another.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -13,7 +16,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from instar.rewards.rules.confine import can_confine, confine
+
 MEMORY = 4 * 2**30
+SHOWN = 500
+"""Most characters of a text in an answer: a library may quote all that it was given."""
 
 
 def math_check() -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -79,17 +86,46 @@ def regex_check() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return check
 
 
-CHECKS = {"math": math_check, "json_schema": json_schema_check, "regex": regex_check}
+def reasoning_gym_check(parts: list[dict[str, Any]], seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    import reasoning_gym
+
+    datasets: list[Any] = [
+        reasoning_gym.create_dataset(part["dataset"], size=part["size"], seed=seed, **part["args"])
+        for part in parts
+    ]
+
+    def check(asked: dict[str, Any]) -> dict[str, Any]:
+        dataset = datasets[asked["part"]]
+        value = float(dataset.score_answer(asked["answer"], entry=dataset[asked["index"]]))
+        return {"ok": value > 0, "value": value}
+
+    return check
+
+
+CHECKS: dict[str, Callable[..., Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "math": math_check,
+    "json_schema": json_schema_check,
+    "regex": regex_check,
+    "reasoning_gym": reasoning_gym_check,
+}
 
 
 def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+
+    def say(**what: Any) -> None:
+        print(json.dumps(what), file=out, flush=True)
+
     try:
-        check = CHECKS[sys.argv[1]]()
+        check = CHECKS[sys.argv[1]](**json.loads(sys.argv[2]))
     except ModuleNotFoundError as error:
-        print(json.dumps({"missing": error.name}), flush=True)
+        say(missing=error.name)
         return
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    print(json.dumps({"ready": True}), flush=True)
+    if confined := can_confine():
+        confine()
+    say(ready=True, confined=confined)
     for line in sys.stdin:
         asked = json.loads(line)
         # Should whoever asked be gone, nobody else would end it.
@@ -97,9 +133,10 @@ def main() -> None:
         try:
             answer = check(asked)
         except Exception as error:  # noqa: BLE001 - what a library raises on an answer it does not understand
-            answer = {"ok": False, "reason": f"{type(error).__name__}: {error}"[:500]}
+            answer = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(answer), flush=True)
+        shown = {name: word[:SHOWN] if isinstance(word, str) else word for name, word in answer.items()}
+        say(**shown)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,32 +13,39 @@ from typing import Any
 
 from instar.errors import ConfigError, ScoreError
 from instar.models import usable_cores
+from instar.types import Json
 
 PROGRAM = Path(__file__).with_name("worker.py")
 START = 120.0
 """Seconds for a worker to import what it needs."""
 MOST = 4
+LONGEST = 2**20
+"""Bytes of a line that a worker says."""
 KEPT = ("PATH", "HOME", "PYTHONPATH", "LANG")
 """What of our environment a worker is given; a key is not in it."""
 
 
 class Workers:
-    """``ask`` may be called many times at once."""
+    """``ask`` may be called many times at once, best by those who hold one of ``turns``. ``setup`` is what a
+    check is made with. One that evaluates answers must be ``sealed``: where no process can shut itself in, it
+    is begun in a sandbox."""
 
-    def __init__(self, check: str) -> None:
+    def __init__(self, check: str, setup: Json | None = None, *, sealed: bool = False) -> None:
         self.check = check
+        self.setup = json.dumps(setup or {})
+        self.sealed = sealed
+        self.within: list[str] = []
         self.idle: list[asyncio.subprocess.Process] = []
-        self.room = asyncio.Semaphore(min(MOST, usable_cores()))
+        self.turns = asyncio.Semaphore(min(MOST, usable_cores()))
 
     async def start(self) -> None:
-        """Raises ConfigError where a package is missing."""
+        """Raises ConfigError where a package is missing, or a sandbox."""
         self.idle.append(await self._spawn())
 
     async def ask(self, seconds: float, **asked: Any) -> dict[str, Any]:
         """The answer; ``ok`` is False, with the reason, where it took longer than so many seconds."""
-        async with self.room:
-            # One that died may have been killed by somebody else; two were by what they were asked.
-            answer = await self._ask(seconds, asked) or await self._ask(seconds, asked)
+        # One that died may have been killed by somebody else; two were by what they were asked.
+        answer = await self._ask(seconds, asked) or await self._ask(seconds, asked)
         if answer is None:
             return {"ok": False, "reason": "the check broke its process, twice"}
         if "error" in answer:
@@ -78,25 +86,46 @@ class Workers:
         return json.loads(line) if line else None
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", str(PROGRAM), self.check),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={name: os.environ[name] for name in KEPT if name in os.environ},
-        )
-        assert worker.stdout is not None
-        try:
-            said = json.loads(await asyncio.wait_for(worker.stdout.readline(), START) or "{}")
-        except BaseException:
-            await asyncio.shield(_end(worker))
-            raise
+        worker, said = await self._begin()
+        if "ready" in said and self.sealed and not said["confined"] and not self.within:
+            await _end(worker)
+            self.within = _sandbox()
+            worker, said = await self._begin()
         if "ready" in said:
             return worker
         await _end(worker)
         if missing := said.get("missing"):
             raise ConfigError(f"reward.type: {self.check} needs {missing}: pip install 'instar[rules]'")
         raise ScoreError(f"the process that checks {self.check} did not start", again=True)
+
+    async def _begin(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+        """A process, and what it says first."""
+        worker = await asyncio.create_subprocess_exec(
+            *(*self.within, sys.executable, "-P", str(PROGRAM), self.check, self.setup),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=LONGEST,
+            env={name: os.environ[name] for name in KEPT if name in os.environ},
+        )
+        assert worker.stdout is not None
+        try:
+            return worker, json.loads(await asyncio.wait_for(worker.stdout.readline(), START) or "{}")
+        except BaseException:
+            await asyncio.shield(_end(worker))
+            raise
+
+
+def _sandbox() -> list[str]:
+    """What the process is to be begun with: nothing can be written there, and nobody reached."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ConfigError(
+            "tasks.sandbox: these tasks' scorers evaluate what a model wrote, and there is no sandbox for it "
+            "here: install bubblewrap, or use Linux 6.2 or newer with Landlock. `sandbox: false` does without"
+        )
+    bound = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+    return [program, *bound, "--unshare-all", "--die-with-parent"]
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:

@@ -39,7 +39,7 @@ class Job:
 
     command: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Put into the folder, by name."""
+    """Put into the folder, by name; each may be run."""
     named: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables that hold the full path of one of the files."""
     read: Sequence[Path] = ()

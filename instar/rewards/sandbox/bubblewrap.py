@@ -93,9 +93,10 @@ def _kill(root: int) -> None:
 
 def _usage(processes: list[int]) -> tuple[int, int]:
     size = number = 0
-    if processes:
+    # Until bubblewrap has changed over to the job's files, these are the machine's own.
+    if processes and Path(f"/proc/{processes[0]}/root{INSIDE}").exists():
         for folder in WRITABLE:
-            with suppress(OSError):  # not mounted yet, or gone
+            with suppress(OSError):  # gone meanwhile
                 use = os.statvfs(f"/proc/{processes[0]}/root{folder}")
                 size += (use.f_blocks - use.f_bfree) * use.f_frsize
                 number += use.f_files - use.f_ffree

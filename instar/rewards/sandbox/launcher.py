@@ -121,15 +121,18 @@ def write_files(files: dict[str, str]) -> None:
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace")
+        path.chmod(0o755)  # a script may be the command
 
 
-def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str]) -> None:
-    """Landlock: from here on, no file but these."""
+def restrict_files(
+    abi: int, read: list[str], write: list[str], devices: list[str], *, run: bool = True
+) -> None:
+    """Landlock: from here on, no file but these; and without ``run``, no program."""
     every = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", every, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
     size = 24 if abi >= 6 else 8
     ruleset = check(libc.syscall(LANDLOCK_CREATE, attributes, size, 0), "landlock")
-    rules = [(path, READ) for path in read]
+    rules = [(path, READ if run else READ & ~EXECUTE) for path in read]
     rules += [(path, every & ~(MAKE_CHAR | MAKE_BLOCK)) for path in write]
     rules += [(path, READ_FILE | WRITE_FILE) for path in devices]
     for path, access in rules:

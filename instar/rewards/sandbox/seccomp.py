@@ -16,6 +16,7 @@ _X32 = 0x40000000
 _FIRST_UNKNOWN = 450
 _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
+_CLONE_THREAD = 0x00010000
 
 _ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -23,6 +24,8 @@ _ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 where there is none
     "socket": (41, 198), "clone": (56, 220), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
     "fcntl": (72, 25),
+    # Other processes of its own.
+    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
     # Namespaces, mounts, other processes, the kernel.
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "chroot": (161, 51),
     "pivot_root": (155, 41), "ptrace": (101, 117), "process_vm_readv": (310, 270),
@@ -61,7 +64,8 @@ _OWN_RULE = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
 _SIGNAL_OWNER = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX: whom the kernel signals when a file is ready."""
-_NAMES = [name for name in _NUMBERS if name not in (*_OWN_RULE, *_SIGNALS)]
+_PROCESSES = ("fork", "vfork", "execve", "execveat")
+_NAMES = [name for name in _NUMBERS if name not in (*_OWN_RULE, *_SIGNALS, *_PROCESSES)]
 _ALWAYS = _NAMES[: _NAMES.index("setsid")]
 _ON_THE_MACHINE = _NAMES[_NAMES.index("setsid") :]
 
@@ -70,10 +74,12 @@ def supported() -> bool:
     return platform.machine() in _ARCHES
 
 
-def filter_program(sockets: Iterable[int], *, shares_processes: bool, signals: bool = True) -> bytes:
+def filter_program(
+    sockets: Iterable[int], *, shares_processes: bool, signals: bool = True, alone: bool = False
+) -> bytes:
     """Denies what no job needs, and all sockets but those of these families. A job that
     ``shares_processes`` with the machine is also kept in its process group and from the files' attributes,
-    and without ``signals`` from signalling anyone."""
+    without ``signals`` from signalling anyone, and one that is ``alone`` from starting other processes."""
     machine = platform.machine()
     column = list(_ARCHES).index(machine)
     number = {name: numbers[column] for name, numbers in _NUMBERS.items() if numbers[column] >= 0}
@@ -82,6 +88,9 @@ def filter_program(sockets: Iterable[int], *, shares_processes: bool, signals: b
     if shares_processes:
         denied += _ON_THE_MACHINE
         own["prlimit64"] = own["sched_setaffinity"] = _if_one_of([0])
+    if alone:
+        denied += _PROCESSES
+        own["clone"] = _if_any_bit(_CLONE_THREAD)
     if not signals:
         denied += _SIGNALS
         own["fcntl"] = _unless_one_of(_SIGNAL_OWNER)
@@ -113,6 +122,11 @@ def _unless_one_of(values: Iterable[int]) -> list[bytes]:
 def _unless_any_bit(mask: int) -> list[bytes]:
     """Allow a call whose first argument has none of these bits."""
     return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 0, 1), _give(_ERRNO | errno.EPERM), _give(_ALLOW)]
+
+
+def _if_any_bit(mask: int) -> list[bytes]:
+    """Allow a call whose first argument has one of these bits."""
+    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 1, 0), _give(_ERRNO | errno.EPERM), _give(_ALLOW)]
 
 
 def _load(offset: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from instar.config import ReasoningGymTasksConfig
 from instar.config.tasks import GymPart
 from instar.errors import ConfigError
+from instar.rewards.base import Evaluating
 from instar.rollout.tasks import TaskSet
 from instar.rollout.tasksets.packages import needed
 from instar.types import Json, Task
@@ -21,21 +22,48 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     order = mixed([part.weight for part in parts], config.size)
     datasets = [_dataset(part, order.count(place), config.seed) for place, part in enumerate(parts)]
     names = _names(parts)
-    origins: dict[str, tuple[Any, Json]] = {}
+    origins: dict[str, tuple[int, int]] = {}
     tasks: list[Task] = []
     made = [0] * len(parts)
     for place in order:
-        entry: Json = datasets[place][made[place]]
-        task = Task(f"{names[place]}-{made[place]}", _plain(entry))
-        origins[task.task_id] = (datasets[place], entry)
+        task = Task(f"{names[place]}-{made[place]}", _plain(datasets[place][made[place]]))
+        origins[task.task_id] = (place, made[place])
         tasks.append(task)
         made[place] += 1
+    sizes = [order.count(place) for place in range(len(parts))]
+    return TaskSet(tasks, GymScorer(config, parts, sizes, datasets, origins))
 
-    def score(task: Task, text: str) -> float:
-        dataset, entry = origins[task.task_id]
-        return float(dataset.score_answer(text.rsplit("Answer:", 1)[-1].strip(), entry=entry))
 
-    return TaskSet(tasks, score)
+class GymScorer(Evaluating):
+    """The dataset's own verifier."""
+
+    check = "reasoning_gym"
+
+    def __init__(
+        self,
+        config: ReasoningGymTasksConfig,
+        parts: Sequence[GymPart],
+        sizes: Sequence[int],
+        datasets: Sequence[Any],
+        origins: Mapping[str, tuple[int, int]],
+    ) -> None:
+        self.sealed = config.sandbox
+        described = [
+            {"dataset": part.dataset, "size": max(size, 1), "args": part.args}
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        self.setup = {"parts": described, "seed": config.seed}
+        self._datasets = datasets
+        self._origins = origins
+
+    def question(self, task: Task, text: str) -> Json:
+        part, index = self._origins[task.task_id]
+        return {"part": part, "index": index, "answer": text.rsplit("Answer:", 1)[-1].strip()}
+
+    def __call__(self, task: Task, text: str) -> float:
+        asked = self.question(task, text)
+        dataset = self._datasets[asked["part"]]
+        return float(dataset.score_answer(asked["answer"], entry=dataset[asked["index"]]))
 
 
 def mixed(weights: Sequence[float], size: int) -> list[int]:

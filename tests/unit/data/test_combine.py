@@ -61,6 +61,19 @@ def test_a_weighted_sum_takes_the_last_of_each_scorer() -> None:
     assert made(how="sum", weights={"human": 1.0})(rewards) is None
 
 
+def test_a_fallback_does_not_count_beside_what_it_stood_for() -> None:
+    stand_in, later = by(RewardSource.FALLBACK, -1.0, "judge:x"), by(RewardSource.JUDGE, 0.8, "judge:x")
+    summed = made(how="sum", weights={"judge:x": 1.0})
+    assert summed([stand_in]) == -1.0
+    assert summed([stand_in, later]) == summed([later, stand_in]) == 0.8
+    assert made(prefer=["judge:x"])([later, stand_in]) == 0.8
+
+
+def test_a_call_whose_reward_has_no_weight_is_not_rewarded() -> None:
+    rewards = [by(RewardSource.RULE, 1.0, "math", "c1"), by(RewardSource.JUDGE, 0.5, "judge:x", "c2")]
+    assert made(how="sum", weights={"judge": 2.0}).calls(rewards) == {"c2": 1.0}
+
+
 def test_a_veto_stands_above_what_others_say() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math"), by(RewardSource.JUDGE, 0.1, "judge:safety")]
     combine = made(prefer=["math"], veto={"judge:safety": 0.5}, veto_value=-1.0)

@@ -69,6 +69,13 @@ async def test_its_questions_are_recorded_but_neither_scored_nor_trained_on(gate
     assert await gateway.store.unscored("run", "judge:outcome@x", list(Channel)) == []
 
 
+async def test_it_is_asked_without_a_proxy(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose owner would be told the run's key."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    await judge_with(gateway, ADMIN)
+
+
 async def test_an_agents_key_will_do(gateway: Served) -> None:
     await judge_with(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
     assert {row.session.agent_id for row in await gateway.store.sessions("run")} == {JUDGE_AGENT}

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from instar.config import RunConfig
+from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
-from instar.rewards.base import Scorer, Transcript
+from instar.rewards.base import Scorer, Surroundings, Transcript
 from instar.rewards.factory import create_scorers
-from instar.rollout.tasks import TaskSet
-from instar.types import Message, Reward, RewardSource, Task
+from instar.rewards.scoring import score_sessions
+from instar.rollout.tasks import TaskSet, load_tasks
+from instar.types import Message, Reward, RewardSource, ScoreState, Task
 from tests.unit.data.build import make_call
 
 TASK = Task("t", {"answer": "yes"})
@@ -22,6 +27,15 @@ def exact(task: dict[str, Any], transcript: Transcript, worth: float = 1.0) -> f
 
 async def exact_later(task: dict[str, Any], transcript: Transcript) -> float:
     return exact(task, transcript)
+
+
+def slow(task: dict[str, Any], transcript: Transcript) -> float:
+    time.sleep(2)
+    return 1.0
+
+
+def in_main_thread(task: dict[str, Any], transcript: Transcript) -> float:
+    return float(threading.current_thread() is threading.main_thread())
 
 
 def nonsense(task: dict[str, Any], transcript: Transcript) -> float:
@@ -60,10 +74,94 @@ async def test_the_task_sets_own_scorer() -> None:
         only(config(type="rule"), TaskSet([TASK]))
 
 
+async def test_a_rule_that_takes_its_time_holds_up_nobody_and_ends_at_its_deadline() -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    async def load() -> list[Transcript]:
+        return [transcript("yes")]
+
+    ticking = asyncio.create_task(tick())
+    scorer = only(config(type="rule", function=f"{HERE}:slow"))
+    verdict = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
+    ticking.cancel()
+    assert "no answer within 0.3 s" in (verdict.scores[0].reason or "")
+    assert ticks > 5
+
+
+async def test_a_rule_may_ask_for_the_main_thread() -> None:
+    rule = {"type": "rule", "function": f"{HERE}:in_main_thread"}
+    assert [r.value for r in await only(config(**rule)).score(TASK, transcript("x"))] == [0.0]
+    assert [r.value for r in await only(config(**rule, thread=False)).score(TASK, transcript("x"))] == [1.0]
+
+
+async def test_what_a_verifier_evaluates_can_do_no_harm(tmp_path: Path) -> None:
+    """reasoning-gym's countdown evaluates the answer as Python."""
+    pytest.importorskip("reasoning_gym")
+    tasks = ReasoningGymTasksConfig(type="reasoning_gym", dataset="countdown", size=4)
+    taskset = load_tasks(tasks)
+    scorer = only(config(type="rule"), taskset)
+    assert scorer.turns is not None
+    kept, made = tmp_path / "kept", tmp_path / "made"
+    kept.touch()
+    await scorer.start(Surroundings("run", None))  # pyright: ignore[reportArgumentType]
+    try:
+        right = taskset[1].data["metadata"]["expression"]
+        assert [r.value for r in await scorer.score(taskset[1], transcript(f"Answer: {right}"))] == [1.0]
+        for harm in (
+            f"__import__('os').system('touch {made}')",
+            f"open('{made}', 'w').close()",
+            f"__import__('os').remove('{kept}')",
+            f"__import__('subprocess').run(['/bin/rm', '{kept}'])",
+            "__import__('os').fork()",
+            "__import__('os').kill(__import__('os').getppid(), 9)",
+            """print('{"ok": true, "value": 1.0}')""",
+        ):
+            (reward,) = await scorer.score(taskset[1], transcript(f"Answer: {harm}"))
+            assert reward.value < 0.1
+        assert kept.exists()
+        assert not made.exists()
+    finally:
+        await scorer.close()
+
+
 async def test_a_rule_must_give_a_finite_number() -> None:
     scorer = only(config(type="rule", function=f"{HERE}:nonsense"))
     with pytest.raises(InstarError, match="nan"):
         await scorer.score(TASK, transcript("yes"))
+
+
+def test_scorers_are_told_apart_by_name() -> None:
+    twice = {"type": "rule", "function": f"{HERE}:exact"}
+    sections = [twice, twice | {"args": {"worth": 2}}]
+    with pytest.raises(ConfigError, match=r"reward\.1: called .*exact', as reward\.0 is; .* another name"):
+        create_scorers(RunConfig.model_validate({"reward": sections}))
+    sections[1]["name"] = "double"
+    first, second = create_scorers(RunConfig.model_validate({"reward": sections}))
+    assert first.key == f"{HERE}:exact"
+    assert second.name == "double"
+    assert second.version, "other arguments are another version"
+
+
+async def test_a_detail_that_is_no_json_is_the_scorers_failure() -> None:
+    class Odd(Scorer):
+        name = "odd"
+
+        async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+            return [Reward("s", 1.0, RewardSource.RULE, detail={"p": {1, 2}})]
+
+    async def load() -> list[Transcript]:
+        return [transcript("yes")]
+
+    verdict = await score_sessions(Odd(), TASK, ["s"], load, ScoringConfig(retries=0))
+    (score,) = verdict.scores
+    assert score.state is ScoreState.FALLBACK
+    assert "not JSON" in (score.reason or "")
 
 
 async def test_the_agents_own_word() -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +16,9 @@ from instar.config import ExactRewardConfig, RunConfig
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.factory import create_scorers
 from instar.rewards.rules.answers import answer_in, last_number, number, version_of
+from instar.rewards.rules.sandboxed import INSIDE
 from instar.rewards.rules.workers import Workers
+from instar.rewards.sandbox import bubblewrap
 from instar.types import Task
 from tests.unit.rewards.rules import scored, started, transcript
 
@@ -24,6 +31,8 @@ EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
     ({"part": "last_line"}, "42", "thinking...\n42\n\n", 1.0),
     ({"part": "last_number"}, "42", "first 7, then 42.", 1.0),
     ({"part": "last_number"}, 42, "first 42, then 7 apples", 0.0),
+    ({"part": "last_number"}, "-5", "so x = −5", 1.0),
+    ({"part": "last_number"}, "−5", "so x = -5", 1.0),
     ({"part": "last_block"}, "x = 1", "so:\n```python\nx = 1\n```\ndone", 1.0),
     ({"after": "Answer:"}, "b", "Answer: a. No! Answer: b", 1.0),
     ({"after": "Answer:"}, "b", "b", 0.0),
@@ -42,7 +51,12 @@ NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
     ({}, "1,234.5", "It is $1234.50.", 1.0),
     ({}, 0.75, "that makes 3/4", 1.0),
     ({}, "-3", "so x = -3", 1.0),
+    ({}, -5, "so x = −5", 1.0),
+    ({}, 5, "so x = −5", 0.0),
+    ({}, "−5", "-5", 1.0),
     ({}, 5, "10-5", 1.0),
+    ({}, 5, "10−5", 1.0),
+    ({}, 0.001, "1e−3", 1.0),
     ({}, 0.001, "1e-3", 1.0),
     ({}, 3, "3.1", 0.0),
     ({"tolerance": 0.2}, 3, "3.1", 1.0),
@@ -63,6 +77,7 @@ def test_where_an_answer_is() -> None:
     assert last_number("the 3rd of 1,000,000.25") == "1,000,000.25"
     assert last_number("none") is None
     assert number("1/0") is None
+    assert number("−1/2") == -0.5
     assert answer_in("```\nopen to the end", part="last_block") == "open to the end"
     assert answer_in("", part="last_line") is None
 
@@ -115,6 +130,16 @@ async def test_json_schema() -> None:
             await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
 
 
+async def test_a_long_wrong_answer_is_wrong_and_its_reason_short() -> None:
+    async with started(type="json_schema", against={"type": "object"}) as scorer:
+        wrong = await scored(scorer, {}, f'"{"x" * 200_000}"')
+        assert (wrong.value, len(wrong.detail["reason"])) == (0.0, 500)
+        assert (await scored(scorer, {}, "{}")).value == 1.0
+    async with started(type="json_schema") as scorer:
+        with pytest.raises(ScoreError, match="no JSON schema"):
+            await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), transcript("3"))
+
+
 async def test_regex_and_a_catastrophic_one() -> None:
     async with started(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
         assert (await scored(scorer, {}, "aaa")).value == 1.0
@@ -135,3 +160,54 @@ async def test_a_worker_that_dies_is_replaced() -> None:
     asked = {"pattern": "a", "how": "search", "ignore_case": False, "answer": "a"}
     assert await workers.ask(5.0, **asked) == {"ok": True}
     await workers.close()
+
+
+ADD = "def add(a, b): return a + b\ndef test_add(): pass"
+WRONG = ADD.replace("a + b", "a - b")
+SKIPS = "import unittest\ndef add(a, b): raise unittest.SkipTest"
+PLAIN = "def test_add(): assert add(1, 1) == 2"
+CASE = """import unittest
+class Adding(unittest.TestCase):
+    def test_one(self):
+        with self.subTest("one"):
+            self.assertEqual(add(1, 0), 1)
+    def test_two(self): self.assertEqual(add(1, 1), 2)
+    @unittest.skip("not yet")
+    def test_three(self): raise ValueError
+    @unittest.expectedFailure
+    def test_four(self): self.assertEqual(1, 3)
+"""
+BROKEN_CASE = CASE + "    @classmethod\n    def tearDownClass(cls): raise ValueError"
+NO_TEST = "import math\ndef check(): assert add(1, 1) == 2\nif __name__ == '__main__': check()"
+COUNTED = [
+    (PLAIN, ADD, (1, 1)),
+    (PLAIN, WRONG, (0, 1)),
+    (f"async {PLAIN}", ADD, (1, 1)),
+    (f"async {PLAIN}", WRONG, (0, 1)),
+    (f"{PLAIN}; yield", ADD, (0, 1)),
+    (CASE, ADD, (2, 2)),
+    (CASE, WRONG, (1, 2)),
+    (CASE, SKIPS, (0, 2)),
+    (BROKEN_CASE, ADD, (0, 4)),
+    ("def check(): assert add(1, 1) == 2\ncheck()", WRONG, (0, 1)),
+    ("for n in range(3): assert add(n, n) == 2 * n", ADD, (1, 1)),
+    (NO_TEST, ADD, (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("tests", "code", "passed_of"), COUNTED)
+def test_only_a_test_that_ran_has_passed(
+    tests: str, code: str, passed_of: tuple[int, int], tmp_path: Path
+) -> None:
+    """The program that a sandbox runs; these answers need none."""
+    for name, text in {"answer.py": code, "tests.json": json.dumps([tests]), "key": "KEY"}.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-B", str(INSIDE), "answer.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    report = json.loads(done.stdout.rpartition("\nKEY ")[2])
+    assert (report["passed"], report["total"]) == passed_of, done.stderr
+
+
+def test_files_are_counted_only_once_they_are_the_jobs_own() -> None:
+    """This process sees the machine's, as bubblewrap does at first."""
+    assert bubblewrap._usage([os.getpid()]) == (0, 0)  # pyright: ignore[reportPrivateUsage]

@@ -14,6 +14,7 @@ from instar.config import ScoringConfig
 from instar.errors import ScoreError
 from instar.rewards.base import JUDGE_AGENT, GroupScorer, Scorer, Transcript
 from instar.rewards.runner import ScoringRunner
+from instar.rewards.scoring import InRollout
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.types import (
@@ -190,6 +191,45 @@ async def test_a_scorer_that_hangs_keeps_only_its_own_sessions_waiting(store: Sq
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+class Narrow(Counting):
+    """One at a time, each taking a third of its deadline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = asyncio.Semaphore(1)
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        await asyncio.sleep(QUICK.deadline / 3)
+        return await super().score(task, transcript)
+
+
+async def test_waiting_for_a_turn_is_no_part_of_the_deadline(store: SqliteStore) -> None:
+    names = [f"s{number}" for number in range(6)]
+    for name in names:
+        await add(store, name)
+    scorer = Narrow()
+    async with running(make(store, scorer)):
+        await until_scored(store, *names)
+    assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 6}}
+    assert (scorer.asked, scorer.most) == (Counter(names), 1)
+
+
+class NarrowRule(Narrow):
+    background = False
+
+
+async def test_nor_is_it_where_a_rollout_waits(store: SqliteStore) -> None:
+    await add(store, "s")
+    transcript = Transcript("s", await store.calls("s"), None)
+    scorer = NarrowRule()
+    scoring = InRollout([scorer], QUICK)
+    verdicts = await asyncio.gather(*(scoring.score(Task("t", {}), transcript) for _ in range(6)))
+    assert {(score.state, score.attempts) for each in verdicts for score in each.scores} == {
+        (ScoreState.SCORED, 1)
+    }
+    assert scorer.most == 1
 
 
 async def test_rollouts_have_background_scorers_and_live_sessions_all(store: SqliteStore) -> None:

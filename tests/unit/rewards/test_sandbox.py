@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from instar.config import ScoringConfig
 from instar.errors import ConfigError
+from instar.rewards.base import Transcript
 from instar.rewards.sandbox.base import Job, Limits, Sandbox
 from instar.rewards.sandbox.factory import create_sandbox
-from instar.types import Task
+from instar.rewards.scoring import score_sessions
+from instar.types import ScoreState, Task
 from tests.unit.rewards.rules import scored, started, transcript
 from tests.unit.rewards.sandboxes import every_sandbox, left_behind, run
 
@@ -207,6 +210,75 @@ async def test_unit_tests_of_an_answer(kind: str, runner: str) -> None:
         assert await scorer.score(Task("", {}), transcript("x")) == []
 
 
+async def test_an_async_test_runs_and_no_test_is_no_success(kind: str) -> None:
+    test = "async def test_f(): assert f() == 1"
+    async with started(type="tests", sandbox={"kind": kind, "seconds": 30}) as scorer:
+        assert (await scored(scorer, {"tests": test}, "def f(): return 1")).value == 1.0
+        assert (await scored(scorer, {"tests": test}, "def f(): return 2")).value == 0.0
+        nothing = await scored(scorer, {"tests": "import math"}, "def f(): return 1")
+        assert (nothing.value, nothing.detail["reason"]) == (0.0, "no test was run")
+
+
+async def test_an_answer_has_no_future_but_its_own(kind: str) -> None:
+    code = "def f(x: int): return x"
+    tests = "assert f.__annotations__['x'] is int\ndef g(x: int): pass\nassert g.__annotations__['x'] is int"
+    async with started(type="tests", sandbox={"kind": kind}) as scorer:
+        assert (await scored(scorer, {"tests": tests}, code)).value == 1.0
+
+
+PYTEST = """import unittest
+import pytest
+from answer import f
+
+@pytest.fixture
+def breaks():
+    yield
+    raise ValueError
+
+def test_one(breaks): assert f() == 1
+@pytest.mark.skip
+def test_two(): assert f() == 2
+def test_three(): pytest.skip("not here")
+@pytest.mark.xfail
+def test_four(): assert f() == 2
+class Five(unittest.TestCase):
+    @unittest.skip("not yet")
+    def test_five(self): raise ValueError
+    @unittest.expectedFailure
+    def test_six(self): raise ValueError
+    def test_seven(self): assert f() == 1
+"""
+
+
+async def test_pytest_counts_a_test_once_and_not_what_its_file_skips(kind: str) -> None:
+    section = {"type": "tests", "runner": "pytest", "sandbox": {"kind": kind, "seconds": 30}}
+    async with started(**section, reward="share") as scorer:
+        skips = "__import__('pytest').skip('no')"  # also the test that is expected to fail
+        for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skips: (0, 3)}.items():
+            reward = await scored(scorer, {"tests": PYTEST}, f"def f(): return {code}")
+            assert (reward.detail["passed"], reward.detail["total"]) == (passed, total), reward.detail
+            assert reward.value == passed / total
+    async with started(**section) as scorer:
+        whole = PYTEST.replace("    raise ValueError\n\ndef", "\ndef")
+        assert (await scored(scorer, {"tests": whole}, "def f(): return 1")).value == 1.0
+
+
+async def test_an_endless_answer_is_wrong_however_many_wait(kind: str) -> None:
+    config = ScoringConfig(deadline=3.0, retries=0)
+    sandbox = {"kind": kind, "seconds": 0.6, "concurrency": 1}
+
+    async def load() -> list[Transcript]:
+        return [transcript("while True: pass")]
+
+    async with started(type="tests", sandbox=sandbox) as scorer:
+        task = Task("t", {"tests": "assert True"})
+        verdicts = await asyncio.gather(
+            *(score_sessions(scorer, task, ["s"], load, config) for _ in range(8))
+        )
+    assert {score.state for each in verdicts for score in each.scores} == {ScoreState.SCORED}
+    assert [reward.value for each in verdicts for reward in each.rewards] == [0.0] * 8
+
+
 async def test_all_or_nothing_and_a_command_of_ones_own(kind: str) -> None:
     tests = {"tests": ["assert f(1) == 2", "assert f(2) == 3"]}
     async with started(type="tests", sandbox={"kind": kind}) as scorer:
@@ -238,3 +310,19 @@ async def test_a_command_says_whether_an_answer_is_right(kind: str, tmp_path: Pa
     with pytest.raises(ConfigError, match=r"reward.command does not run in the sandbox: there is no nothing"):
         async with started(**{**section, "command": ["nothing"]}):
             pass
+
+
+@pytest.mark.parametrize("program", ["./check.sh", "check.sh"])
+async def test_a_given_script_is_a_command(kind: str, program: str, tmp_path: Path) -> None:
+    script = tmp_path / "check.sh"
+    section = {"type": "command", "command": [program, "yes"], "sandbox": {"kind": kind}}
+    script.write_text('#!/bin/sh\ntest "$(cat "$INSTAR_ANSWER")" = "$1"\n')
+    async with started(**section, files=[str(script)]) as scorer:
+        assert (await scored(scorer, {}, "yes")).value == 1.0
+        wrong = await scored(scorer, {}, "no")
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
+    for first, said in {"true": "its first line names no program", "#!/no/sh": "there is no /no/sh"}.items():
+        script.write_text(f"{first}\n")
+        with pytest.raises(ConfigError, match=f"reward.command.*{said}"):
+            async with started(**section, files=[str(script)]):
+                pass
