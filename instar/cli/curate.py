@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ from instar.cli.filters import session_filter
 from instar.cli.run_store import store_of
 from instar.config import RunConfig
 from instar.curation.base import Finding, Limits, Seen
-from instar.curation.checks import CHECKS
+from instar.curation.checks import CHECKS, OF_GROUPS
 from instar.data.combine import Combine
+from instar.data.loading import ENDED, final_sessions
 from instar.errors import ConfigError
-from instar.store.base import SessionFilter, SessionRow, Store
-from instar.types import Call, Message, SessionStatus, Tag
+from instar.store.base import SessionFilter, Store
+from instar.types import Call, GroupStatus, Message, Session, Tag
 
 AT_ONCE = 256
-ENDED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+UNDER_WAY = (GroupStatus.OPEN, GroupStatus.SCORING)
 SHOWN = 20
 """Findings of a check that people are shown."""
 
@@ -49,7 +50,11 @@ async def _curate(
 ) -> tuple[int, list[Finding]]:
     async with store_of(run_dir, read_only=not apply) as (config, store):
         seen = await look_at(store, config, where, limit)
-        findings = [finding for name in names for finding in CHECKS[name](seen, Limits())]
+        whole = await look_at_groups(store, config, seen) if set(names) & set(OF_GROUPS) else []
+        findings: list[Finding] = []
+        for name in names:
+            found = CHECKS[name](whole if name in OF_GROUPS else seen, Limits())
+            findings += _of_chosen(found, seen)
         if apply:
             for finding in findings:
                 await store.add_tags(tags_of(finding))
@@ -69,15 +74,39 @@ async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: 
     while limit > 0:
         size = min(limit, AT_ONCE)
         rows = await store.sessions(config.name, where=where, before=before, limit=size)
-        seen = [*await _seen(store, rows, combine), *seen]
+        ended = [row.session for row in rows if row.session.status in ENDED]
+        seen = [*await _seen(store, ended, combine), *seen]
         if len(rows) < size:
             break
         before, limit = rows[0].seq, limit - size
     return seen
 
 
-async def _seen(store: Store, rows: Sequence[SessionRow], combine: Combine) -> list[Seen]:
-    sessions = {row.session.session_id: row.session for row in rows if row.session.status in ENDED}
+async def look_at_groups(store: Store, config: RunConfig, chosen: Sequence[Seen]) -> list[Seen]:
+    """All of the groups that the chosen sessions are of, as a step takes them: the last attempt at each slot.
+    Groups that are under way are left out."""
+    combine = Combine(config)
+    named = dict.fromkeys(each.session.group_id for each in chosen if each.session.group_id is not None)
+    found = [await store.group(each) for each in named]
+    ids = [group.group_id for group in found if group is not None and group.status not in UNDER_WAY]
+    seen: list[Seen] = []
+    for start in range(0, len(ids), AT_ONCE):
+        groups = (await store.sessions_in(ids[start : start + AT_ONCE])).values()
+        ended = [[session for session in sessions if session.status in ENDED] for sessions in groups]
+        final = [session for sessions in ended for session in final_sessions(sessions)]
+        seen += await _seen(store, final, combine)
+    return seen
+
+
+def _of_chosen(findings: Sequence[Finding], seen: Sequence[Seen]) -> list[Finding]:
+    """Only the sessions that were chosen are spoken of, and tagged."""
+    chosen = {each.session.session_id for each in seen}
+    kept = [tuple(each for each in finding.session_ids if each in chosen) for finding in findings]
+    return [replace(f, session_ids=ids) for f, ids in zip(findings, kept, strict=True) if ids]
+
+
+async def _seen(store: Store, ended: Sequence[Session], combine: Combine) -> list[Seen]:
+    sessions = {session.session_id: session for session in ended}
     ids = list(sessions)
     rewards, scores = await store.rewards_of(ids), await store.scores(ids)
     calls = await store.calls_of(ids)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -54,14 +55,16 @@ async def _export(run_dir: Path, to: Path | None, wanted: Wanted, name: str | No
     async with store_of(run_dir, read_only=True) as (config, store):
         kind = config.store.type
         combine = Combine(config)
-        views = Views(linearize, lambda record: combine(record.rewards, record.scores))
+        # Data without logprobs can be trained on too.
+        samples = partial(linearize, scored=False)
+        views = Views(samples, lambda record: combine(record.rewards, record.scores))
         kept = run_dir.parent / "datasets"
         with _bar("exporting", as_json) as progress, _place(to, kept) as folder:
             manifest = await exporting.export(
                 store, config.name, folder, wanted, views, store_kind=kind, progress=progress
             )
             if to is None:
-                to = _keep(folder, kept / f"{name}-{manifest.hash[7:19]}")
+                to = _keep(folder, kept / _folder_name(name, manifest, wanted))
         row = None
         if name is not None:
             async with _names_of(config) as names:
@@ -80,8 +83,14 @@ def _place(to: Path | None, kept: Path) -> Generator[Path]:
         yield Path(folder) / "data"
 
 
+def _folder_name(name: str | None, manifest: Manifest, wanted: Wanted) -> str:
+    """The hash is of the rows alone, so that the files are named as well."""
+    samples = "-samples" if wanted.samples else ""
+    return f"{name}-{manifest.hash[7:19]}-{wanted.format}{samples}"
+
+
 def _keep(folder: Path, wanted: Path) -> Path:
-    if not wanted.exists():  # otherwise it is the same content, which its name says
+    if not wanted.exists():  # otherwise it is the same content in the same files, which its name says
         folder.rename(wanted)
     return wanted
 

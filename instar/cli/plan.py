@@ -34,15 +34,13 @@ class Plan:
     """The head, whose weights the step would begin with."""
     wanted: int
     """Groups of a step."""
+    is_ready: bool
+    """A step waits for the run's own groups alone: exported data that is used up leaves its places empty."""
     groups: list[Group]
     batch: Batch
     lessons: Lessons
     waiting: dict[str, int]
     """Groups that no step has taken, by status."""
-
-    @property
-    def is_ready(self) -> bool:
-        return len(self.groups) >= self.wanted
 
 
 def run_plan(run_dir: Path, *, as_json: bool) -> None:
@@ -74,7 +72,9 @@ async def make_plan(store: Store, config: RunConfig) -> Plan:
     lessons = await next_lessons(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _groups(store, config, batch)
     wanted = config.trainer.groups_per_step
-    return Plan(step, head.version, wanted, groups, batch, lessons, waiting)
+    live = sum(group.channel is Channel.TRAIN for group in groups)
+    is_ready = live >= batcher.mixture.live_places(step) and (bool(groups) or batcher.mixture.has_live)
+    return Plan(step, head.version, wanted, is_ready, groups, batch, lessons, waiting)
 
 
 async def _groups(store: Store, config: RunConfig, batch: Batch) -> tuple[list[Group], dict[str, int]]:

@@ -307,7 +307,12 @@ def _unclaimed(story: Story) -> str:
 
 def _message(console: Console, message: Any, style: str = "") -> None:
     text = Text(f"{message['role']:>9}  ", style="cyan")
-    text.append(message["content"], style=style)
+    text.append(_printable(message["content"]), style=style)
     for call in message.get("tool_calls", []):
-        text.append(f" → {call['name']}({call['arguments']})", style=style or "yellow")
+        text.append(_printable(f" → {call['name']}({call['arguments']})"), style=style or "yellow")
     console.print(text)
+
+
+def _printable(text: str) -> str:
+    """The store keeps half a surrogate pair as it came; no terminal takes it."""
+    return text.encode("utf-8", "replace").decode()

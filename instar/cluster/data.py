@@ -36,12 +36,13 @@ async def pin_data(config: RunConfig, before: Sequence[DataConfig] = ()) -> RunC
     run had begun, or what is there now."""
     if all(each.is_live for each in config.data):
         return config
-    known = {_asked(each): each for each in before}
+    known = _paired(config.data, before)
     rows = await _known(config)
     pinned: list[DataConfig] = []
     for place, each in enumerate(config.data):
         path = "data" if len(config.data) == 1 else f"data.{place}"
-        pinned.append(each if each.is_live else _pin(each, known.get(_asked(each)), rows, path))
+        pinned.append(each if each.is_live else _pin(each, known.get(place), rows, path))
+    _check_distinct(config.data, pinned)
     return config.model_copy(update={"data": pinned})
 
 
@@ -59,12 +60,41 @@ async def _known(config: RunConfig) -> list[DatasetRow]:
         await names.close()
 
 
-def _asked(section: DataConfig) -> str:
-    return section.dataset[0] if section.dataset else section.source
+def _paired(asked: Sequence[DataConfig], before: Sequence[DataConfig]) -> dict[int, DataConfig]:
+    """By place, what each was when the run began: the same source, or the version that a name alone came to.
+    Where several versions of it are there, the one in the same place."""
+    found: dict[int, DataConfig] = {}
+    left = dict(enumerate(before))
+    for is_same in (_is_source, _is_version):
+        for place, section in enumerate(asked):
+            there = [at for at, each in left.items() if place not in found and is_same(section, each)]
+            if there:
+                found[place] = left.pop(place if place in there else there[0])
+    return found
+
+
+def _is_source(section: DataConfig, before: DataConfig) -> bool:
+    return section.source == before.source
+
+
+def _is_version(section: DataConfig, before: DataConfig) -> bool:
+    return before.dataset is not None and section.dataset == (before.dataset[0], None)
+
+
+def _check_distinct(asked: Sequence[DataConfig], pinned: Sequence[DataConfig]) -> None:
+    """Groups are known by the label: under one label, a step would claim the same ones twice."""
+    held: dict[str, str] = {}
+    for section, each in zip(asked, pinned, strict=True):
+        if each.is_live:
+            continue
+        if (other := held.setdefault(each.label, section.source)) != section.source:
+            raise ConfigError(
+                f"data: {other!r} and {section.source!r} are the same data, {each.label}; give it one share"
+            )
 
 
 def _pin(section: DataConfig, before: DataConfig | None, rows: Sequence[DatasetRow], path: str) -> DataConfig:
-    if before is not None and section.source in (before.source, before.source.partition("@")[0]):
+    if before is not None:
         section = section.model_copy(update={"source": before.source, "content": before.content})
     row = _named(section, rows, path)
     try:

@@ -35,7 +35,7 @@ def duplicates(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
 
 
 def identical(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
-    """Groups in which many sessions have the very same output: nothing is explored."""
+    """Groups in which many sessions have the very same output: nothing is explored. Of whole groups."""
     findings: list[Finding] = []
     for group_id, those in _groups(seen).items():
         by_output: dict[str, list[Seen]] = defaultdict(list)
@@ -50,7 +50,7 @@ def identical(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
 
 
 def zero_signal(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
-    """Groups whose sessions all have the same reward: they teach nothing."""
+    """Groups whose sessions all have the same reward: they teach nothing. Of whole groups."""
     del limits
     findings: list[Finding] = []
     for group_id, those in _groups(seen).items():
@@ -109,6 +109,9 @@ CHECKS: dict[str, Check] = {
     "repetition_drift": repetition_drift,
     "disagreement": disagreement,
 }
+
+OF_GROUPS = ("identical", "zero_signal")
+"""Checks that are right of whole groups only: shown a part of one, they would find what is not so."""
 
 
 def _drift(

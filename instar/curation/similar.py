@@ -24,7 +24,9 @@ def shingles(text: str) -> Shingles:
     """The distinct triples of words, hashed; of a shorter text, all of it."""
     words = text.lower().split()[:MOST_WORDS]
     triples = [" ".join(words[at : at + 3]) for at in range(max(1, len(words) - 2))]
-    return np.unique(np.array([zlib.crc32(triple.encode()) for triple in triples], np.uint64))
+    # A model may have written half a surrogate pair, and the store keeps it.
+    encoded = [triple.encode("utf-8", "surrogatepass") for triple in triples]
+    return np.unique(np.array([zlib.crc32(triple) for triple in encoded], np.uint64))
 
 
 def repetition(text: str) -> float:

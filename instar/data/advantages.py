@@ -161,11 +161,12 @@ def token_scales(samples: Sequence[Sample], how: Normalize, *, correct: bool = T
 
 def correct_sampling(sample: Sample) -> Sample:
     """Fold the weight p_full / p_sampled, capped, into the advantages of tokens that were drawn from another
-    distribution than the full softmax. The losses compare with ``logprobs``, those of the full softmax."""
+    distribution than the full softmax. The losses compare with ``logprobs``, those of the full softmax. A
+    token without logprobs counts as it is."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0
     weights = np.ones(len(sample), dtype=np.float32)
     gap = sample.logprobs[trained] - sample.behavior_logprobs[trained]
-    weights[trained] = np.minimum(np.exp(gap), WEIGHT_CAP)
+    weights[trained] = np.minimum(np.exp(np.where(np.isnan(gap), np.float32(0), gap)), WEIGHT_CAP)
     return replace(sample, advantages=sample.advantages * weights)

@@ -232,7 +232,7 @@ class Batcher:
             once, at = (epoch, version) if found.epoch is None else (found.epoch, None)
             for entry in found.tagged:
                 claims += self._drop_entry(entry, once, UNTRAINABLE, None, at)
-            if self._distils or _teaches(found.entries, advantages):
+            if found.entries and (self._distils or _teaches(found.entries, advantages)):
                 trained, taken = self._take(found, advantages, once, at)
                 samples += trained
                 claims += taken

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -90,14 +89,12 @@ def check_target(folder: Path) -> None:
 def _appearing(folder: Path) -> Generator[Path]:
     """A folder to write to, which takes its name when all is well, and is gone otherwise."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.parent / f".{folder.name}.{os.getpid()}"
-    fresh.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as held:
+        fresh = Path(held) / "data"
+        fresh.mkdir()
         yield fresh
         check_target(folder)
         fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 async def export(
@@ -161,9 +158,7 @@ async def read_records(
     store: Store, run_id: str, session_ids: Sequence[str], progress: Progress | None = None
 ) -> AsyncIterator[SessionRecord]:
     """In the order given."""
-    feedback: dict[str, list[Feedback]] = {}
-    for given in await store.feedback(run_id):
-        feedback.setdefault(given.session_id, []).append(given)
+    feedback = await _feedback(store, run_id, session_ids)
     done = 0
     for start in range(0, len(session_ids), PAGE):
         page = session_ids[start : start + PAGE]
@@ -182,6 +177,16 @@ async def read_records(
             done += 1
             if progress is not None:
                 progress(done, len(session_ids))
+
+
+async def _feedback(store: Store, run_id: str, session_ids: Sequence[str]) -> dict[str, list[Feedback]]:
+    """Of few sessions one by one: all of the run's may be much more."""
+    if len(session_ids) <= PAGE:
+        return {each: await store.feedback(run_id, session_id=each) for each in session_ids}
+    feedback: dict[str, list[Feedback]] = {}
+    for given in await store.feedback(run_id):
+        feedback.setdefault(given.session_id, []).append(given)
+    return feedback
 
 
 async def _groups(store: Store, run_id: str, chosen: Iterable[_Chosen], where: SessionFilter) -> list[Group]:

@@ -401,7 +401,8 @@ class Store(ABC):
 
     @abstractmethod
     async def put_dataset(self, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
-        """As the next version of that name; the newest one itself where it has the same hash."""
+        """As the next version of that name; the newest one itself, now at this path, where it has the same
+        hash."""
 
     @abstractmethod
     async def dataset(self, name: str, version: int | None = None) -> DatasetRow | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from instar.store.base import DatasetRow
 from instar.store.codec import Row, dump_json, load_json
@@ -14,7 +15,14 @@ from instar.types import Json
 def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
     newest = get_dataset(db, name, None)
     if newest is not None and newest.hash == hash:
-        return newest
+        if (newest.path, newest.manifest) == (path, manifest):
+            return newest
+        # The files were moved, or written again in another format: the name follows them.
+        db.execute(
+            "UPDATE datasets SET path = ?, manifest = ? WHERE name = ? AND version = ?",
+            (path, dump_json(manifest), name, newest.version),
+        )
+        return replace(newest, path=path, manifest=manifest)
     row = {
         "name": name,
         "version": newest.version + 1 if newest else 1,

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
 from instar.rewards.base import Transcript
+from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
-from instar.types import Json, Reward, Score
+from instar.types import GroupStatus, Json, Reward, Score
+from tests.unit.data.build import RUN, add_group, add_session, begin
 
 from .conftest import Instar, Small
 
@@ -98,6 +102,49 @@ def test_curate_reports_and_tags_on_request(instar: Instar, run: Small) -> None:
     (tag,) = instar("sessions", "ls", run.folder, "--tag", "zero_signal", "--json").json[0]["tags"]
     assert tag["author"] == "check:zero_signal"
     assert "is not one of" in instar("curate", run.folder, "--check", "magic").err
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """Everyone says the same; of the groups that are complete, the last alone has equal rewards."""
+    config = RunConfig(name=RUN, dir=tmp_path / "whole")
+    RunFolder(config.run_dir).create(config)
+
+    async def write() -> None:
+        store = open_store(config)
+        await begin(store)
+        for index in range(2):
+            await add_group(store, index, [1.0, 1.0, 0.0, 0.0])
+        for index, status in ((2, GroupStatus.OPEN), (3, GroupStatus.SCORING)):
+            await add_group(store, index, [1.0, 1.0], status=status)
+        retried = await add_group(store, 4, [], status=GroupStatus.OPEN)
+        await add_session(store, retried, 0, 0.0)
+        await add_session(store, retried, 0, 1.0, attempt=1)
+        await add_session(store, retried, 1, 1.0)
+        await store.close_group(retried, GroupStatus.READY)
+        await store.close()
+
+    asyncio.run(write())
+    return config.run_dir
+
+
+@pytest.mark.parametrize("chosen", [(), ("--reward-min", "1"), ("--limit", "9")])
+def test_groups_are_checked_whole(instar: Instar, whole: Path, chosen: tuple[str, ...]) -> None:
+    found = instar("curate", whole, "--check", "zero_signal", *chosen, "--json").json["findings"]
+    (finding,) = found
+    retried = f"{RUN}/train/000004"
+    assert finding["session_ids"] == [f"{retried}:0.1", f"{retried}:1.0"], "the first attempt is superseded"
+    same = instar("curate", whole, "--check", "identical", *chosen, "--json").json["findings"]
+    assert not {"000002", "000003"} & {finding["value"][-6:] for finding in same}, "they are under way"
+    assert all(finding["numbers"] == {"share": 1.0} for finding in same)
+
+
+def test_what_was_not_chosen_is_not_tagged(instar: Instar, whole: Path) -> None:
+    instar("curate", whole, "--check", "identical", "--reward-max", "0", "--apply")
+    tagged = instar("sessions", "ls", whole, "--tag", "identical", "--json").json
+    groups = [f"{RUN}/train/00000{index}" for index in (0, 1)]
+    assert [row["session_id"] for row in tagged] == [f"{g}:{slot}.0" for g in groups for slot in (2, 3)]
+    assert {row["tags"][0]["reason"][:16] for row in tagged} == {"4 of 4 outputs o"}
 
 
 RULE = "{type: rule, function: 'tests.unit.cli.test_curation:length_rule', args: {scale: 10}}"

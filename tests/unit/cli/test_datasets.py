@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from instar.cluster.data import pin_data
@@ -13,8 +14,9 @@ from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.errors import ConfigError
 from instar.store.factory import open_store
+from instar.types import SessionStatus
 from tests.unit.cli.conftest import Instar
-from tests.unit.data.build import RUN
+from tests.unit.data.build import RUN, make_call, make_session
 from tests.unit.datasets.house import fill
 
 
@@ -51,6 +53,12 @@ def test_out_and_in_again(instar: Instar, run_dir: Path, tmp_path: Path) -> None
     again = instar("sessions", "export", "runs/copy", "--to", tmp_path / "again", "--json").json
     # Only the run is another one: its name stands in every row.
     assert again["counts"] == out["counts"]
+
+
+def test_half_a_surrogate_pair_is_shown_and_curated(instar: Instar, run_dir: Path) -> None:
+    shown = instar("sessions", "show", run_dir, "odd")
+    assert (shown.code, "half ? a pair" in shown.out) == (0, True)
+    assert instar("curate", run_dir, "--json").json["sessions"] == 7
 
 
 def test_filters(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
@@ -103,6 +111,68 @@ def test_a_run_keeps_the_version_that_it_began_with(instar: Instar, run_dir: Pat
     assert asyncio.run(pin_data(asked, before=pinned.data)) == pinned
     folder = RunConfig.model_validate({"name": "next", "data": first["path"]})
     assert asyncio.run(pin_data(folder)).data[0].label == first["hash"][7:19]
+
+
+def test_a_resumed_run_keeps_each_version_in_its_place(instar: Instar, run_dir: Path) -> None:
+    def asked(*sources: str) -> RunConfig:
+        data = [{"source": source, "share": 1 / len(sources)} for source in sources]
+        return RunConfig.model_validate({"name": "next", "data": data})
+
+    def sources(config: RunConfig) -> list[str]:
+        return [each.source for each in config.data]
+
+    instar("sessions", "export", run_dir, "--as", "golden")
+    instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
+    both = asked("dataset:golden", "dataset:golden@1")
+    pinned = asyncio.run(pin_data(both))
+    assert sources(pinned) == ["dataset:golden@2", "dataset:golden@1"]
+    instar("sessions", "export", run_dir, "--as", "golden", "--reward-max", "0")
+    assert asyncio.run(pin_data(both, before=pinned.data)) == pinned
+    turned = asked("dataset:golden@1", "dataset:golden")
+    again = asyncio.run(pin_data(turned, before=pinned.data))
+    assert sources(again) == ["dataset:golden@1", "dataset:golden@2"]
+    other = asyncio.run(pin_data(asked("dataset:golden@3"), before=pinned.data))
+    assert sources(other) == ["dataset:golden@3"], "another one was asked for"
+
+
+@pytest.mark.parametrize("other", ["dataset:golden@1", "./out"])
+def test_the_same_data_twice_is_told(instar: Instar, run_dir: Path, other: str) -> None:
+    instar("sessions", "export", run_dir, "--to", "out", "--as", "golden")
+    one = "dataset:golden" if other.startswith("dataset:") else "out"
+    data = [{"source": source, "share": 0.5} for source in (one, other)]
+    with pytest.raises(ConfigError, match=f"'{one}' and '{other}' are the same data"):
+        asyncio.run(pin_data(RunConfig.model_validate({"name": "next", "data": data})))
+
+
+def test_a_name_has_the_files_that_were_asked_for(instar: Instar, run_dir: Path) -> None:
+    asked = [(), ("--format", "parquet"), ("--samples",), ()]
+    made = [instar("sessions", "export", run_dir, "--as", "golden", *each, "--json").json for each in asked]
+    assert {each["version"] for each in made} == {1}, "the content is the same"
+    names = [sorted(file.name for file in Path(each["path"]).iterdir()) for each in made]
+    assert "calls.jsonl" in names[0]
+    assert "calls.parquet" in names[1]
+    assert "samples.jsonl" in names[2]
+    assert (made[3]["path"], names[3]) == (made[0]["path"], names[0])
+    shown = instar("datasets", "show", "golden", "--json").json
+    assert shown["path"] == made[3]["path"]
+
+
+def test_samples_may_lack_logprobs(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+    async def write() -> None:
+        store = open_store(RunFolder(run_dir).read_config())
+        await store.open_session(make_session("bare"))
+        bare = make_call("bare#0", [1], [2], session_id="bare", logprobs=np.array([np.nan], np.float32))
+        await store.add_calls([bare])
+        await store.end_session("bare", SessionStatus.COMPLETED)
+        await store.close()
+
+    asyncio.run(write())
+    out = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--samples")
+    assert (out.code, out.err) == (0, "")
+    lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    (row,) = [row for row in rows if row["session_id"] == "bare"]
+    assert (row["mask"], row["logprobs"]) == ([0, 1], [None, None])
 
 
 def test_a_dataset_that_is_not_there(instar: Instar, run_dir: Path) -> None:

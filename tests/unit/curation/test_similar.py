@@ -33,3 +33,9 @@ def test_repetition_is_the_share_of_triples_seen_before() -> None:
     assert repetition("one two three four") == 0.0
     assert repetition("a b c a b c a b c") == 4 / 7
     assert repetition("two words") == 0.0
+
+
+def test_half_a_surrogate_pair_is_a_text_like_any_other() -> None:
+    assert near_duplicates(["half \ud83d a pair", "half \ud83e a pair", "half \ud83d a pair"], 0.9) == [
+        [0, 2]
+    ]

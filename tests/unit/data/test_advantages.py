@@ -93,3 +93,11 @@ def test_tokens_of_a_truncated_distribution_are_reweighted() -> None:
     np.testing.assert_allclose(
         correct_sampling(with_advantage(halved, 1.0)).advantages, [0, 0.5, 1.0], rtol=1e-5
     )
+
+
+def test_tokens_without_logprobs_are_not_reweighted() -> None:
+    tempered = make_call("a", [1], [2], behavior_logprobs=np.array([-0.02 + np.log(0.5)], np.float32))
+    bare = make_call("b", [4], [5], parent=tempered, logprobs=np.array([np.nan], np.float32))
+    (sample,) = linearize(make_session(), [tempered, bare], scored=False)
+    corrected = correct_sampling(with_advantage(sample, 1.0))
+    np.testing.assert_allclose(corrected.advantages, [0, 2.0, 0, 1.0], rtol=1e-5)

@@ -264,9 +264,12 @@ async def test_committed_groups_never_come_again(store: Store) -> None:
     assert await Batcher(store, RUN, config).next_batch(2, 0, 0, wait=0.0) is None
 
 
-async def test_a_group_without_sessions_is_dropped_once(store: Store) -> None:
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+async def test_a_group_without_sessions_is_dropped_once(store: Store, weight: float) -> None:
+    """Also where there is a reference to learn from."""
     await add_group(store, 0, [])
-    batcher = Batcher(store, RUN, make_config(groups_per_step=1))
+    config = make_config(groups_per_step=1, reference={"type": "base", "weight": weight})
+    batcher = Batcher(store, RUN, config)
     batch = await take(store, batcher)
     assert [claim.reason for claim in batch.claims] == ["no_sessions"]
     assert await batcher.next_batch(2, 0, 0, wait=0.0) is None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from instar.datasets import export
 from instar.datasets.bring_in import bring_back, check_content
 from instar.datasets.columns import CALLS, SESSIONS
+from instar.datasets.export import read_records
 from instar.errors import ConfigError, Conflict, DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
-from instar.types import Call, Channel, Reward, RewardSource, Session
+from instar.types import Call, Channel, Feedback, Reward, RewardSource, Session
 from tests.unit.data.build import RUN, make_call
 from tests.unit.datasets.house import export_all, fill, talk
 
@@ -205,3 +208,30 @@ async def test_a_call_that_stands_on_another_session_is_refused(store: Store, tm
     await store.add_calls([call])
     with pytest.raises(DataError, match="stands on call s0-0#0"):
         await export_all(store, tmp_path / "out")
+
+
+async def test_what_another_export_left_behind_is_in_nobodys_way(store: Store, tmp_path: Path) -> None:
+    (tmp_path / f".out.{os.getpid()}").mkdir()
+    await export_all(store, tmp_path / "out")
+    (tmp_path / "usual").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+async def test_feedback_of_few_sessions_is_asked_for_by_session(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    read = store.feedback
+
+    async def feedback(run_id: str, *, session_id: str | None = None) -> list[Feedback]:
+        asked.append(session_id)
+        return await read(run_id, session_id=session_id)
+
+    monkeypatch.setattr(store, "feedback", feedback)
+    few = [record async for record in read_records(store, RUN, ["odd", "s0-0"])]
+    assert asked == ["odd", "s0-0"]
+    monkeypatch.setattr(export, "PAGE", 1)
+    many = [record async for record in read_records(store, RUN, ["odd", "s0-0"])]
+    assert asked[2:] == [None]
+    for records in (few, many):
+        assert [[f.feedback_id for f in record.feedback] for record in records] == [["f1"], []]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from instar.cli.plan import make_plan
 from instar.config import RunConfig
 from instar.config.data import turns
 from instar.data.batcher import Batch, Batcher
@@ -107,6 +108,22 @@ async def test_exported_data_is_trained_in_its_order_and_used_up(
     assert places(await train(empty, batcher, 3)) == [(f"{GOLDEN}4", 0)]
     assert await train(empty, batcher, 4) is None
     assert await empty.groups(RUN, Channel.TRAIN) == []
+
+
+async def test_the_plan_does_not_wait_for_data_that_is_used_up(
+    store: Store, empty: Store, tmp_path: Path
+) -> None:
+    await bring(store, empty, tmp_path)
+    alone = await make_plan(empty, make("dataset:golden@1", groups_per_step=8, advantage={}))
+    assert (alone.is_ready, len(alone.groups), alone.wanted) == (True, 5, 8)
+    mixed = [{"source": "live", "share": 0.25}, {"source": "dataset:golden@1", "share": 0.75}]
+    config = make(mixed, groups_per_step=8, advantage={})
+    await add_group(empty, 0, [0.0, 1.0])
+    assert not (await make_plan(empty, config)).is_ready, "one of two live groups"
+    await add_group(empty, 1, [0.0, 1.0])
+    assert (await make_plan(empty, config)).is_ready
+    nothing = await make_plan(empty, make("dataset:gone@1", groups_per_step=8, advantage={}))
+    assert not nothing.is_ready
 
 
 async def test_age_is_nothing_to_it(store: Store, empty: Store, tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ class Records:
         assert [row.session.session_id for row in await store.sessions(RUN)] == ["s"]
         assert await store.groups(RUN, make_group("g").channel) == []
 
+    async def test_a_dataset_follows_its_files(self, store: Store) -> None:
+        first = await store.put_dataset("golden", "/gone", "h", {"format": "jsonl"})
+        moved = await store.put_dataset("golden", "/new", "h", {"format": "parquet"})
+        assert (moved.version, moved.path, moved.manifest) == (1, "/new", {"format": "parquet"})
+        assert moved.created_at == first.created_at
+        assert await store.datasets() == [moved]
+
     async def test_a_dataset_is_forgotten(self, store: Store) -> None:
         for version in (1, 2, 3):
             await store.put_dataset("golden", "/x", f"h{version}", {})
