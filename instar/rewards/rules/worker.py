@@ -36,7 +36,7 @@ def math_check() -> Callable[[dict[str, Any]], dict[str, Any]]:
         return as_latex or parse(text, parsing_timeout=0)
 
     def check(asked: dict[str, Any]) -> dict[str, Any]:
-        answer = parse(asked["answer"], parsing_timeout=0)
+        answer = parse(asked["answer"].replace("\u2212", "-"), parsing_timeout=0)  # the typographer's minus
         if not answer:
             return {"ok": False, "reason": "there is no mathematical answer in the final text"}
         for text in asked["expected"]:

@@ -124,8 +124,8 @@ def _sandbox() -> list[str]:
             "tasks.sandbox: these tasks' scorers evaluate what a model wrote, and there is no sandbox for it "
             "here: install bubblewrap, or use Linux 6.2 or newer with Landlock. `sandbox: false` does without"
         )
-    bound = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
-    return [program, *bound, "--unshare-all", "--die-with-parent"]
+    seen = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--setenv", "TMPDIR", "/dev/shm")
+    return [program, *seen, "--unshare-all", "--die-with-parent"]
 
 
 async def _end(worker: asyncio.subprocess.Process) -> None:

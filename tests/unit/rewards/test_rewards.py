@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, Surroundings, Transcript
 from instar.rewards.factory import create_scorers
+from instar.rewards.rule import RuleReward
+from instar.rewards.rules.workers import _sandbox  # pyright: ignore[reportPrivateUsage]
 from instar.rewards.scoring import score_sessions
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.types import Message, Reward, RewardSource, ScoreState, Task
@@ -100,13 +103,19 @@ async def test_a_rule_may_ask_for_the_main_thread() -> None:
     assert [r.value for r in await only(config(**rule, thread=False)).score(TASK, transcript("x"))] == [1.0]
 
 
-async def test_what_a_verifier_evaluates_can_do_no_harm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("boxed", [False, True], ids=["shut in", "in bubblewrap"])
+async def test_what_a_verifier_evaluates_can_do_no_harm(boxed: bool, tmp_path: Path) -> None:
     """reasoning-gym's countdown evaluates the answer as Python."""
     pytest.importorskip("reasoning_gym")
+    if boxed and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
     tasks = ReasoningGymTasksConfig(type="reasoning_gym", dataset="countdown", size=4)
     taskset = load_tasks(tasks)
     scorer = only(config(type="rule"), taskset)
-    assert scorer.turns is not None
+    assert isinstance(scorer, RuleReward)
+    assert scorer.workers is not None
+    if boxed:
+        scorer.workers.within = _sandbox()
     kept, made = tmp_path / "kept", tmp_path / "made"
     kept.touch()
     await scorer.start(Surroundings("run", None))  # pyright: ignore[reportArgumentType]

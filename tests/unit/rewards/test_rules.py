@@ -97,6 +97,7 @@ def test_a_version_changes_with_what_it_scores_and_not_with_its_name() -> None:
 
 
 MATH = [
+    ("-5", "It is \u22125", 1.0),
     ("72", "The answer is 72.", 1.0),
     (r"\frac{1}{2}", r"so \boxed{0.5}", 1.0),
     ("1/2", r"$\frac{2}{4}$", 1.0),
