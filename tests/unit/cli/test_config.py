@@ -117,11 +117,13 @@ MISTAKES = {
     ),
     "a reward alone": (
         "reward: {type: rule, functon: x}",
-        "reward.functon: no such setting; allowed: args, function, name, thread, type (did you mean 'function'?)",
+        "reward.functon: no such setting; allowed: args, function, name, thread, type "
+        "(did you mean 'function'?)",
     ),
     "one reward of several": (
         "reward: [{type: agent}, {type: rule, functon: x}]",
-        "reward.1.functon: no such setting; allowed: args, function, name, thread, type (did you mean 'function'?)",
+        "reward.1.functon: no such setting; allowed: args, function, name, thread, type "
+        "(did you mean 'function'?)",
     ),
     "no such function": (
         "reward: {type: rule, function: 'nowhere:score'}",
