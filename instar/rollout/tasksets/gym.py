@@ -20,7 +20,8 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
     parts = config.parts or [GymPart(dataset=config.dataset or "", args=config.args)]
     order = mixed([part.weight for part in parts], config.size)
-    datasets = [_dataset(part, order.count(place), config.seed) for place, part in enumerate(parts)]
+    sizes = [max(1, order.count(place)) for place in range(len(parts))]
+    datasets = [_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
     names = _names(parts)
     origins: dict[str, tuple[int, int]] = {}
     tasks: list[Task] = []
@@ -30,7 +31,6 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
         origins[task.task_id] = (place, made[place])
         tasks.append(task)
         made[place] += 1
-    sizes = [order.count(place) for place in range(len(parts))]
     return TaskSet(tasks, GymScorer(config, parts, sizes, datasets, origins))
 
 
@@ -49,7 +49,7 @@ class GymScorer(Evaluating):
     ) -> None:
         self.sealed = config.sandbox
         described = [
-            {"dataset": part.dataset, "size": max(size, 1), "args": part.args}
+            {"dataset": part.dataset, "size": size, "args": part.args}
             for part, size in zip(parts, sizes, strict=True)
         ]
         self.setup = {"parts": described, "seed": config.seed}
@@ -82,7 +82,7 @@ def mixed(weights: Sequence[float], size: int) -> list[int]:
 def _dataset(part: GymPart, size: int, seed: int) -> Any:
     gym = needed("reasoning_gym", "reasoning_gym", "pip install reasoning-gym")
     try:
-        return gym.create_dataset(part.dataset, size=max(size, 1), seed=seed, **part.args)
+        return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"tasks.dataset: reasoning-gym refuses {part.dataset!r}: {error}") from error
 
