@@ -142,6 +142,7 @@ async def work_of(
         work = Work(
             sessions=drawn,
             latency=given.latency,
+            crowding=given.crowding,
             speed=Speed(given.speed),
             train_base=given.train_base,
             train_per_token=given.train_per_token,

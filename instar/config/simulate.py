@@ -61,7 +61,9 @@ class SimulateConfig(Section):
     start: Distribution = DistributionConfig(value=0.05)
     """Seconds from a session's begin to its first call."""
     latency: Distribution = DistributionConfig(value=0.05)
-    """Seconds from a call to its first token."""
+    """Seconds from a call to its first token, where the engine has no other."""
+    crowding: Amount = 0.0
+    """Share of itself that the latency is longer by for every further call at the engine."""
     speed: Annotated[dict[Positive, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
         1: 250.0,
         16: 3600.0,

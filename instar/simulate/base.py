@@ -44,15 +44,22 @@ class Work:
     sessions: Sequence[Session]
     """Played in this order, over again when they run out."""
     latency: DistributionConfig
+    """Of a call that has its engine for itself."""
     speed: Speed
     train_base: float
     train_per_token: float
     publish: DistributionConfig
+    crowding: float = 0.0
+    """Share of itself that the latency is longer by for every further call at the engine."""
     pause: float = 0.0
     failures: float = 0.0
     zero_signal: float = 0.0
     crashes_per_hour: float = 0.0
     restart: float = 60.0
+
+    def crowded(self, calls: float) -> float:
+        """How many times longer the latency is with so many calls at an engine."""
+        return 1 + self.crowding * max(0.0, calls - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,13 @@ async def measure(
         )
     failed = sum(session.status is SessionStatus.FAILED for session in ended)
     base, per_token = fit_training(records)
+    latency, crowding = fit_latency(timed, engines)
     published = [max(0.0, r["step_seconds"] - r["train_seconds"]) for r in _warm(records)]
     groups = sum(record.get("groups", 0) for record in records)
     return Work(
         sessions=sessions,
-        latency=_empirical([call.began - call.asked for call in timed]),
+        latency=latency,
+        crowding=crowding,
         speed=fit_speed(timed, engines, max_batch),
         train_base=base,
         train_per_token=per_token,
@@ -125,7 +127,8 @@ def fit_speed(calls: Sequence[Timed], engines: int, max_batch: int) -> Speed:
     if not used:
         whole = [call for call in calls if call.ended > call.asked] or [Timed(0.0, 0.0, 1.0, 1)]
         used = [replace(call, began=call.asked) for call in whole]
-    shared = _shared(used) / engines
+    spans = np.array([(call.began, call.ended) for call in used])
+    shared = _shared(spans, spans) / engines
     tokens = np.array([max(1, call.tokens - 1) for call in used], float)
     seconds = np.array([call.ended - call.began for call in used])
     beside = np.maximum(0.0, shared - 1)
@@ -139,14 +142,30 @@ def fit_speed(calls: Sequence[Timed], engines: int, max_batch: int) -> Speed:
     return Speed({size: size / (each + more * (size - 1)) for size in sizes})
 
 
-def _shared(calls: Sequence[Timed]) -> np.ndarray:
-    """Per call, the mean number of calls generating while it did."""
-    began = np.array([call.began for call in calls])
-    ended = np.array([call.ended for call in calls])
-    times = np.concatenate([began, ended])
+def fit_latency(calls: Sequence[Timed], engines: int) -> tuple[DistributionConfig, float]:
+    """(latencies as if each call had its engine for itself, how much a further call there adds): fitted over
+    all calls, each with the mean number that were under way while it waited."""
+    seconds = np.array([max(0.0, call.began - call.asked) for call in calls])
+    within = np.array([(call.asked, call.began) for call in calls])
+    under_way = _shared(np.array([(call.asked, call.ended) for call in calls]), within) / engines
+    beside = np.maximum(0.0, under_way - 1)
+    crowding = 0.0
+    if beside.std() > 0:
+        more = float(np.cov(beside, seconds)[0, 1] / beside.var(ddof=1))
+        alone = max(float(seconds.mean() - more * beside.mean()), float(seconds.min()))
+        if more > 0 and alone > 0:
+            crowding = more / alone
+    return _empirical((seconds / (1 + crowding * beside)).tolist()), crowding
+
+
+def _shared(spans: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """The mean number of ``spans`` that go on, for each of the times from and to in ``within``."""
+    times = spans.T.ravel()
     order = np.argsort(times, kind="stable")
-    change = np.concatenate([np.ones(len(calls)), -np.ones(len(calls))])[order]
+    change = np.repeat([1.0, -1.0], len(spans))[order]
     at = times[order]
     # The integral of the number over time, known at every change.
     integral = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(at))])
-    return (np.interp(ended, at, integral) - np.interp(began, at, integral)) / (ended - began)
+    began, ended = within.T
+    seconds = np.maximum(ended - began, 1e-9)
+    return (np.interp(ended, at, integral) - np.interp(began, at, integral)) / seconds

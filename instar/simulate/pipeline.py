@@ -75,7 +75,8 @@ class Pipeline:
         self.ready: list[Group] = []
         self.training = False
         self.unfinished = 0
-        self.playing = 0
+        self.playing = self.calling = 0
+        """Sessions, and those of them that wait for a reply or get one."""
         self.queue: deque[Callable[[], None]] = deque()
         """Slots that wait for their turn."""
         self.trained_seconds = 0.0
@@ -178,7 +179,9 @@ class Pipeline:
             done=lambda: self._replied(attempt),
             lost=lambda: self._lost(attempt),
         )
-        self.clock.after(self.latency(), lambda: self._send(attempt, request))
+        self.calling += 1
+        crowded = self.work.crowded(self.calling / self.plant.engines)
+        self.clock.after(self.latency() * crowded, lambda: self._send(attempt, request))
 
     def _send(self, attempt: Attempt, request: Request) -> None:
         if not attempt.over:
@@ -190,6 +193,7 @@ class Pipeline:
             attempt.version = self.version
 
     def _replied(self, attempt: Attempt) -> None:
+        self._hang_up(attempt)
         tool = attempt.session.turns[attempt.turn].tool
         self.clock.after(tool, lambda: self._next_turn(attempt))
 
@@ -209,9 +213,15 @@ class Pipeline:
     def _end(self, attempt: Attempt) -> None:
         """It makes room for another one."""
         attempt.over = True
+        self._hang_up(attempt)
         self._count_flight(-1)
         if self.queue:
             self.queue.popleft()()
+
+    def _hang_up(self, attempt: Attempt) -> None:
+        if attempt.request is not None:
+            attempt.request = None
+            self.calling -= 1
 
     def _out_of_time(self, attempt: Attempt) -> None:
         if attempt.over:

@@ -3,9 +3,10 @@
 The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight to them once.
 vLLM loads while it receives, so there is no phase of taking in: an engine that fails in the middle serves
 nothing until it is given another policy, and says so. A group stands for as long as its engines do; when one
-is replaced, all meet again.
+is replaced, all meet again. A broadcast that somebody does not take part in never ends: leaving the group
+breaks it off.
 
-Written from vLLM's sources (0.26 and 0.32); it has not run on machines with several GPUs yet.
+Seen working with vLLM 0.26, with trainer and engine as two members on one GPU; not yet with several GPUs.
 """
 
 from __future__ import annotations
@@ -55,24 +56,52 @@ class NcclSync(LiveSync):
         await fleet.each("announced", lambda engine: engine.stage(Transfer(policy, "nccl", body)))
         if fleet.engines != self._members:
             # Who is not there would be waited for: those that are meet again at the next try.
-            self._group = None
+            await self._leave()
             fleet.fail("broadcast", SyncError("another engine of its group is gone"))
 
     async def _commit(self, policy: Policy, fleet: Fleet) -> None:
-        committing = asyncio.create_task(super()._commit(policy, fleet))
+        broken = asyncio.Event()
+
+        async def commit(engine: Engine) -> None:
+            try:
+                await engine.commit(policy)
+            except BaseException:
+                broken.set()
+                raise
+
+        sending = asyncio.create_task(self._send())
+        serving = asyncio.create_task(fleet.each("served", commit))
+        breaking = asyncio.create_task(broken.wait())
         try:
-            async with contextlib.aclosing(self._backend.tensors()) as tensors:
-                async for _, tensor in tensors:
-                    await asyncio.to_thread(self._broadcast, tensor)
-            await committing
+            await asyncio.wait({sending, breaking}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                await serving
         except BaseException:
-            self._group = None  # its members are no longer in step
+            broken.set()
             raise
         finally:
-            committing.cancel()
-            await asyncio.gather(committing, return_exceptions=True)
-        if any(fleet.outcomes):
-            self._group = None
+            tasks = (sending, serving, breaking)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if broken.is_set():
+                await self._leave()
+        if not sending.done() or sending.cancelled():
+            fleet.fail("served", SyncError("another engine of its group failed"))
+
+    async def _send(self) -> None:
+        async with contextlib.aclosing(self._backend.tensors()) as tensors:
+            async for _, tensor in tensors:
+                await asyncio.to_thread(_broadcast, self._group, tensor)
+
+    async def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(group.destroy)
+
+    async def close(self) -> None:
+        await self._leave()
 
     async def _metadata(self) -> Json:
         names: list[str] = []
@@ -86,6 +115,7 @@ class NcclSync(LiveSync):
 
     async def _meet(self, policy: Policy, fleet: Fleet) -> None:
         """Ask every engine for the size of its own world, then all join one group at the same time."""
+        await self._leave()
         sizes: dict[int, int] = {}
 
         async def ask(engine: Engine) -> None:
@@ -103,12 +133,6 @@ class NcclSync(LiveSync):
         self._group = await asyncio.to_thread(_join, plan[0]) if plan else None
         await joining
 
-    def _broadcast(self, tensor: Any) -> None:
-        import torch
-
-        self._group.broadcast(tensor.cuda().contiguous(), src=0, stream=torch.cuda.current_stream())
-        torch.cuda.current_stream().synchronize()
-
 
 def meeting(sizes: list[int], host: str, port: int) -> list[Json]:
     """What each engine is told: rank 0 is the trainer, the engines' workers follow one after another."""
@@ -125,6 +149,13 @@ def _join(place: Json) -> Any:
     )
 
     return trainer_init(place)
+
+
+def _broadcast(group: Any, tensor: Any) -> None:
+    import torch
+
+    group.broadcast(tensor.cuda().contiguous(), src=0, stream=torch.cuda.current_stream())
+    torch.cuda.current_stream().synchronize()
 
 
 def _free_port(host: str) -> int:

@@ -19,7 +19,15 @@ import pytest
 import torch
 
 from instar.backends.local.backend import LocalBackend
-from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig, RunConfig
+from instar.config import (
+    AdamConfig,
+    LocalBackendConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    RunConfig,
+    SyncConfig,
+)
 from instar.conformance.batches import make_sample
 from instar.engines.remote import RemoteEngine
 from instar.sync.factory import create_sync
@@ -84,25 +92,33 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    served = ServedEngine(config, tmp_path_factory.mktemp("logs") / "engine.log")
-    yield served
-    served.close()
+    """NCCL has no group with two members on one GPU, unless it takes them for two machines."""
+    log = tmp_path_factory.mktemp("logs") / "engine.log"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("NCCL_MNNVL_ENABLE", "0")
+        environment.setenv("NCCL_HOSTID", "engine")
+        served = ServedEngine(config, log)
+        environment.setenv("NCCL_HOSTID", "trainer")
+        yield served
+        served.close()
 
 
 @needs_vllm
 @pytest.mark.timeout(600)
-async def test_on_one_gpu_weights_go_by_its_memory_and_the_server_serves_them(
-    config: RunConfig, served: ServedEngine
+@pytest.mark.parametrize(("asked", "first"), [("auto", 1), ("nccl", 11)])
+async def test_weights_go_from_gpu_to_gpu_and_the_server_serves_them(
+    config: RunConfig, served: ServedEngine, asked: str, first: int
 ) -> None:
     engine = await RemoteEngine.connect(served.url, TOKEN)
     model = ModelConfig.model_validate(config.model.model_dump())
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=4)))
+    config = config.model_copy(update={"sync": SyncConfig.model_validate({"route": asked})})
     sync = await create_sync(config, backend, [engine])
-    assert sync.route.startswith("ipc")
+    assert sync.route.startswith("ipc" if asked == "auto" else "nccl")
     ids = np.random.default_rng(0).integers(3, 300, 40).tolist()
     sample = make_sample("s", ids, 1, advantages=np.ones(40, np.float32))
-    before = await engine.logprobs(ids)
-    for version in (1, 2, 3):
+    (before,) = await backend.forward([sample])
+    for version in range(first, first + 3):
         await backend.forward_backward([sample], LossConfig(name="cross_entropy"))
         await backend.optim_step(AdamConfig(lr=0.004, grad_clip_norm=0))
         assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]

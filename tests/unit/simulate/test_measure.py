@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from instar.errors import ConfigError
-from instar.simulate.measure import Timed, fit_speed, fit_training
+from instar.simulate.measure import Timed, fit_latency, fit_speed, fit_training
 from instar.simulate.sessions import Session, Turn, read_workload, write_workload
 
 
@@ -27,6 +27,22 @@ def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
     for batch in (1, 16, 64):
         assert speed(batch) == pytest.approx(batch / (0.01 + 0.002 * (batch - 1)), rel=0.02)
     assert fit_speed(calls, engines=4, max_batch=64)(1) < 1.1 * speed(1)
+
+
+def test_latency_is_split_into_what_a_call_takes_alone_and_what_its_company_adds() -> None:
+    """Waves of 1, 4 and 16 calls that all begin and end together."""
+    calls: list[Timed] = []
+    for wave in range(60):
+        batch, at = (1, 4, 16)[wave % 3], 10.0 * wave
+        began = at + 0.02 * (1 + 0.25 * (batch - 1))
+        calls += [Timed(at, began, began + 1.0, 20)] * batch
+    latency, crowding = fit_latency(calls, engines=1)
+    assert crowding == pytest.approx(0.25)
+    assert latency.values == pytest.approx([0.02] * len(calls))
+    same = [Timed(at, at + 0.3, at + 1.0, 20) for at in range(0, 50, 2)]
+    assert fit_latency(same, engines=1)[1] == 0
+    quicker_in_company = [Timed(0.0, 0.5, 1.0, 20), *[Timed(2.0, 2.1, 3.0, 20)] * 16]
+    assert fit_latency(quicker_in_company, engines=1)[1] == 0
 
 
 def test_the_time_of_a_step_is_split_into_a_base_and_its_tokens() -> None:

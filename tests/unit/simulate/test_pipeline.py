@@ -102,6 +102,15 @@ def test_the_first_token_is_there_when_the_latency_is_over() -> None:
     assert simulate(quick, plant(steps=1)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
 
+def test_the_first_token_comes_later_the_more_calls_the_engine_has() -> None:
+    """Four sessions at once, whose calls all begin together: none, one, two and three others are there."""
+    crowded = work([session(0, turns=20)], latency=DistributionConfig(value=0.1), crowding=0.5)
+    alone = plant(steps=1, group_size=1, groups_per_step=1)
+    assert simulate(crowded, alone).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
+    assert simulate(crowded, plant(steps=1)).seconds == pytest.approx(20 * 0.1 * 2.5 + 5, rel=0.05)
+    assert simulate(crowded, plant(steps=1, engines=4)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
+
+
 def test_no_more_sessions_run_than_may() -> None:
     outcome = simulate(work([session(10, tool=9.0)]), plant(concurrency=2, steps=5, max_staleness=4))
     assert outcome.in_flight <= 2
@@ -160,7 +169,14 @@ def test_no_schedule_gets_past_the_bound(seed: int) -> None:
     config = SimulateConfig()
     sessions = draw_sessions(config, rng, 400)
     speed = {1: 50.0, 8: rng.uniform(100, 400), 64: rng.uniform(400, 900)}
-    given = work(sessions, speed=speed, train_base=rng.uniform(0.1, 20), train_per_token=1e-5)
+    given = work(
+        sessions,
+        speed=speed,
+        latency=DistributionConfig(median=0.3, sigma=1.0, most=5),
+        crowding=rng.choice([0.0, 0.1, 0.5]),
+        train_base=rng.uniform(0.1, 20),
+        train_per_token=1e-5,
+    )
     site = plant(
         engines=rng.choice([1, 3]),
         concurrency=rng.choice([16, 64, 256]),

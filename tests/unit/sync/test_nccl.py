@@ -1,0 +1,164 @@
+"""Weights that are broadcast: a group of the trainer and all engines, which a member may fall out of."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from instar.engines.base import Transfer
+from instar.errors import EngineError
+from instar.sync import nccl
+from instar.types import Artifact, Json, Policy
+from tests.unit.sync.receiving import HandingBackend, ReceivingEngine, holds
+
+
+class Group:
+    """In place of NCCL: a broadcast ends when every member has taken it, or the group is left."""
+
+    def __init__(self) -> None:
+        self.mailboxes: list[queue.Queue[Tensor]] = []
+        self.left = threading.Event()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        for mailbox in self.mailboxes:
+            mailbox.put(tensor)
+        while any(mailbox.unfinished_tasks for mailbox in self.mailboxes):
+            if self.left.wait(0.002):
+                return
+
+    def destroy(self) -> None:
+        self.left.set()
+
+
+class Meeting:
+    """Where the members find each other."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.invited: dict[int, list[queue.Queue[Tensor]]] = {}
+
+    def join(self, place: Json) -> Group:
+        group = Group()
+        group.mailboxes = self.invited.setdefault(place["master_port"], [])
+        while len(group.mailboxes) < place["world_size"] - 1:
+            time.sleep(0.001)
+        self.groups.append(group)
+        return group
+
+
+class Member(ReceivingEngine):
+    def __init__(self, meeting: Meeting, failing: str = "") -> None:
+        super().__init__(routes=("nccl",), failing=failing)
+        self.meeting = meeting
+        self.mailbox: queue.Queue[Tensor] | None = None
+        self.names: list[str] = []
+
+    async def stage(self, transfer: Transfer) -> Json:
+        if "init" in transfer.body:
+            self.mailbox = queue.Queue()
+            self.meeting.invited.setdefault(transfer.body["init"]["master_port"], []).append(self.mailbox)
+        if "update" in transfer.body:
+            self.names = transfer.body["update"]["names"]
+        return {"world_size": 1}
+
+    async def commit(self, policy: Policy) -> None:
+        if self.failing == "commit":
+            raise EngineError("the GPU is gone")
+        assert self.mailbox is not None
+        for name in self.names:
+            while self.mailbox.empty():  # noqa: ASYNC110 - a thread fills it
+                await asyncio.sleep(0.001)
+            self.model.load_weights([(name, self.mailbox.get())])
+            self.mailbox.task_done()
+        self.version = policy.version
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    found = Meeting()
+    monkeypatch.setattr(nccl, "_join", found.join)
+    monkeypatch.setattr(nccl, "_broadcast", lambda group, tensor: group.broadcast(tensor))
+    return found
+
+
+def policy(version: int) -> Policy:
+    return Policy("p", version, Artifact("live"))
+
+
+def syncing(backend: Any, deadline: float = 60) -> nccl.NcclSync:
+    return nccl.NcclSync(backend, host="127.0.0.1", deadline=deadline)
+
+
+async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meeting) -> None:
+    backend, engines = HandingBackend(), [Member(meeting), Member(meeting)]
+    sync = syncing(backend)
+    for version in (1, 2, 3):
+        backend.value = 10.0 * version
+        assert await sync.push(policy(version), engines) == [None, None]
+        assert all(holds(engine, 10.0 * version) and engine.version == version for engine in engines)
+    await sync.close()
+    (group,) = meeting.groups
+    assert group.left.is_set()
+
+
+async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Meeting) -> None:
+    """Long before the deadline: a broadcast would hold up the trainer's GPU until then."""
+    backend, bad, good = HandingBackend(), Member(meeting, failing="commit"), Member(meeting)
+    sync = syncing(backend)
+    async with asyncio.timeout(10):
+        told, other = await sync.push(policy(1), [bad, good])
+    assert "the GPU is gone" in str(told)
+    assert "another engine of its group failed" in str(other)
+    assert meeting.groups[0].left.is_set()
+    assert good.version == 0
+    bad.failing = ""
+    assert await sync.push(policy(1), [bad, good]) == [None, None]
+    assert holds(good, 0.0)
+    assert len(meeting.groups) == 2
+    await sync.close()
+
+
+async def test_a_group_is_left_when_time_is_up(meeting: Meeting) -> None:
+    class Silent(Member):
+        async def commit(self, policy: Policy) -> None:
+            await asyncio.sleep(60)
+
+    sync = syncing(HandingBackend(), deadline=0.3)
+    (told,) = await sync.push(policy(1), [Silent(meeting)])
+    assert "longer than 0.3 s" in str(told)
+    assert meeting.groups[0].left.is_set()
+
+
+async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
+    class Failing(HandingBackend):
+        reads = 0
+
+        async def tensors(self) -> Any:
+            self.reads += 1
+            yield "embed.weight", torch.zeros(10, 4)
+            if self.reads > 1:
+                raise RuntimeError("out of memory")
+            yield "norm.weight", torch.zeros(4)
+
+    engine = Member(meeting)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await syncing(Failing()).push(policy(1), [engine])
+    assert meeting.groups[0].left.is_set()
+    assert engine.version == 0
+
+
+async def test_another_engine_makes_all_meet_again(meeting: Meeting) -> None:
+    backend, first, second = HandingBackend(), Member(meeting), Member(meeting)
+    sync = syncing(backend)
+    assert await sync.push(policy(1), [first]) == [None]
+    assert await sync.push(policy(2), [first, second]) == [None, None]
+    assert (first.version, second.version) == (2, 2)
+    assert [group.left.is_set() for group in meeting.groups] == [True, False]
+    await sync.close()
