@@ -60,26 +60,31 @@ BACKENDS := tests/integration/backends tests/torture/test_services.py
 SCALE := $(wildcard tests/integration/vllm tests/integration/sync tests/integration/ray)
 REWARDS := $(wildcard $(addprefix tests/integration/,rewards rewards_sandbox datasets tasks))
 REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) tests/torture/test_crash.py $(REWARDS)
-SLOW = $(BIN)/python -m pytest --durations=20 --durations-min=5
+# Two files at a time, for half of the time a test waits for one process to start; then what wants to be alone.
+define slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile --timeout=300 $(DURATIONS) $(1)
+	$(BIN)/python -m pytest -m alone $(DURATIONS) $(1) || [ $$? -eq 5 ]  # 5: a part without such tests
+endef
+DURATIONS := --durations=20 --durations-min=5
 
 integration: install
-	$(SLOW) $(CLIENTS) $(BACKENDS) $(SCALE) $(REST)
+	$(call slow,$(SCALE) $(BACKENDS) $(CLIENTS) $(REST))
 
 integration-clients: install
-	$(SLOW) $(CLIENTS)
+	$(call slow,$(CLIENTS))
 
 integration-backends: install
-	$(SLOW) $(BACKENDS)
+	$(call slow,$(BACKENDS))
 
 integration-scale: install
-	$(SLOW) $(SCALE)
+	$(call slow,$(SCALE))
 
 integration-rest: install
-	$(SLOW) $(REST)
+	$(call slow,$(REST))
 
 # A part of the rest.
 integration-rewards: install
-	$(SLOW) $(REWARDS)
+	$(call slow,$(REWARDS))
 
 bench: install
 	$(BIN)/python bench/engine.py

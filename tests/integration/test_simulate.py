@@ -67,6 +67,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         return {mode: run(plan, mode, folder, workload, 0) | {"folder": folder} for mode in ("sync", "async")}
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_simulator_predicts_both_modes_from_one_run(

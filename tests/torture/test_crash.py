@@ -18,6 +18,7 @@ from tests.tiny import make_tiny_model
 from tests.torture.killer import IN_RECOVERY, POINTS, RECOVERY, Moment, fired, make_interpreter
 from tests.torture.tortured import Fingerprint, Tortured, settings
 
+pytestmark = pytest.mark.alone  # it runs several things side by side itself
 STEPS = 6
 KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
 """At random moments."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.once import make_once
+
 CACHE = Path(__file__).parents[3] / ".cache" / "agents"
 NODE = "24.21.0"
 """OpenClaw needs at least 24.16; the others are content with it."""
@@ -76,26 +78,25 @@ class CliAgent:
 
 
 def install(name: str, package: str, version: str) -> None:
-    """Into the cache, once. A half-made folder is never taken for a whole one."""
-    folder = CACHE / f"{name}-{version}"
-    if folder.exists():
-        return
-    npm = shutil.which("npm")
-    if npm is None:
-        raise NotInstalled("npm is not installed")
-    fresh = CACHE / f".{name}-{os.getpid()}"
-    fresh.mkdir(parents=True)
-    command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(fresh), f"{package}@{version}"]
-    env = {**os.environ, "PATH": _path()}
-    try:
-        subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT)
-        fresh.rename(folder)
-    except subprocess.CalledProcessError as error:
-        raise NotInstalled(f"npm refused {package}@{version}: {error.stderr[-500:]}") from error
-    except subprocess.TimeoutExpired as error:
-        raise NotInstalled(f"npm did not install {package}@{version} in {INSTALL_TIMEOUT} s") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    """Into the cache, once."""
+
+    def make(folder: Path) -> None:
+        npm = shutil.which("npm")
+        if npm is None:
+            raise NotInstalled("npm is not installed")
+        folder.mkdir()
+        command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@{version}"]
+        env = {**os.environ, "PATH": _path()}
+        try:
+            subprocess.run(
+                command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT
+            )
+        except subprocess.CalledProcessError as error:
+            raise NotInstalled(f"npm refused {package}@{version}: {error.stderr[-500:]}") from error
+        except subprocess.TimeoutExpired as error:
+            raise NotInstalled(f"npm did not install {package}@{version} in {INSTALL_TIMEOUT} s") from error
+
+    make_once(CACHE / f"{name}-{version}", make)
 
 
 def _path() -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.once import make_once
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / ".cache" / "envs"
@@ -38,18 +39,13 @@ PACKAGES = {
 
 
 def interpreter(name: str) -> Path:
-    folder = FOLDER / name
-    if not folder.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        fresh = FOLDER / f".{name}-{os.getpid()}"
-        try:
-            install(fresh, *PACKAGES[name])
-            if name == "vllm":
-                _finish_vllm(fresh)
-            fresh.rename(folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-    return folder / "bin" / "python"
+    def make(folder: Path) -> None:
+        install(folder, *PACKAGES[name])
+        if name == "vllm":
+            _finish_vllm(folder)
+
+    make_once(FOLDER / name, make)
+    return FOLDER / name / "bin" / "python"
 
 
 def install(folder: Path, *requirements: str) -> None:

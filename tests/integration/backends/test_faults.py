@@ -23,6 +23,7 @@ from tests.torture.certificates import few_certificates
 from tests.torture.nursery import ROOT, Nursery
 from tests.torture.service_run import Served
 
+pytestmark = pytest.mark.alone
 PROGRAM_SECONDS = 400
 SLACK = 4.0
 """Seconds over its deadline that a call may take, on a machine that is busy."""

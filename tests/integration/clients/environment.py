@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.backends.environments import install
+from tests.once import make_once
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -42,15 +42,8 @@ class Outcome:
 def installed() -> Path:
     """The clients' interpreter. Another list of requirements is another environment."""
     folder = CACHE / sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    if not folder.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        fresh = CACHE / f".{folder.name}-{os.getpid()}"
-        try:
-            # The list is complete, so there is nothing to resolve.
-            install(fresh, "--no-deps", "-r", str(REQUIREMENTS))
-            fresh.rename(folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+    # The list is complete, so there is nothing to resolve.
+    make_once(folder, lambda fresh: install(fresh, "--no-deps", "-r", str(REQUIREMENTS)))
     return folder / "bin" / "python"
 
 

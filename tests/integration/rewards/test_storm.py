@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 SESSIONS = 10_000
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(500)
 def test_every_session_ends_scored_or_with_a_reason_and_none_twice(tmp_path: Path) -> None:
     options = {"sessions": SESSIONS, "slots": 48, "service": 0.05, "faults": 0.2, "kills": 2, "dir": tmp_path}
