@@ -11,8 +11,8 @@ from filelock import FileLock
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``make`` fill ``folder``, unless it is there. Others that want it wait; a half-made folder is never
-    taken for a whole one."""
+    """Have ``make`` fill ``folder``, unless it is there. Others that want it wait, and a
+    half-made folder is never taken for a whole one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.exists():
