@@ -12,6 +12,7 @@ from typing import cast
 
 from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, mergeable
 from instar.backends.resolve import check_reachable, resolve_run
+from instar.backends.values import clip_bounds
 from instar.clouds.base import SERVICES
 from instar.config import (
     AdamConfig,
@@ -128,6 +129,13 @@ def _check_clip(loss: LossConfig) -> None:
             raise ConfigError(
                 f"trainer.loss.{setting}: {loss.name!r} does not clip; leave it out, or use "
                 f"{' or '.join(sorted(DEFAULT_CLIP))}"
+            )
+    if loss.name in DEFAULT_CLIP:
+        low, high = clip_bounds(loss)
+        if not (0 <= low <= 1 <= high and low < high):
+            raise ConfigError(
+                f"trainer.loss.clip_low, clip_high: given {low:g} and {high:g}; they bound the ratio itself, "
+                "so 1 lies between them: 0.8 and 1.2, say"
             )
     if loss.beta is not None and loss.name != "dro":
         raise ConfigError(f"trainer.loss.beta: {loss.name!r} has none; leave it out, or use dro")

@@ -155,3 +155,18 @@ class TrainerConfig(Section):
     """Checkpoints and published artifacts kept, newest first."""
     tensorboard: bool | None = None
     """Write TensorBoard event files beside metrics.jsonl. Default: where it is installed."""
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> Self:
+        for loss in (self.loss.name, self.loss_fallback):
+            if loss == "cross_entropy" and self.off_policy.proximal == "recompute":
+                raise ValueError(
+                    "off_policy.proximal: given 'recompute'; cross_entropy imitates what is there, whoever "
+                    "sampled it. Leave it out, or take another loss"
+                )
+            if loss == "dro" and self.advantage.normalize == "session_tokens":
+                raise ValueError(
+                    "advantage.normalize: given 'session_tokens'; dro's distance has one weight for all "
+                    "tokens of a step. Use batch_tokens or batch_sessions, or another loss"
+                )
+        return self

@@ -129,25 +129,34 @@ Normalize = Literal["batch_tokens", "batch_sessions", "session_tokens", "none"]
 def normalize(samples: Sequence[Sample], how: Normalize) -> list[Sample]:
     """Fold what the step's token sum is divided by into the advantages. Sessions that train nothing in
     this step do not count."""
+    tokens = _tokens_of_sessions(samples)
+    of_all = divisor(samples, how)
+
+    def of_one(sample: Sample) -> float:
+        return tokens[sample.session_id] * len(tokens) if how == "session_tokens" else of_all
+
+    return [
+        replace(sample, advantages=(sample.advantages / of_one(sample)).astype(np.float32))
+        for sample in samples
+    ]
+
+
+def divisor(samples: Sequence[Sample], how: Normalize) -> float:
+    """What the step's token sum is divided by; 1 where every session has a divisor of its own."""
+    match how:
+        case "batch_tokens":
+            return sum(_tokens_of_sessions(samples).values())
+        case "batch_sessions":
+            return len(_tokens_of_sessions(samples))
+        case "session_tokens" | "none":
+            return 1.0
+
+
+def _tokens_of_sessions(samples: Sequence[Sample]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for sample in samples:
         tokens[sample.session_id] = tokens.get(sample.session_id, 0) + sample.trained_tokens
-
-    def divisor(sample: Sample) -> float:
-        match how:
-            case "batch_tokens":
-                return sum(tokens.values())
-            case "batch_sessions":
-                return len(tokens)
-            case "session_tokens":
-                return tokens[sample.session_id] * len(tokens)
-            case "none":
-                return 1.0
-
-    return [
-        replace(sample, advantages=(sample.advantages / divisor(sample)).astype(np.float32))
-        for sample in samples
-    ]
+    return tokens
 
 
 def token_scales(samples: Sequence[Sample], how: Normalize, *, correct: bool = True) -> list[Floats]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,10 +28,12 @@ from instar.data.advantages import (
     Advantages,
     Estimator,
     correct_sampling,
+    divisor,
     has_signal,
     normalize,
     token_scales,
 )
+from instar.data.age import Age
 from instar.data.linearize import with_advantage
 from instar.data.loading import ENDED, Entry, Loaded, Loader
 from instar.data.mixture import Mixture
@@ -59,6 +61,8 @@ class Batch:
     """With their normalised advantages."""
     scales: list[Floats]
     """Per sample, what an advantage of 1 on each token comes to in this step."""
+    divisor: float
+    """What sums over all tokens of the step are divided by; 1 where each session has its own."""
     claims: list[Claim]
     """Of every group that the step consumes: samples trained, and those dropped with it."""
     drops: list[Claim]
@@ -109,26 +113,29 @@ class Batcher:
         epoch: int,
         version: int,
         *,
+        steps: Mapping[int, int] | None = None,
         stop: asyncio.Event | None = None,
         finished: Callable[[], bool] | None = None,
         wait: float | None = None,
     ) -> Batch | None:
-        """Wait for enough groups and return the batch of ``step``. With ``finished`` saying that no more
-        groups are coming, returns what is left. None: nothing is left, ``stop`` was set, or ``wait``
+        """Wait for enough groups and return the batch of ``step``, which is trained into ``version``.
+        ``steps``: which of them made a version, where the two numbers differ. With ``finished`` saying that
+        no more groups are coming, returns what is left. None: nothing is left, ``stop`` was set, or ``wait``
         seconds have passed."""
+        age = Age(version, steps or {})
         deadline = None if wait is None else time.monotonic() + wait
         drops = [*await self._late(epoch), *await self._given_up(epoch)]
         wanted = self.mixture.live_places(step)
         while True:
             # Asked before looking: what was finished by then is in the store by now.
             is_last = finished is not None and finished()
-            fresh, stale = await self._ready(wanted, epoch, version)
+            fresh, stale = await self._ready(wanted, epoch, age)
             drops += stale
             if len(fresh) >= wanted or (is_last and fresh):
                 groups = [*fresh, *await self._recorded(step)]
                 if groups or self.mixture.has_live:
                     groups = await self.loader.set_tagged_apart(groups)
-                    return self._assemble(groups, drops, step, epoch, version)
+                    return self._assemble(groups, drops, step, epoch, age)
             if drops:
                 # Written at once: the rollout waits for the room that they leave.
                 await self.store.drop(drops)
@@ -138,13 +145,16 @@ class Batcher:
                 return None
             await asyncio.sleep(POLL)
 
-    async def preview(self, step: int, epoch: int, version: int) -> Batch:
+    async def preview(
+        self, step: int, epoch: int, version: int, steps: Mapping[int, int] | None = None
+    ) -> Batch:
         """The batch that ``step`` would be given now, from fewer groups where not enough are finished.
         Nothing is written; the batcher is of no further use."""
+        age = Age(version, steps or {})
         drops = [*await self._late(epoch), *await self._given_up(epoch)]
-        fresh, stale = await self._ready(self.mixture.live_places(step), epoch, version)
+        fresh, stale = await self._ready(self.mixture.live_places(step), epoch, age)
         groups = await self.loader.set_tagged_apart([*fresh, *await self._recorded(step)])
-        return self._assemble(groups, [*drops, *stale], step, epoch, version)
+        return self._assemble(groups, [*drops, *stale], step, epoch, age)
 
     # --- what there is ---------------------------------------------------------------------------
 
@@ -154,7 +164,7 @@ class Batcher:
         loaded = await self.loader.load([each.group for each in picked])
         return [replace(found, epoch=each.epoch) for found, each in zip(loaded, picked, strict=True)]
 
-    async def _ready(self, wanted: int, epoch: int, version: int) -> tuple[list[Loaded], list[Claim]]:
+    async def _ready(self, wanted: int, epoch: int, age: Age) -> tuple[list[Loaded], list[Claim]]:
         """The first finished groups that nobody consumed yet, as many as are wanted, and the drops of those
         before them that are too old."""
         groups = await self.store.groups(
@@ -171,8 +181,8 @@ class Batcher:
             self._loaded |= {found.group.group_id: found for found in await self.loader.load(missing)}
             for found in (self._loaded[group.group_id] for group in part):
                 samples = found.samples
-                if samples and not any(self._fresh(sample, version) for sample in samples):
-                    drops += self._dropped(found, epoch, "stale", version=version)
+                if samples and not any(self._fresh(sample, age) for sample in samples):
+                    drops += self._dropped(found, epoch, "stale", age=age)
                     self._settle(found, None)
                 else:
                     fresh.append(found)
@@ -222,14 +232,14 @@ class Batcher:
     # --- what becomes of it ----------------------------------------------------------------------
 
     def _assemble(
-        self, groups: Sequence[Loaded], drops: list[Claim], step: int, epoch: int, version: int
+        self, groups: Sequence[Loaded], drops: list[Claim], step: int, epoch: int, age: Age
     ) -> Batch:
         samples: list[Sample] = []
         claims: list[Claim] = []
         zero_signal = 0
         for found in groups:
             advantages = self._advantages(found.entries)
-            once, at = (epoch, version) if found.epoch is None else (found.epoch, None)
+            once, at = (epoch, age) if found.epoch is None else (found.epoch, None)
             for entry in found.tagged:
                 claims += self._drop_entry(entry, once, UNTRAINABLE, None, at)
             if found.entries and (self._distils or _teaches(found.entries, advantages)):
@@ -237,7 +247,7 @@ class Batcher:
                 samples += trained
                 claims += taken
             else:
-                zero_signal += 1
+                zero_signal += any(advantage is not None for advantage in advantages)
                 claims += self._dropped(found, once, "zero_signal", advantages, at)
             if found.epoch is None:
                 self._settle(found, step)
@@ -245,23 +255,23 @@ class Batcher:
         # Where the trainer recomputes logprobs, it weighs the whole way from what was sampled from.
         correct = self.config.trainer.off_policy.proximal == "behavior"
         how = self.config.trainer.advantage.normalize
-        entries = [entry for found in groups for entry in found.entries]
+        live = [found for found in groups if found.epoch is None]
         began = {
-            entry.session.session_id: entry.session.created_at
-            for found in groups
-            if found.epoch is None
-            for entry in found.entries
+            entry.session.session_id: entry.session.created_at for found in live for entry in found.entries
         }
         own = [sample for sample in samples if sample.session_id in began]
-        report = batch_report(samples, own, claims, drops, version)
-        report |= output_report([[entry.samples for entry in found.entries] for found in groups])
+        whole = {sample.sample_key: sample.trained_tokens for found in live for sample in found.samples}
+        masked = sum(whole[sample.sample_key] - sample.trained_tokens for sample in own)
+        report = batch_report(samples, own, claims, drops, age) | {"stale_masked_tokens": masked}
+        report |= output_report([[entry.samples for entry in found.entries] for found in live])
         return Batch(
             samples=normalize([correct_sampling(s) for s in samples] if correct else samples, how),
             scales=token_scales(samples, how, correct=correct),
+            divisor=divisor(samples, how),
             claims=claims,
             drops=drops,
             began=[began[sample.session_id] for sample in own],
-            report=_group_report(groups, entries) | report | {"zero_signal": zero_signal},
+            report=_group_report(groups, live) | report | {"zero_signal": zero_signal},
         )
 
     def _advantages(self, entries: Sequence[Entry]) -> Advantages:
@@ -275,18 +285,18 @@ class Batcher:
         ]
 
     def _take(
-        self, found: Loaded, advantages: Advantages, epoch: int, version: int | None
+        self, found: Loaded, advantages: Advantages, epoch: int, age: Age | None
     ) -> tuple[list[Sample], list[Claim]]:
         """The samples of a group to train on, and a claim for everything in it."""
         samples: list[Sample] = []
         claims: list[Claim] = []
         for entry, advantage in zip(found.entries, advantages, strict=True):
             if advantage is None or not entry.samples:
-                claims += self._drop_entry(entry, epoch, "no_reward", advantage, version)
+                claims += self._drop_entry(entry, epoch, "no_reward", advantage, age)
                 continue
             for sample in entry.samples:
-                fresh = self._fresh(sample, version)
-                claim = self._claim(entry, fresh or sample, epoch, advantage, version)
+                fresh = self._fresh(sample, age)
+                claim = self._claim(entry, fresh or sample, epoch, advantage, age)
                 if fresh is None:
                     claims.append(replace(claim, outcome=ClaimOutcome.DROPPED, reason="stale"))
                     continue
@@ -295,17 +305,15 @@ class Batcher:
         claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
         return samples, claims
 
-    def _fresh(self, sample: Sample, version: int | None) -> Sample | None:
-        """The sample as it may be trained at this version; None where it is too old. Without a version, it is
-        of another policy's, and age is nothing to it."""
-        if version is None:
-            return sample
-        oldest = version - self.config.max_staleness
-        if _lowest(sample) >= oldest:
+    def _fresh(self, sample: Sample, age: Age | None) -> Sample | None:
+        """The sample as it may be trained now; None where it is too old. Without an age, it is of another
+        policy's, and has none."""
+        most = self.config.max_staleness
+        if age is None or age.of_sample(sample) <= most:
             return sample
         if self.config.trainer.stale == "drop":
             return None
-        left = replace(sample, mask=np.where(sample.versions >= oldest, sample.mask, np.float32(0)))
+        left = replace(sample, mask=np.where(age.of(sample.versions) <= most, sample.mask, np.float32(0)))
         return left if left.trained_tokens else None
 
     def _dropped(
@@ -314,12 +322,12 @@ class Batcher:
         epoch: int,
         reason: str,
         advantages: Advantages | None = None,
-        version: int | None = None,
+        age: Age | None = None,
     ) -> list[Claim]:
         """Claims that drop all of a group."""
         claims: list[Claim] = []
         for entry, advantage in zip(found.entries, advantages or [None] * len(found.entries), strict=True):
-            claims += self._drop_entry(entry, epoch, reason, advantage, version)
+            claims += self._drop_entry(entry, epoch, reason, advantage, age)
         claims += [self._drop_session(session, epoch, "superseded") for session in found.superseded]
         if found.tagged:
             return claims
@@ -327,7 +335,7 @@ class Batcher:
         return claims or [self._drop_group(found.group, epoch, "no_sessions")]
 
     def _drop_entry(
-        self, entry: Entry, epoch: int, reason: str, advantage: float | None, version: int | None
+        self, entry: Entry, epoch: int, reason: str, advantage: float | None, age: Age | None
     ) -> list[Claim]:
         """One claim per sample, or one for the session when it has none."""
         if reason in ("zero_signal", "no_reward") and entry.reward is None:
@@ -338,7 +346,7 @@ class Batcher:
             return [replace(claim, sample_key=key, reward=entry.reward, advantage=advantage)]
         return [
             replace(
-                self._claim(entry, sample, epoch, advantage, version),
+                self._claim(entry, sample, epoch, advantage, age),
                 outcome=ClaimOutcome.DROPPED,
                 reason=reason,
             )
@@ -346,7 +354,7 @@ class Batcher:
         ]
 
     def _claim(
-        self, entry: Entry, sample: Sample, epoch: int, advantage: float | None, version: int | None
+        self, entry: Entry, sample: Sample, epoch: int, advantage: float | None, age: Age | None
     ) -> Claim:
         return Claim(
             run_id=self.run_id,
@@ -357,7 +365,7 @@ class Batcher:
             outcome=ClaimOutcome.TRAINED,
             reward=entry.reward,
             advantage=advantage,
-            staleness=None if version is None else version - _lowest(sample),
+            staleness=None if age is None else age.of_sample(sample),
         )
 
     def _drop_session(self, session: Session, epoch: int, reason: str) -> Claim:
@@ -384,21 +392,24 @@ class Batcher:
         )
 
 
-def _lowest(sample: Sample) -> int:
-    lowest = sample.lowest_version
-    assert lowest is not None, "linearize keeps only samples that train something"
-    return lowest
-
-
 def _teaches(entries: Sequence[Entry], advantages: Advantages) -> bool:
     return has_signal(advantages) or any(value != 0 for entry in entries for value in entry.per_call.values())
 
 
-def _group_report(groups: Sequence[Loaded], entries: Sequence[Entry]) -> Json:
-    rewards = [entry.reward for entry in entries if entry.reward is not None]
+def _group_report(groups: Sequence[Loaded], live: Sequence[Loaded]) -> Json:
+    """What exported data was rewarded with is no news of the policy, and stands apart."""
+    entries = [entry for found in live for entry in found.entries]
+    recorded = [entry for found in groups if found.epoch is not None for entry in found.entries]
+    apart = {"data_reward_mean": _mean_reward(recorded), "data_sessions": len(recorded)} if recorded else {}
     return {
-        "reward_mean": float(np.mean(rewards)) if rewards else None,
+        "reward_mean": _mean_reward(entries),
         "groups": len(groups),
         "sessions": len(entries),
         "failed": sum(entry.failed for entry in entries),
+        **apart,
     }
+
+
+def _mean_reward(entries: Sequence[Entry]) -> float | None:
+    rewards = [entry.reward for entry in entries if entry.reward is not None]
+    return float(np.mean(rewards)) if rewards else None

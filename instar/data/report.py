@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from instar.types import NOT_SAMPLED, Claim, ClaimOutcome, Ids, Json, Sample
+from instar.data.age import Age
+from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
 
 REPEATED = 4
 """Tokens in a row that are looked for again."""
@@ -18,13 +19,12 @@ def batch_report(
     own: Sequence[Sample],
     claims: Sequence[Claim],
     drops: Sequence[Claim],
-    version: int,
+    age: Age,
 ) -> Json:
-    """Of the samples to train at this version: how many, how far the run's own are behind, and what was
-    dropped and why."""
-    trained = [sample.versions[sample.mask > 0] for sample in own]
-    behind = version - np.concatenate([np.empty(0, np.int32), *trained])
-    staleness = [version - int(versions.min()) for versions in trained]
+    """Of the samples to train now: how many, how far the run's own are behind, and what was dropped and
+    why."""
+    versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in own)])
+    staleness = [age.of_sample(sample) for sample in own]
     reasons = Counter(
         claim.reason or "unknown" for claim in (*claims, *drops) if claim.outcome is ClaimOutcome.DROPPED
     )
@@ -39,10 +39,8 @@ def batch_report(
         "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "staleness_max": max(staleness, default=0),
         "staleness_samples": histogram(staleness),
-        "staleness_tokens": histogram(behind),
-        "version_shares": {
-            str(version - int(away)): count / len(behind) for away, count in histogram(behind).items()
-        },
+        "staleness_tokens": histogram(age.of(versions)),
+        "version_shares": {version: count / len(versions) for version, count in histogram(versions).items()},
     }
 
 
@@ -66,7 +64,13 @@ def output_report(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
 
 
 def _sampled(samples: Sequence[Sample]) -> Ids:
-    return np.concatenate([sample.token_ids[sample.versions != NOT_SAMPLED] for sample in samples])
+    """By the calls of a session. One that several samples go on from counts once."""
+    calls = {
+        span.call_id: sample.token_ids[span.start : span.start + span.length]
+        for sample in samples
+        for span in sample.spans
+    }
+    return np.concatenate([np.empty(0, np.int32), *calls.values()])
 
 
 def _repetition(tokens: Ids) -> float:

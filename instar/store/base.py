@@ -434,6 +434,10 @@ class Store(ABC):
         """(version, step) of those reserved and neither published nor tombstoned."""
 
     @abstractmethod
+    async def steps_of_versions(self, policy_id: str) -> dict[int, int]:
+        """The step that made each version, whatever became of it."""
+
+    @abstractmethod
     async def head(self, policy_id: str) -> Policy:
         """The newest published version; version 0 with a ``base`` artifact when there is none."""
 

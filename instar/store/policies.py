@@ -73,6 +73,11 @@ def reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]:
     return [(row["version"], row["step"]) for row in rows]
 
 
+def steps_of_versions(db: Database, policy_id: str) -> dict[int, int]:
+    rows = db.execute("SELECT version, step FROM policies WHERE policy_id = ?", (policy_id,))
+    return {row["version"]: row["step"] for row in rows}
+
+
 def head(db: Database, policy_id: str) -> Policy:
     row = db.execute(
         "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1",

@@ -334,6 +334,9 @@ class SqlStore(Store):
     async def reserved_versions(self, policy_id: str) -> list[tuple[int, int]]:
         return await self._read(lambda db: policies.reserved_versions(db, policy_id))
 
+    async def steps_of_versions(self, policy_id: str) -> dict[int, int]:
+        return await self._read(lambda db: policies.steps_of_versions(db, policy_id))
+
     async def head(self, policy_id: str) -> Policy:
         return await self._read(lambda db: policies.head(db, policy_id))
 

@@ -36,7 +36,7 @@ from instar.trainer.checkpoint import (
 from instar.trainer.correction import correct
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.pushing import Engines, Pusher
-from instar.trainer.update import update
+from instar.trainer.update import divided, update
 from instar.types import Artifact, Json, Policy, StepState
 
 EPOCH = 0
@@ -137,17 +137,19 @@ class Trainer:
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.head(self.policy_id)
         waited = time.monotonic()
+        was_finished = self.rollout_finished
         waiting = self.batcher.next_batch(
             step=self.step + 1,
             epoch=EPOCH,
             version=head.version,
+            steps=await self.store.steps_of_versions(self.policy_id),
             stop=self.stopping,
             finished=lambda: self.rollout_finished,
             wait=self._patience(),
         )
         batch = await self.pusher.while_waiting(head, waiting)
         if batch is None:
-            return not self.rollout_finished
+            return not was_finished  # if it has finished since, its last groups may be there by now
         await self.train_step(batch, waited=time.monotonic() - waited)
         self.losses = 0
         return True
@@ -213,7 +215,8 @@ class Trainer:
         if not batch.samples and not lessons.samples:
             return metrics
         plan = self.config.trainer
-        made = await update(self.backend, batch.samples, plan.loss, lessons.samples, self._adam(step))
+        loss = divided(plan.loss, batch.divisor)
+        made = await update(self.backend, batch.samples, loss, lessons.samples, self._adam(step))
         if made.done is not None:
             if plan.off_policy.proximal == "behavior":
                 metrics |= importance(batch.samples, made.done.logprobs)

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import orjson
+
 from instar.types import Json
 
 
@@ -24,7 +26,9 @@ class Monitor:
         self._board = _board(run_dir / "tensorboard") if wanted else None
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
+        # A figure that is not a number is null in JSON.
+        record = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
+        self._file.write(record.decode() + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in _numbers(kind, values):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instar.backends.base import Backend, ForwardBackward, OptimStep
+from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackward, OptimStep
 from instar.config import AdamConfig, LossConfig
 from instar.types import Sample
 
@@ -20,6 +20,14 @@ class Update:
     """What the samples came to; None where there were none. So of the lessons."""
     taught: ForwardBackward | None
     moved: OptimStep
+
+
+def divided(loss: LossConfig, divisor: float) -> LossConfig:
+    """The loss over advantages that are divided already: what else it sums up is divided alike."""
+    if loss.name != "dro":
+        return loss
+    beta = DEFAULT_BETA if loss.beta is None else loss.beta
+    return loss.model_copy(update={"beta": beta / divisor})
 
 
 async def update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -16,8 +17,9 @@ __all__ = ["agent", "share", "tasks"]
 LENGTH = 6
 
 
-async def agent(task: dict[str, str], session: AgentSession, *, ledger: str) -> None:
-    """One question. Notes the id of a reply that has ended for it."""
+async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pause: float = 0.0) -> None:
+    """One question, after so many seconds. Notes the id of a reply that has ended for it."""
+    await asyncio.sleep(pause)
     body = {
         "model": session.model,
         "messages": [{"role": "user", "content": task["kind"]}],

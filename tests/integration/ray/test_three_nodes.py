@@ -130,7 +130,10 @@ class RayRun:
             "rollout": {
                 "tasks": {"type": "python", "function": f"{HERE}:tasks"},
                 "agent": {
-                    "type": "function", "function": f"{HERE}:agent", "args": {"ledger": str(self.ledger)}
+                    "type": "function",
+                    "function": f"{HERE}:agent",
+                    # So that the run is still there when the last thing has been broken.
+                    "args": {"ledger": str(self.ledger), "pause": 1.0},
                 },
                 "group_size": 16,
                 "concurrency": 32,
@@ -210,6 +213,7 @@ def test_a_store_of_one_machine_is_refused(cluster: Cluster, tmp_path: Path) -> 
     assert "3 nodes; use postgres" in done.stdout + done.stderr
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_run_survives_its_nodes(cluster: Cluster, run: RayRun) -> None:
     run.wait_until(lambda: run.steps() >= 3)

@@ -94,6 +94,8 @@ def test_a_substitute_is_taken_with_a_warning_and_its_own_defaults() -> None:
         (run("tinker", {"sampling": {"top_p": 0.9}}), r"rollout\.sampling\.top_p: given 0\.9"),
         (run("mint"), r"pip install 'instar\[mint\]'"),
         (run(loss={"clip_low": 0.5}), r"trainer\.loss\.clip_low"),
+        (run(loss={"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}), r"given 0\.2 and 0\.2; they bound"),
+        (run(loss={"name": "cispo", "clip_high": 0.5}), r"given 0 and 0\.5; they bound"),
     ],
 )
 def test_a_run_is_refused_before_anything_starts(config: RunConfig, said: str) -> None:

@@ -14,15 +14,18 @@ from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import (
     UNTRAINABLE,
+    Channel,
     ClaimOutcome,
+    Group,
     GroupStatus,
     Reward,
     RewardSource,
     SessionStatus,
     StepState,
     Tag,
+    Task,
 )
-from tests.unit.data.build import RUN, add_group, add_session, begin, make_config
+from tests.unit.data.build import RUN, add_group, add_session, begin, make_call, make_config, make_session
 
 
 @pytest.fixture
@@ -365,3 +368,49 @@ async def test_the_report_tells_what_outputs_are_like(store: Store) -> None:
     # Of three runs of four tokens, 7 9 7 9 7 9 repeats one and 9 9 9 9 9 9 two.
     assert batch.report["output_repetition"] == pytest.approx(1 / 2)
     assert batch.report["identical_share"] == 0.0, f"{session} and {twin} are of different groups"
+
+
+async def test_data_is_no_older_for_versions_that_were_given_up(store: Store) -> None:
+    """Sampled under 0; the first step made 1, was undone, and made 4."""
+    await add_group(store, 0, [1.0, 0.0], version=0)
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
+    batch = await batcher.next_batch(1, 0, 4, steps={1: 1, 4: 1}, wait=0.0)
+    assert batch is not None
+    assert {claim.staleness for claim in batch.claims} == {1}
+    assert set(batch.report["staleness_tokens"]) == {"1"}
+    assert set(batch.report["version_shares"]) == {"0"}
+
+
+async def test_what_a_given_up_version_sampled_is_not_of_the_future(store: Store) -> None:
+    await add_group(store, 0, [1.0, 0.0], version=3)
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
+    batch = await batcher.next_batch(1, 0, 0, steps={3: 3}, wait=0.0)
+    assert batch is not None
+    assert set(batch.report["staleness_tokens"]) == {"0"}
+
+
+async def test_tokens_that_are_masked_for_their_age_are_counted(store: Store) -> None:
+    versions = np.array([0, 0, 0, 5], np.int32)
+    group_id = f"{RUN}/train/000000"
+    await store.open_group(Group(group_id, RUN, Channel.TRAIN, 0, 2, Task("t", {})))
+    for slot, reward in enumerate([1.0, 0.0]):
+        session_id = f"{group_id}:{slot}"
+        await store.open_session(make_session(session_id, group_id=group_id, slot=slot))
+        call = make_call(f"{session_id}#0", [1, 2], [7, 8, 9, 10], session_id=session_id, versions=versions)
+        await store.add_calls([call])
+        given = [Reward(session_id, reward, RewardSource.RULE, "t")]
+        await store.end_session(session_id, SessionStatus.COMPLETED, None, given)
+    await store.close_group(group_id, GroupStatus.READY)
+    batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1, stale="mask"))
+    batch = await take(store, batcher, version=5)
+    assert (batch.report["tokens"], batch.report["stale_masked_tokens"]) == (2, 6)
+
+
+async def test_a_group_without_rewards_or_wholly_tagged_is_not_one_without_signal(store: Store) -> None:
+    await add_group(store, 0, [None, None])
+    tagged = await add_group(store, 1, [1.0, 0.0])
+    await add_group(store, 2, [1.0, 1.0])
+    await store.add_tags([Tag(f"{tagged}:{slot}.0", UNTRAINABLE) for slot in (0, 1)])
+    batch = await take(store, Batcher(store, RUN, make_config(groups_per_step=3)))
+    assert batch.report["zero_signal"] == 1
+    assert batch.report["dropped"] == {"no_reward": 2, "untrainable": 2, "zero_signal": 2}

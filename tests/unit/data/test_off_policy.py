@@ -144,3 +144,22 @@ def test_what_would_do_nothing_is_refused(section: dict[str, Any], said: str) ->
     with pytest.raises(ValidationError) as raised:
         RunConfig.model_validate({"trainer": {"off_policy": section}})
     assert said in "; ".join(explain(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"loss": {"name": "cross_entropy"}, "off_policy": {"proximal": "recompute"}},
+            "trainer: off_policy.proximal: given 'recompute'; cross_entropy imitates",
+        ),
+        (
+            {"loss_fallback": "dro", "advantage": {"normalize": "session_tokens"}},
+            "trainer: advantage.normalize: given 'session_tokens'; dro's distance",
+        ),
+    ],
+)
+def test_losses_that_do_not_go_with_other_settings_are_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        RunConfig.model_validate({"trainer": section})
+    assert said in "; ".join(explain(raised.value))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from instar.data.linearize import linearize
 from instar.data.report import output_report
-from instar.types import Sample
+from instar.types import Sample, Span
+from tests.unit.data.build import make_call, make_session
 
 
 def sample(*tokens: int) -> Sample:
@@ -11,7 +14,8 @@ def sample(*tokens: int) -> Sample:
     count = 2 + len(tokens)
     zeros = np.zeros(count, np.float32)
     versions = np.array([-1, -1, *(0 for _ in tokens)], np.int32)
-    return Sample("k", "s", np.array([1, 2, *tokens], np.int32), zeros, zeros, zeros, versions)
+    ids = np.array([1, 2, *tokens], np.int32)
+    return Sample("k", "s", ids, zeros, zeros, zeros, versions, spans=(Span("c", 2, len(tokens)),))
 
 
 def test_outputs_are_compared_within_their_group() -> None:
@@ -24,3 +28,11 @@ def test_repetition_counts_runs_of_four_tokens() -> None:
     report = output_report([[[sample(*[5] * 9)], [sample(*range(9))]]])
     assert report["output_repetition"] == (1 - 1 / 6) / 2
     assert output_report([[[]]]) == {}
+
+
+def test_what_several_walks_go_on_from_counts_once() -> None:
+    first = make_call("first", [1, 2], range(10, 110))
+    branches = [make_call(f"branch {i}", [3, 4 + i], [200 + i, 300 + i], parent=first) for i in range(5)]
+    report = output_report([[linearize(make_session(), [first, *branches])]])
+    assert report["output_tokens_mean"] == 110
+    assert report["output_repetition"] == pytest.approx(0.0)

@@ -261,3 +261,17 @@ def test_nobody_is_ever_a_place_behind_its_share(shares: tuple[float, ...]) -> N
         assert all(new >= old for new, old in zip(counts, before, strict=True))
         assert all(abs(count - share * groups) < 1 for count, share in zip(counts, shares, strict=True))
         before = counts
+
+
+async def test_its_rewards_are_not_reported_as_the_policys(
+    store: Store, empty: Store, tmp_path: Path
+) -> None:
+    await bring(store, empty, tmp_path)
+    await add_group(empty, 0, [1.0, 0.0])
+    mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
+    batch = await train(empty, Batcher(empty, RUN, make(mixed)), 1)
+    assert batch is not None
+    rewards = [claim.reward for claim in batch.claims if str(claim.group_id).startswith(f"{RUN}/data/")]
+    assert batch.report["data_reward_mean"] == pytest.approx(np.mean([r for r in rewards if r is not None]))
+    assert (batch.report["reward_mean"], batch.report["sessions"]) == (0.5, 2)
+    assert (batch.report["groups"], batch.report["data_sessions"]) == (2, len(rewards))

@@ -60,6 +60,8 @@ class Policies:
         assert await store.head(POLICY) == one
         await store.tombstone(POLICY, 3, "abandoned")
         assert await store.reserved_versions(POLICY) == []
+        assert await store.steps_of_versions(POLICY) == {1: 5, 2: 6, 3: 7}
+        assert await store.steps_of_versions("other") == {}
 
     async def test_only_reserved_versions_are_published(self, store: Store) -> None:
         with pytest.raises(StoreError, match="never reserved"):

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from instar.config import RunConfig
 from instar.errors import BackendLost, InstarError, NonFinite
+from instar.store.sqlite import SqliteStore
 from instar.trainer.checkpoint import checkpoint_path
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import StepState
 from tests.tiny import make_tiny_model
-from tests.unit.data.build import RUN
+from tests.unit.data.build import RUN, add_group, begin
 from tests.unit.trainer.house import Died, Fate, House, fill, make_config, open_house
 
 STEP = [
@@ -300,3 +302,45 @@ async def test_a_sampler_is_exported_again_before_it_expires(config: RunConfig) 
         assert first.artifact.expires_at is not None
         assert again.artifact.expires_at is not None
         assert again.artifact.expires_at > first.artifact.expires_at
+
+
+@pytest.mark.parametrize(
+    ("point", "times", "every"), [("optim_step", 3, 4), ("artifact written", 3, 4), ("reserved", 2, 1)]
+)
+async def test_a_crash_makes_nothing_too_old(
+    tmp_path: Path, model: Path, point: str, times: int, every: int
+) -> None:
+    """Every group is one version behind the step that trains it, which is all that is allowed."""
+    config = make_config(tmp_path / "run", model, steps=4, max_staleness=1, checkpoint_every=every)
+    store = SqliteStore(config.store_path)
+    await begin(store)
+    for index in range(4):
+        await add_group(store, index, [1.0, 0.0, 0.25], version=max(0, index - 1))
+    await store.close()
+    await run_and_die(config, point, times)
+    async with open_house(config) as house:
+        await house.trainer.run()
+        claims = await house.store.claims(RUN)
+        assert [(claim.reason, claim.staleness) for claim in claims] == [(None, 0)] * 3 + [(None, 1)] * 9
+
+
+async def test_groups_that_end_as_the_rollout_does_are_trained(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path / "run", model)
+    await fill(config, groups=0)
+    async with open_house(config) as house:
+        trainer, ready = house.trainer, house.trainer.batcher._ready
+        trainer.rollout_finished = False
+
+        async def end_meanwhile(*arguments: Any) -> Any:
+            found = await ready(*arguments)
+            if not trainer.rollout_finished:
+                await add_group(house.store, 0, [1.0, 0.0])
+                trainer.rollout_finished = True
+            return found
+
+        monkeypatch.setattr(trainer, "_patience", lambda: 0.0)  # a sampler is due to be exported anew
+        monkeypatch.setattr(trainer.batcher, "_ready", end_meanwhile)
+        await trainer.run()
+        assert trainer.step == 1

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from instar.data.age import Age
+
+AGAIN = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
+"""The steps 2 and 3 were undone and trained again."""
+
+
+@pytest.mark.parametrize(
+    ("version", "steps", "of", "is_"),
+    [
+        (5, {}, [5, 4, 0], [0, 1, 5]),
+        (5, AGAIN, [5, 4, 1, 0], [0, 1, 2, 3]),
+        (5, AGAIN, [3, 2], [0, 1]),  # sampled under what was given up
+        (1, AGAIN, [3, 2], [0, 0]),  # and trained into what the policy fell back to
+    ],
+)
+def test_age_is_counted_in_steps(version: int, steps: dict[int, int], of: list[int], is_: list[int]) -> None:
+    assert Age(version, steps).of(np.array(of, np.int32)).tolist() == is_

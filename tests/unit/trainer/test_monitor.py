@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from instar.trainer.monitor import Monitor, read_steps
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    """Not NaN, which is no JSON."""
+    monitor = Monitor(tmp_path, tensorboard=False)
+    monitor.record("train", 1, {"grad_norm": float("nan"), "loss": 0.5})
+    monitor.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=lambda name: name)["grad_norm"] is None
+    assert read_steps(tmp_path)[0]["loss"] == 0.5
