@@ -3,11 +3,11 @@
 A step consumes ``groups_per_step`` finished groups, lowest index first. Their samples are trained, or
 dropped with the step for a reason: all rewards of the group are equal and there is no reference to learn
 from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
-(``no_tokens``), the sample is too old (``stale``; under `trainer.stale: mask`, all its tokens are), the
-session was run again (``superseded``), or was tagged to be left out (``untrainable``). A session that
-ends after its group was consumed is dropped with the step that did (``late``). Outside of steps are dropped:
-groups too old as a whole (``stale``), and groups the rollout gave up. The same rows in the store make the
-same batch.
+(``no_tokens``), the sample is too old (``stale``; under `trainer.stale: mask`, all its tokens are) or longer
+than the model's context, as exported data may be (``too_long``), the session was run again (``superseded``),
+or was tagged to be left out (``untrainable``). A session that ends after its group was consumed is dropped
+with the step that did (``late``). Outside of steps are dropped: groups too old as a whole (``stale``), and
+groups the rollout gave up. The same rows in the store make the same batch.
 
 Where `data` names exported data, its groups have a share of the places of a step. They are of other policies,
 so that staleness does not apply to them; each is claimed once per epoch.
@@ -297,8 +297,9 @@ class Batcher:
             for sample in entry.samples:
                 fresh = self._fresh(sample, age)
                 claim = self._claim(entry, fresh or sample, epoch, advantage, age)
-                if fresh is None:
-                    claims.append(replace(claim, outcome=ClaimOutcome.DROPPED, reason="stale"))
+                if fresh is None or self._too_long(fresh):
+                    reason = "stale" if fresh is None else "too_long"
+                    claims.append(replace(claim, outcome=ClaimOutcome.DROPPED, reason=reason))
                     continue
                 claims.append(claim)
                 samples.append(with_advantage(fresh, advantage, entry.per_call))
@@ -315,6 +316,10 @@ class Batcher:
             return None
         left = replace(sample, mask=np.where(age.of(sample.versions) <= most, sample.mask, np.float32(0)))
         return left if left.trained_tokens else None
+
+    def _too_long(self, sample: Sample) -> bool:
+        """Of data that another model's context had room for."""
+        return len(sample) > self.config.model.max_context
 
     def _dropped(
         self,

@@ -275,3 +275,16 @@ async def test_its_rewards_are_not_reported_as_the_policys(
     assert batch.report["data_reward_mean"] == pytest.approx(np.mean([r for r in rewards if r is not None]))
     assert (batch.report["reward_mean"], batch.report["sessions"]) == (0.5, 2)
     assert (batch.report["groups"], batch.report["data_sessions"]) == (2, len(rewards))
+
+
+async def test_what_the_model_has_no_room_for_is_dropped(store: Store, empty: Store, tmp_path: Path) -> None:
+    await bring(store, empty, tmp_path)
+    config = make("dataset:golden@1")
+    whole = await Batcher(empty, RUN, config).preview(1, 0, 0)
+    lengths = sorted(len(sample) for sample in whole.samples)
+    assert lengths[0] < lengths[-1]
+    room = config.model_copy(update={"model": config.model.model_copy(update={"max_context": lengths[0]})})
+    batch = await train(empty, Batcher(empty, RUN, room), 1)
+    assert batch is not None
+    assert {len(sample) for sample in batch.samples} == {lengths[0]}
+    assert batch.report["dropped"]["too_long"] == sum(length > lengths[0] for length in lengths)
