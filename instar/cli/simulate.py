@@ -15,6 +15,7 @@ from rich.table import Table
 from instar.cli.config_file import load_config
 from instar.cli.run_store import store_of
 from instar.config import (
+    CloudConfig,
     CloudEngineConfig,
     LocalEngineConfig,
     MixedEngineConfig,
@@ -22,11 +23,12 @@ from instar.config import (
     SimulateConfig,
     VllmEngineConfig,
 )
+from instar.engines.factory import settle_vllm
 from instar.errors import ConfigError
 from instar.simulate.base import Outcome, Plant, Speed, Work
 from instar.simulate.bound import Bound, bound
 from instar.simulate.measure import measure, with_sessions
-from instar.simulate.pipeline import simulate
+from instar.simulate.pipeline import HOPELESS, simulate
 from instar.simulate.recommend import Advice, recommend
 from instar.simulate.sessions import draw_sessions, read_workload
 from instar.trainer.monitor import read_steps
@@ -82,6 +84,8 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         raise ConfigError("rollout: needed to simulate; name its group_size and concurrency")
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: given {max_staleness}; it is 0 when trainer.mode is sync")
+    if not config.live_groups_of(config.trainer.steps):
+        raise ConfigError("data: no group of the run's steps is `live`, so there is no queueing to simulate")
     return Plant(
         engines=engines or engine_count(config),
         max_batch=_max_batch(config),
@@ -96,6 +100,8 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         timeout=rollout.timeout,
         failed_counts=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
+        versions_per_token=versions_per_token(config),
+        live_groups_of=config.live_groups_of,
     )
 
 
@@ -104,6 +110,23 @@ def engine_count(config: RunConfig) -> int:
     if isinstance(engine, VllmEngineConfig) and engine.servers:
         return len(engine.servers)
     return int(getattr(engine, "count", 1))
+
+
+def versions_per_token(config: RunConfig) -> bool:
+    """Whether a reply goes on under a policy that is loaded meanwhile. `policy: auto` of vLLM is taken for
+    `merged` on a CPU only where `model.device` says so."""
+    match config.engine:
+        case CloudEngineConfig():
+            return False
+        case LocalEngineConfig():
+            return not isinstance(config.backend, CloudConfig)  # which samples itself then
+        case VllmEngineConfig() as engine:
+            policy = settle_vllm(engine, config).policy
+            return policy == "merged" or (policy == "auto" and config.model.device == "cpu")
+        case MixedEngineConfig(parts=parts):
+            return all(versions_per_token(config.model_copy(update={"engine": part})) for part in parts)
+        case _:
+            return True
 
 
 def _max_batch(config: RunConfig) -> int:
@@ -156,7 +179,10 @@ async def work_of(
     return with_sessions(work, read_workload(path)) if path else work
 
 
-def _advice(config: RunConfig, work: Work, plant: Plant, seed: int, tell: Callable[[str], None]) -> Advice:
+def _advice(
+    config: RunConfig, work: Work, plant: Plant, seed: int, tell: Callable[[str], None]
+) -> Advice | None:
+    """None: nothing is trained, whatever is tried."""
     given = config.simulate or SimulateConfig()
     return recommend(
         work,
@@ -171,17 +197,20 @@ def _advice(config: RunConfig, work: Work, plant: Plant, seed: int, tell: Callab
 
 def as_record(outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plant) -> Json:
     """The prediction as one JSON object."""
+    rate, most = outcome.samples_per_hour, limit.samples_per_hour
     record: Json = {
         "engines": plant.engines,
         "max_staleness": plant.max_staleness,
         "seconds": round(outcome.seconds, 3),
         "steps": outcome.steps,
         "finished": outcome.finished,
+        "given_up": outcome.given_up,
         "samples": outcome.samples,
-        "samples_per_hour": round(outcome.samples_per_hour, 1),
-        "bound": round(limit.samples_per_hour, 1),
+        "data_samples": outcome.data_samples,
+        "samples_per_hour": round(rate, 1),
+        "bound": round(most, 1),
         "bound_by": limit.limit,
-        "of_bound": round(outcome.samples_per_hour / limit.samples_per_hour, 4),
+        "of_bound": round(rate / most, 4) if most else None,
         "engines_idle": round(outcome.engines_idle, 4),
         "engines_used": round(outcome.engines_used, 4),
         "trainer_idle": round(outcome.trainer_idle, 4),
@@ -202,30 +231,43 @@ def as_record(outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plan
 
 def _show(console: Console, outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plant) -> None:
     table = Table(title=f"{plant.engines} engines, max_staleness {plant.max_staleness}", show_header=False)
-    rate = outcome.samples_per_hour
+    rate, most = outcome.samples_per_hour, limit.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
-    table.add_row(
-        "the most by any schedule",
-        f"{limit.samples_per_hour:,.0f} ({limit.limit}); this is {rate / limit.samples_per_hour:.0%} of it",
-    )
-    table.add_row("steps", f"{outcome.steps} in {outcome.seconds:,.1f} s, {outcome.samples:,} samples")
-    if not outcome.finished:
-        table.add_row("", "[red]it comes to a standstill: no step can be filled any more[/]")
+    share = f" ({limit.limit}); this is {rate / most:.0%} of it" if most else ""
+    table.add_row("the most by any schedule", f"{most:,.0f}{share}")
+    data = f", {outcome.data_samples:,} of them exported data" if outcome.data_samples else ""
+    table.add_row("steps", f"{outcome.steps} in {outcome.seconds:,.1f} s, {outcome.samples:,} samples{data}")
+    for warning in _warnings(outcome):
+        table.add_row("", f"[red]{warning}[/]")
     table.add_row(
         "engines idle", f"{outcome.engines_idle:.0%}, at {outcome.engines_used:.0%} of their best speed"
     )
     table.add_row("trainer idle", f"{outcome.trainer_idle:.0%}")
     table.add_row("sessions at once", f"{outcome.in_flight:.1f} of {plant.concurrency}")
     staleness = ", ".join(
-        f"{version}: {count / max(1, outcome.samples):.0%}"
+        f"{version}: {count / outcome.staleness.total():.0%}"
         for version, count in sorted(outcome.staleness.items())
     )
     table.add_row("staleness", staleness or "–")
     dropped = ", ".join(f"{reason} {count}" for reason, count in outcome.dropped.most_common())
     table.add_row("not trained on", dropped or "none")
     console.print(table)
-    if advice is None:
-        return
+    if advice is not None:
+        _show_advice(console, advice)
+
+
+def _warnings(outcome: Outcome) -> list[str]:
+    said: list[str] = []
+    if not outcome.samples:
+        said.append("nothing would be trained on: every sample is lost, for the reasons below")
+    if outcome.given_up:
+        said.append(f"it is stopped: every session of {HOPELESS} groups in a row failed")
+    elif not outcome.finished:
+        said.append("it comes to a standstill: no step can be filled any more")
+    return said
+
+
+def _show_advice(console: Console, advice: Advice) -> None:
     tried = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
     for one in advice.tried:
         chosen = (one.engines, one.max_staleness) == (advice.engines, advice.max_staleness)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,6 +71,7 @@ class Plant:
     concurrency: int
     group_size: int
     groups_per_step: int
+    """Those of exported data counted too."""
     steps: int
     max_staleness: int
     group_policy: Literal["keep", "refill", "drop"] = "keep"
@@ -81,11 +82,16 @@ class Plant:
     """Whether a failed session has a reward, and is trained on."""
     masks_stale: bool = False
     """Whether only the tokens that are too old are left out of a sample, instead of all."""
+    versions_per_token: bool = True
+    """Whether a reply goes on under a policy that is loaded meanwhile; else it ends under the one that it
+    began with."""
+    live_groups_of: Callable[[int], int] | None = None
+    """How many groups of the first so many steps agents are run for. Default: all, there is no exported
+    data."""
 
-    @property
-    def batch(self) -> int:
-        """Sessions of a step."""
-        return self.group_size * self.groups_per_step
+    def live_groups(self, steps: int) -> int:
+        """Of the first so many steps."""
+        return steps * self.groups_per_step if self.live_groups_of is None else self.live_groups_of(steps)
 
 
 @dataclass(slots=True)
@@ -94,6 +100,8 @@ class Outcome:
     steps: int = 0
     samples: int = 0
     """Trained on."""
+    data_samples: int = 0
+    """Those of them that are exported data."""
     generated: int = 0
     """Tokens, all sessions counted."""
     engines_idle: float = 0.0
@@ -104,12 +112,14 @@ class Outcome:
     in_flight: float = 0.0
     """Sessions at once, on average."""
     staleness: Counter[int] = field(default_factory=Counter[int])
-    """Samples trained, by how many versions they were behind."""
+    """Samples of the run's own that are trained, by how many versions they were behind."""
     dropped: Counter[str] = field(default_factory=Counter[str])
     """Samples not trained on, by reason."""
     crashes: int = 0
     finished: bool = True
     """Whether the steps were all trained; else nothing went on any more, or it took too long."""
+    given_up: bool = False
+    """Whether it ended since one group after the other failed as a whole."""
 
     @property
     def samples_per_hour(self) -> float:
@@ -117,10 +127,11 @@ class Outcome:
 
     @property
     def staleness_mean(self) -> float:
-        return sum(version * count for version, count in self.staleness.items()) / max(1, self.samples)
+        behind = sum(version * count for version, count in self.staleness.items())
+        return behind / max(1, self.staleness.total())
 
     @property
     def dropped_share(self) -> float:
         """Of sessions that were run for nothing since they were too old."""
         stale = self.dropped["stale"]
-        return stale / max(1, stale + self.samples)
+        return stale / max(1, stale + self.staleness.total())

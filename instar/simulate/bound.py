@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from instar.simulate.base import Plant, Work
-from instar.simulate.sessions import mean_of
+from instar.simulate.sessions import Session, mean_of
 
 Limit = Literal["rollout", "trainer"]
 
@@ -29,35 +30,107 @@ class Bound:
         return "trainer" if self.trainer <= self.rollout else "rollout"
 
 
+class Cost(NamedTuple):
+    """What a session takes, on average."""
+
+    generated: float
+    """Tokens behind the first of each reply."""
+    calls: float
+    waits: float
+    """Seconds in tools, and before the first call."""
+    tokens: float
+    """Of its samples."""
+
+
+class Slot(NamedTuple):
+    """A session's place in a group that is trained on, on average."""
+
+    samples: float
+    tokens: float
+    """Of them."""
+    cost: Cost
+    """Of all sessions that are run for it."""
+
+
 def bound(work: Work, plant: Plant) -> Bound:
     """Of C sessions at once, those that wait for a tool or a first token generate nothing. At x sessions per
     second that is x times their mean wait w, so x times their mean tokens is at most what the engines make
     of C - x·w replies at once; on average too, for a batch's speed is concave in its size, and the wait for
     a first token grows evenly with the calls at once. And the last step is trained when the last session
     has ended."""
-    count = len(work.sessions)
-    tokens = max(1e-9, sum(session.later for session in work.sessions) / count)
-    sequence = sum(session.tokens for session in work.sessions) / count
-    calls = sum(len(session.turns) for session in work.sessions) / count
-    tools = sum(session.waits for session in work.sessions) / count
-    latency = calls * mean_of(work.latency)
-    kept = 1 - (0.0 if plant.failed_counts else work.failures)
-    useful = kept * (1 - work.zero_signal)
-    step = work.train_base + work.train_per_token * sequence * plant.batch * useful + mean_of(work.publish)
-    sessions = plant.batch * plant.steps
-    rolled = sessions / _sessions_per_second(work, plant, tokens, tools, latency)
+    groups = plant.live_groups(plant.steps)
+    live = plant.group_size * groups
+    data = plant.group_size * (plant.groups_per_step * plant.steps - groups)
+    slot, mean = slot_of(work, plant), whole(work.sessions)
+    if slot is None:
+        return Bound(rollout=0.0, trainer=0.0)
+    taught = 1 - work.zero_signal
+    samples = taught * (slot.samples * live + data)
+    tokens = taught * (slot.tokens * live + mean.tokens * data)
+    step = work.train_base + work.train_per_token * tokens / plant.steps + mean_of(work.publish)
+    rolled = live / _slots_per_second(work, plant, slot.cost)
     return Bound(
-        rollout=3600 * useful * sessions / (rolled + step),
-        trainer=3600 * useful * plant.batch / step if step else float("inf"),
+        rollout=3600 * samples / (rolled + step),
+        trainer=3600 * samples / (plant.steps * step) if step else float("inf"),
     )
 
 
-def _sessions_per_second(work: Work, plant: Plant, tokens: float, tools: float, latency: float) -> float:
-    """The arguments are a session's: tokens, seconds in tools, seconds to the first tokens of its calls."""
+def slot_of(work: Work, plant: Plant) -> Slot | None:
+    """None where every group has a failure, and is dropped for it."""
+    fails = work.failures
+    if plant.group_policy == "drop":
+        good = (1 - fails) ** plant.group_size
+        if not good:
+            return None
+        completed, failed = (1 - fails) / good, fails / good
+        kept, counted = 1.0, 0.0
+    else:
+        refills = plant.refills if plant.group_policy == "refill" else 0
+        lost = fails ** (refills + 1)
+        completed, failed = 1 - lost, sum(fails**attempt for attempt in range(1, refills + 2))
+        kept, counted = completed, lost if plant.failed_counts else 0.0
+    ended, cut = whole(work.sessions), until_failure(work.sessions)
+    return Slot(
+        samples=kept + counted,
+        tokens=kept * ended.tokens + counted * cut.tokens,
+        cost=Cost(*(completed * one + failed * other for one, other in zip(ended, cut, strict=True))),
+    )
+
+
+def whole(sessions: Sequence[Session]) -> Cost:
+    """A session that does not fail."""
+    turns = [turn for session in sessions for turn in session.turns]
+    count = len(sessions)
+    return Cost(
+        sum(turn.later for turn in turns) / count,
+        len(turns) / count,
+        sum(session.waits for session in sessions) / count,
+        sum(turn.tokens for turn in turns) / count,
+    )
+
+
+def until_failure(sessions: Sequence[Session]) -> Cost:
+    """A session that ends after one of its turns, each as likely as the other."""
+    generated = calls = waits = tokens = 0.0
+    for session in sessions:
+        turns = session.turns
+        waits += session.start
+        for place, turn in enumerate(turns):
+            comes = 1 - place / len(turns)
+            generated += comes * turn.later
+            calls += comes
+            waits += comes * turn.tool
+            tokens += comes * turn.tokens
+    count = len(sessions)
+    return Cost(generated / count, calls / count, waits / count, tokens / count)
+
+
+def _slots_per_second(work: Work, plant: Plant, cost: Cost) -> float:
+    tokens, latency = max(1e-9, cost.generated), cost.calls * mean_of(work.latency)
     low, high = 0.0, work.speed(plant.max_batch) * plant.engines / tokens
     for _ in range(60):
         middle = (low + high) / 2
-        calling = plant.concurrency - middle * tools
+        calling = plant.concurrency - middle * cost.waits
         generating = calling - middle * latency * work.crowded(calling / plant.engines)
         batch = min(plant.max_batch, max(0.0, generating) / plant.engines)
         if middle * tokens <= plant.engines * work.speed(batch):

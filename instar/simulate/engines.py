@@ -45,6 +45,8 @@ class Request:
     done: Event
     lost: Event
     """Its engine crashed after it had begun."""
+    server: Server | None = None
+    """Where it is now, or was; None while no engine was up."""
     cancelled: bool = False
 
 
@@ -84,30 +86,31 @@ class Pool:
         self._homeless: deque[Request] = deque()
         """Requests while no engine is up."""
 
-    def send(self, request: Request, last: Server | None) -> Server | None:
-        """To one of the engines, which is returned; None where none is up, and it waits."""
-        server = self._pick(last)
+    def send(self, request: Request, last: Server | None) -> None:
+        """To one of the engines; where none is up, it waits for one."""
+        server = request.server = self._pick(last)
         if server is None:
             self._homeless.append(request)
-            return None
-        self._note(server, 1)
+            return
         server.served += 1
+        self._note(server, 1)
         if server.active < self.max_batch:
             self._begin(server, request)
         else:
             server.waiting.append(request)
-        return server
 
-    def cancel(self, request: Request, server: Server | None) -> None:
+    def cancel(self, request: Request) -> None:
         """Its session is given up: what it would have generated is not."""
         request.cancelled = True
-        if server is not None and request not in server.waiting and request not in self._homeless:
+        server = request.server
+        if server is None:
+            return
+        kept = [entry for entry in server.running if entry[2] is not request]
+        if len(kept) < len(server.running):
             self._settle(server)
-            kept = [entry for entry in server.running if entry[2] is not request]
-            if len(kept) < len(server.running):
-                heapq.heapify(kept)
-                server.running = kept
-                self._ended(server)
+            heapq.heapify(kept)
+            server.running = kept
+            self._ended(server)
 
     def pause(self, seconds: float) -> None:
         for server in self.servers:
@@ -205,16 +208,13 @@ class Pool:
         return last if last.load <= BUSIER * idlest.load + SLACK else idlest
 
     def _least_busy(self) -> Server | None:
-        """Entries of engines whose load has changed since are void: each change adds one."""
+        """Entries of engines that have changed since are void: each change adds one."""
         while self._idlest:
             load, served, place = self._idlest[0]
             server = self.servers[place]
-            if server.up and server.load == load:
-                if server.served == served:
-                    return server
-                heapq.heapreplace(self._idlest, (load, server.served, place))
-            else:
-                heapq.heappop(self._idlest)
+            if server.up and (server.load, server.served) == (load, served):
+                return server
+            heapq.heappop(self._idlest)
         return None
 
     def _note(self, server: Server, change: int) -> None:

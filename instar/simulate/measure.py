@@ -12,7 +12,7 @@ from instar.errors import ConfigError
 from instar.simulate.base import Speed, Work
 from instar.simulate.sessions import Session, Turn
 from instar.store.base import Store
-from instar.types import Call, Channel, Json, SessionStatus
+from instar.types import Call, Channel, Json, Link, SessionStatus
 from instar.types import Session as Recorded
 
 MOST_SESSIONS = 5000
@@ -47,7 +47,7 @@ async def measure(
         calls = [call for call in await store.calls(session.session_id) if len(call.sampled_ids)]
         timed += [_timed(call) for call in calls]
         if calls and session.status is SessionStatus.COMPLETED:
-            sessions.append(_session(session, calls))
+            sessions.append(session_of(session, calls))
     if not sessions or not records:
         raise ConfigError(
             f"run {run_id}: nothing to measure, it has no completed session or no training step"
@@ -74,20 +74,31 @@ def with_sessions(work: Work, sessions: Sequence[Session]) -> Work:
     return replace(work, sessions=sessions)
 
 
-def _session(session: Recorded, calls: Sequence[Call]) -> Session:
-    """Calls that ran side by side are told apart only by what they waited for, which was nothing."""
+def session_of(session: Recorded, calls: Sequence[Call]) -> Session:
+    """Calls that ran side by side are told apart only by what they waited for, which was nothing. A call that
+    does not go on where another ended, or where one goes on already, begins a sample of its own."""
     after = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     return Session(
         tuple(
             Turn(
-                prompt=len(call.prompt_ids) - (call.base_tokens if call.base_id is not None else 0),
+                prompt=added,
                 generated=len(call.sampled_ids),
                 tool=max(0.0, until - call.ended_at),
             )
-            for call, until in zip(calls, after, strict=True)
+            for call, added, until in zip(calls, _added(calls), after, strict=True)
         ),
         start=max(0.0, calls[0].started_at - session.created_at),
     )
+
+
+def _added(calls: Sequence[Call]) -> list[int]:
+    """Per call, the tokens that its prompt adds to the session's samples."""
+    ends = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
+    added: list[int] = []
+    for call in calls:
+        before = ends.pop(call.parent_id or "", 0) if call.link is Link.EXTENDS else 0
+        added.append(len(call.prompt_ids) - before)
+    return added
 
 
 def _timed(call: Call) -> Timed:
@@ -107,17 +118,26 @@ def _warm(records: Sequence[Json]) -> Sequence[Json]:
 
 
 def fit_training(records: Sequence[Json]) -> tuple[float, float]:
-    """(seconds of a step without tokens, further seconds per token), by least squares; all in the first
-    where the steps differ too little in size to tell."""
+    """(seconds of a step without tokens, further seconds per token of its samples), by least squares; all in
+    the first where the steps differ too little in size to tell. What counts is the tokens that the backend
+    computed, where it tells: of what samples begin with in common, one copy. The share that is computed is
+    taken to be the same in all steps."""
     used = _warm(records)
     seconds = np.array([record["train_seconds"] for record in used], float)
-    tokens = np.array([record.get("sequence_tokens", 0) for record in used], float)
+    sampled = np.array([record.get("sequence_tokens", 0) for record in used], float)
+    tokens = np.array([_computed(record) for record in used], float)
+    computed = float(tokens.sum() / sampled.sum()) if sampled.any() else 1.0
     if len(used) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
         slope = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))
         base = float(seconds.mean() - slope * tokens.mean())
         if slope > 0 and base > 0:
-            return base, slope
+            return base, slope * computed
     return float(seconds.mean()), 0.0
+
+
+def _computed(record: Json) -> float:
+    """Tokens of a step, as its time depends on them."""
+    return float(record.get("distinct_tokens", record.get("sequence_tokens", 0)))
 
 
 def fit_speed(calls: Sequence[Timed], engines: int, max_batch: int) -> Speed:

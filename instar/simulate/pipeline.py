@@ -18,6 +18,8 @@ from instar.simulate.sessions import Session, drawn_from
 
 NOTICE = 0.03
 """Seconds, on average, until rollout and trainer notice what the other one did: each looks every 0.05 s."""
+HOPELESS = 8
+"""As `rollout/runner`: groups in a row that may fail as a whole."""
 LONGEST = 1000 * 3600.0
 """Virtual seconds after which a simulation is given up."""
 
@@ -45,6 +47,8 @@ class Attempt:
     version: int = -1
     """Of its first token."""
     newest: int = -1
+    replies: int = 0
+    """Those that it got whole."""
     fails_at: int | None = None
     """The turn in which it fails."""
     refills: int = 0
@@ -74,12 +78,16 @@ class Pipeline:
         """Groups: all, and those with slots left."""
         self.ready: list[Group] = []
         self.training = False
+        self.hopeless = 0
+        """Groups in a row of which every session failed."""
         self.unfinished = 0
         self.playing = self.calling = 0
         """Sessions, and those of them that wait for a reply or get one."""
         self.queue: deque[Callable[[], None]] = deque()
         """Slots that wait for their turn."""
         self.trained_seconds = 0.0
+        self._data_tokens = sum(session.tokens for session in work.sessions) / len(work.sessions)
+        """Of a session of exported data."""
         self._played = 0
         self._flight = 0.0
         self._flight_at = 0.0
@@ -90,9 +98,10 @@ class Pipeline:
         for server in self.pool.servers:
             self._next_crash(server)
         self._admit()
+        self._look_for_batch()
         told = 0
         while self.done < self.plant.steps and self.clock.now < LONGEST:
-            if self._stuck() or not self.clock.step():
+            if self._stuck() or self.hopeless >= HOPELESS or not self.clock.step():
                 break
             if tell is not None and self.done > told:
                 told = self.done
@@ -111,6 +120,7 @@ class Pipeline:
         result.seconds = seconds
         result.steps = self.done
         result.finished = self.done >= plant.steps
+        result.given_up = self.hopeless >= HOPELESS
         result.generated = round(sum(server.tokens for server in self.pool.servers))
         result.engines_idle = 1 - sum(s.busy for s in self.pool.servers) / (seconds * plant.engines)
         best = self.work.speed(plant.max_batch) * plant.engines
@@ -133,9 +143,9 @@ class Pipeline:
 
     def _room(self) -> int:
         plant = self.plant
-        in_steps = self.claimed * plant.groups_per_step
+        in_steps = plant.live_groups(self.claimed)
         made_up = max(0, self.started - self.open - len(self.ready) - in_steps)
-        wanted = min(self.done + plant.max_staleness + 1, plant.steps) * plant.groups_per_step + made_up
+        wanted = plant.live_groups(min(self.done + plant.max_staleness + 1, plant.steps)) + made_up
         return max(0, wanted - self.started)
 
     def _admit(self) -> None:
@@ -176,7 +186,7 @@ class Pipeline:
         request = attempt.request = Request(
             attempt.session.turns[attempt.turn].later,
             began=lambda: self._began(attempt),
-            done=lambda: self._replied(attempt),
+            done=lambda: self._replied(attempt, request),
             lost=lambda: self._lost(attempt),
         )
         self.calling += 1
@@ -185,14 +195,18 @@ class Pipeline:
 
     def _send(self, attempt: Attempt, request: Request) -> None:
         if not attempt.over:
-            attempt.server = self.pool.send(request, attempt.server)
+            self.pool.send(request, attempt.server)
 
     def _began(self, attempt: Attempt) -> None:
         attempt.newest = self.version
         if attempt.version < 0:
             attempt.version = self.version
 
-    def _replied(self, attempt: Attempt) -> None:
+    def _replied(self, attempt: Attempt, request: Request) -> None:
+        attempt.replies += 1
+        attempt.server = request.server
+        if self.plant.versions_per_token:
+            attempt.newest = self.version
         self._hang_up(attempt)
         tool = attempt.session.turns[attempt.turn].tool
         self.clock.after(tool, lambda: self._next_turn(attempt))
@@ -227,7 +241,7 @@ class Pipeline:
         if attempt.over:
             return
         if attempt.request is not None:
-            self.pool.cancel(attempt.request, attempt.server)
+            self.pool.cancel(attempt.request)
         self._failed(attempt)
 
     def _failed(self, attempt: Attempt) -> None:
@@ -238,7 +252,7 @@ class Pipeline:
             self._enqueue(self._fresh(attempt.group, attempt.refills + 1, attempt.retries))
             return
         attempt.group.failed += 1
-        self._settle(attempt, sample=plant.failed_counts and attempt.version >= 0)
+        self._settle(attempt, sample=plant.failed_counts and attempt.replies > 0)
 
     def _lost(self, attempt: Attempt) -> None:
         """A transient fault: the same session again, some times."""
@@ -261,7 +275,7 @@ class Pipeline:
         if sample:
             group.stamps.append(attempt.version)
             group.lowest.append(attempt.newest if self.plant.masks_stale else attempt.version)
-            group.tokens.append(attempt.session.tokens)
+            group.tokens.append(attempt.session.tokens_of(attempt.replies))
         else:
             self.outcome.dropped["failed"] += 1
         if group.left == 0:
@@ -270,11 +284,19 @@ class Pipeline:
 
     def _close(self, group: Group) -> None:
         self.open -= 1
+        self._note_failed(group)
         if group.failed and self.plant.group_policy == "drop":
             self.outcome.dropped["session_failed"] += len(group.stamps)
         else:
             self.ready.append(group)
             self._look_for_batch()
+
+    def _note_failed(self, group: Group) -> None:
+        """A run that cannot come to anything is stopped."""
+        if group.failed < self.plant.group_size:
+            self.hopeless = 0
+        elif self.plant.group_policy == "drop" or not self.plant.failed_counts:
+            self.hopeless += 1
 
     # --- training ----------------------------------------------------------------------------------
 
@@ -296,7 +318,7 @@ class Pipeline:
             self._notice()
         fresh.sort(key=lambda group: group.index)
         self.ready = fresh
-        wanted = self.plant.groups_per_step
+        wanted = self.plant.live_groups(self.claimed + 1) - self.plant.live_groups(self.claimed)
         if len(fresh) >= wanted and self.claimed < self.plant.steps:
             self.ready = fresh[wanted:]
             self._train(fresh[:wanted], oldest)
@@ -304,9 +326,9 @@ class Pipeline:
     def _train(self, groups: list[Group], oldest: int) -> None:
         self.claimed += 1
         self.training = True
-        tokens = 0
+        tokens = self._train_data(self.plant.groups_per_step - len(groups))
         for group in groups:
-            if self.work.zero_signal and self.rng.random() < self.work.zero_signal:
+            if not self._teaches():
                 self.outcome.dropped["zero_signal"] += len(group.stamps)
                 continue
             for lowest, stamp, size in zip(group.lowest, group.stamps, group.tokens, strict=True):
@@ -324,6 +346,18 @@ class Pipeline:
                 seconds + max(0.0, publish - self.work.pause), lambda: self.pool.pause(self.work.pause)
             )
         self.clock.after(seconds + publish, self._served)
+
+    def _train_data(self, groups: int) -> float:
+        """So many groups of exported data; returns their tokens. They are like the live ones, but none of
+        their sessions has failed, and none is too old."""
+        samples = self.plant.group_size * sum(self._teaches() for _ in range(groups))
+        self.outcome.samples += samples
+        self.outcome.data_samples += samples
+        return samples * self._data_tokens
+
+    def _teaches(self) -> bool:
+        """Whether a group has signal."""
+        return not self.work.zero_signal or self.rng.random() >= self.work.zero_signal
 
     def _served(self) -> None:
         self.version += 1

@@ -42,9 +42,9 @@ def recommend(
     sync: bool = False,
     seed: int = 0,
     tell: Callable[[str], None] = lambda _: None,
-) -> Advice:
+) -> Advice | None:
     """Staleness first, with engines enough; then engines, with that staleness; then staleness again, with
-    those engines. ``sync`` mode has no staleness to choose."""
+    those engines. ``sync`` mode has no staleness to choose. None: nothing is trained, whatever is tried."""
     brief = replace(plant, steps=min(plant.steps, max(STEPS, 3 * (most_staleness + 1))))
     tried: dict[tuple[int, int], Tried] = {}
 
@@ -66,6 +66,8 @@ def recommend(
     fitting = _least([attempt(count, ahead) for count in counts], "engines")
     chosen = staleness_for(fitting.engines)
     attempt(plant.engines, plant.max_staleness)
+    if not _best(list(tried.values())):
+        return None
     return Advice(
         engines=chosen.engines,
         max_staleness=chosen.max_staleness,
@@ -88,7 +90,7 @@ def _least(tried: Sequence[Tried], by: str) -> Tried:
     would cost half of it."""
     best = _best(tried)
     frugal = [one for one in tried if one.outcome.dropped_share <= MOST_DROPPED]
-    if _best(frugal) >= WORTH_KEEPING * best:
+    if frugal and _best(frugal) >= WORTH_KEEPING * best:
         tried, best = frugal, _best(frugal)
     good = [one for one in tried if one.outcome.samples_per_hour >= GOOD_ENOUGH * best]
     return min(good, key=lambda one: getattr(one, by))

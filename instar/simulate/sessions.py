@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple, cast
 
 from instar.config import DistributionConfig, SimulateConfig
@@ -18,7 +19,8 @@ Drawn = Callable[[], float]
 
 class Turn(NamedTuple):
     prompt: int
-    """Tokens that the call's prompt adds."""
+    """Tokens that the call's prompt adds to what is trained on; all of it where a session branches, for what
+    goes before is in both samples then."""
     generated: int
     tool: float
     """Seconds until the next call, or the session's end."""
@@ -27,6 +29,10 @@ class Turn(NamedTuple):
     def later(self) -> int:
         """Tokens behind the first, which is there when the call's latency is over."""
         return max(0, self.generated - 1)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +46,17 @@ class Session:
         return sum(turn.generated for turn in self.turns)
 
     @property
-    def later(self) -> int:
-        return sum(turn.later for turn in self.turns)
+    def waits(self) -> float:
+        return self.start + sum(turn.tool for turn in self.turns)
 
     @property
     def tokens(self) -> int:
-        """What training computes: prompts and replies."""
-        return sum(turn.prompt + turn.generated for turn in self.turns)
+        """Of its samples: prompts and replies."""
+        return self.tokens_of(len(self.turns))
 
-    @property
-    def waits(self) -> float:
-        return self.start + sum(turn.tool for turn in self.turns)
+    def tokens_of(self, replies: int) -> int:
+        """When it has ended after so many of them."""
+        return sum(turn.tokens for turn in self.turns[:replies])
 
 
 def drawn_from(config: DistributionConfig, rng: random.Random) -> Drawn:
@@ -67,14 +73,20 @@ def drawn_from(config: DistributionConfig, rng: random.Random) -> Drawn:
 
 
 def mean_of(config: DistributionConfig) -> float:
-    """Of a lognormal distribution that is cut: as if what lies beyond the cut were not so."""
     if config.value is not None:
         return config.value
     if config.values is not None:
         return sum(config.values) / len(config.values)
     assert config.median is not None
-    whole = config.median * math.exp(config.sigma**2 / 2)
-    return whole if config.most is None else min(whole, config.most)
+    mu, sigma, most = math.log(config.median), config.sigma, config.most or math.inf
+    if sigma == 0:
+        return min(config.median, most)
+    whole = config.median * math.exp(sigma**2 / 2)
+    if most == math.inf:
+        return whole
+    below = NormalDist(mu, sigma).cdf
+    # The mean of what is below the cut, and the cut itself for all that is above.
+    return whole * below(math.log(most) - sigma**2) + most * (1 - below(math.log(most)))
 
 
 def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[Session]:

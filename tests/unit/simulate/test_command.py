@@ -11,6 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from instar.cli.main import app, main
+from instar.cli.simulate import plant_of
+from instar.config import RunConfig
 
 ROOT = Path(__file__).parents[3]
 RUN: dict[str, Any] = {
@@ -63,9 +65,57 @@ def test_a_table_is_for_people(tmp_path: Path) -> None:
     assert "Recommended:" in done.stdout
 
 
+@pytest.mark.parametrize("times", [{"zero_signal": 1.0}, {"failures": 1.0}])
+def test_that_nothing_would_be_trained_is_an_answer(tmp_path: Path, times: dict[str, Any]) -> None:
+    path = write(tmp_path, simulate={**times, "most_engines": 2, "most_staleness": 1})
+    said = simulate(path)
+    assert (said["samples"], said["bound"], said["of_bound"]) == (0, 0, None)
+    assert "recommended" not in said
+    done = CliRunner().invoke(app, ["simulate", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "nothing would be trained on" in done.stdout
+    assert "Recommended" not in done.stdout
+
+
+def config(**more: Any) -> RunConfig:
+    return RunConfig.model_validate({**RUN, **more})
+
+
+def test_live_groups_are_those_of_the_run() -> None:
+    data = [{"source": "live", "share": 0.3}, {"source": "folder", "share": 0.7}]
+    mixed = config(data=data)
+    assert [plant_of(mixed).live_groups(steps) for steps in range(7)] == [
+        mixed.live_groups_of(steps) for steps in range(7)
+    ]
+    assert plant_of(mixed).live_groups(5) == 3
+    assert plant_of(config()).live_groups(5) == 10
+
+
+@pytest.mark.parametrize(
+    ("more", "goes_on"),
+    [
+        ({"engine": {"type": "local"}}, True),
+        ({"engine": {"type": "scripted"}}, True),
+        ({"engine": {"type": "vllm", "policy": "merged"}}, True),
+        ({"engine": {"type": "vllm", "policy": "adapter"}}, False),
+        ({"engine": {"type": "vllm"}}, False),
+        ({"engine": {"type": "vllm"}, "model": {"device": "cpu"}}, True),
+        ({"engine": {"type": "vllm"}, "backend": {"type": "local", "lora": None}}, True),
+        ({"engine": {"type": "mixed", "parts": [{"type": "local"}, {"type": "vllm"}]}}, False),
+        ({"engine": {"type": "cloud"}, "backend": {"type": "tinker"}}, False),
+        ({"engine": {"type": "local"}, "backend": {"type": "tinker"}}, False),
+    ],
+)
+def test_whether_a_reply_goes_on_under_the_next_version_is_the_engines(
+    more: dict[str, Any], goes_on: bool
+) -> None:
+    assert plant_of(config(**more)).versions_per_token is goes_on
+
+
 @pytest.mark.parametrize(
     ("more", "options", "said"),
     [
+        ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
         ({}, [], "nothing is known of this run's times"),
         ({"simulate": {}, "rollout": None}, [], "rollout: needed to simulate"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from instar.data.linearize import linearize
 from instar.errors import ConfigError
-from instar.simulate.measure import Timed, fit_latency, fit_speed, fit_training
+from instar.simulate.measure import Timed, fit_latency, fit_speed, fit_training, session_of
 from instar.simulate.sessions import Session, Turn, read_workload, write_workload
+from instar.types import Json, Link
+from tests.unit.data.build import make_call, make_session
 
 
 def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
@@ -56,6 +59,37 @@ def test_the_time_of_a_step_is_split_into_a_base_and_its_tokens() -> None:
     assert fit_training(same) == (3.0, 0.0)
     slow_start = [{"train_seconds": 60.0, "sequence_tokens": 100}, *same]
     assert fit_training(slow_start) == (3.0, 0.0)
+
+
+def test_what_samples_share_is_computed_once_where_the_backend_says_so() -> None:
+    """A step's time is that of its distinct tokens, of which the samples' own count says little."""
+    rng = random.Random(0)
+    sizes = [(rng.randrange(1000, 5000), rng.choice([2, 4, 8])) for _ in range(20)]
+    steps: list[Json] = [
+        {
+            "train_seconds": 2.0 + 1e-3 * distinct,
+            "distinct_tokens": distinct,
+            "sequence_tokens": times * distinct,
+        }
+        for distinct, times in sizes
+    ]
+    base, per_token = fit_training([*steps, {"train_seconds": 2.0, "sequence_tokens": 0}])
+    assert base == pytest.approx(2.0)
+    sampled = sum(step["sequence_tokens"] for step in steps[1:])
+    assert per_token * sampled == pytest.approx(1e-3 * sum(step["distinct_tokens"] for step in steps[1:]))
+
+
+def test_a_session_that_branches_has_the_tokens_of_all_its_samples() -> None:
+    first = make_call("1", [1, 2, 3], [4, 5])
+    second = make_call("2", [6], [7], parent=first)
+    beside = make_call("3", [8, 9], [10, 11], parent=first)
+    apart = make_call("4", [1, 2], [12], link=Link.BRANCH, base_id="1", base_tokens=2)
+    last = make_call("5", [13], [14], parent=second)
+    calls = [first, second, beside, apart, last]
+    recorded = make_session()
+    played = session_of(recorded, calls)
+    assert [turn.prompt for turn in played.turns] == [3, 1, 7, 2, 1]
+    assert played.tokens == sum(len(sample) for sample in linearize(recorded, calls))
 
 
 def test_a_workload_file_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from instar.config import DistributionConfig, SimulateConfig
 from instar.simulate.base import Plant, Speed, Work
 from instar.simulate.bound import bound
+from instar.simulate.engines import Clock, Pool, Request
 from instar.simulate.pipeline import NOTICE, simulate
 from instar.simulate.recommend import recommend
-from instar.simulate.sessions import Session, Turn, draw_sessions
+from instar.simulate.sessions import Session, Turn, draw_sessions, drawn_from, mean_of
 
 ALONE = {1: 10.0, 100: 1000.0}
 """Ten tokens a second each, however many there are."""
@@ -163,6 +166,95 @@ def test_groups_without_signal_are_not_trained_on() -> None:
     assert 60 < outcome.samples < 140
 
 
+@pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
+def test_a_run_whose_sessions_all_fail_is_stopped(policy: Any) -> None:
+    outcome = simulate(work([session(10)], failures=1.0), plant(group_policy=policy))
+    assert outcome.given_up
+    assert not outcome.finished
+    assert outcome.samples == 0
+    rewarded = simulate(work([session(10)], failures=1.0), plant(failed_counts=True))
+    assert (rewarded.finished, rewarded.samples) == (True, 40)
+
+
+def test_nothing_is_recommended_where_nothing_is_trained() -> None:
+    nothing = work([session(10)], zero_signal=1.0)
+    assert recommend(nothing, plant(), most_engines=2, most_staleness=1) is None
+    assert bound(nothing, plant()).samples_per_hour == 0
+    assert bound(work([session(10)], failures=1.0), plant(group_policy="drop")).samples_per_hour == 0
+
+
+def test_a_session_that_failed_is_trained_as_far_as_it_came() -> None:
+    """Every session fails, in its first or second turn of five seconds; ten tokens take a second to train."""
+    given = work(
+        [session(49, turns=2)],
+        failures=1.0,
+        train_per_token=0.1,
+        train_base=0.0,
+        publish=DistributionConfig(value=0),
+    )
+    outcome = simulate(given, plant(failed_counts=True, steps=40, max_staleness=8))
+    assert (1 - outcome.trainer_idle) * outcome.seconds == pytest.approx(160 * 1.5 * 50 * 0.1, rel=0.1)
+
+
+STRAGGLER = [*[session(5)] * 40, session(2000)]
+"""The last one's reply goes on while dozens of steps are trained."""
+
+
+def test_a_reply_under_way_goes_on_under_the_next_version() -> None:
+    """Where stale tokens are masked, its last ones are fresh; not where it ends under the version that it
+    began with."""
+    site = plant(max_staleness=1, steps=40, masks_stale=True)
+    goes_on = simulate(work(STRAGGLER), site)
+    held = simulate(work(STRAGGLER), replace(site, versions_per_token=False))
+    dropped = simulate(work(STRAGGLER), replace(site, masks_stale=False))
+    assert goes_on.dropped["stale"] < held.dropped["stale"] == dropped.dropped["stale"]
+    assert goes_on.samples > 0
+
+
+def one_a_step(steps: int) -> int:
+    return steps
+
+
+def one_in_two_steps(steps: int) -> int:
+    return steps // 2
+
+
+def test_places_of_exported_data_are_not_rolled_out() -> None:
+    """One group in four is live, then one in eight: every other step is of data alone."""
+    quarter = simulate(work([session(10)]), plant(groups_per_step=4, live_groups_of=one_a_step))
+    assert (quarter.samples, quarter.data_samples, quarter.staleness) == (80, 60, {0: 20})
+    assert quarter.in_flight <= 2
+    eighth = simulate(work([session(10)]), plant(groups_per_step=4, live_groups_of=one_in_two_steps))
+    assert eighth.finished
+    assert (eighth.samples, eighth.staleness.total()) == (80, 10)
+    assert eighth.seconds == pytest.approx(5 * 1 + 10 * 5, abs=1)
+
+
+def test_the_tokens_of_exported_data_are_trained_too() -> None:
+    heavy = work([session(9)], train_per_token=0.1)
+    mixed = simulate(heavy, plant(live_groups_of=one_a_step))
+    alone = simulate(heavy, plant())
+    assert mixed.seconds == pytest.approx(alone.seconds)
+
+
+def test_a_request_that_moved_can_be_cancelled() -> None:
+    clock = Clock()
+    pool = Pool(clock, 2, 1, Speed({1: 10.0}))
+    first, short, moved = (
+        Request(tokens, began=lambda: None, done=lambda: None, lost=lambda: None)
+        for tokens in (1000, 10, 1000)
+    )
+    pool.send(first, None)
+    pool.send(short, None)
+    pool.send(moved, first.server)
+    assert moved.server is first.server, "it waits there"
+    clock.step()
+    pool.crash(pool.servers[0], 1e9)
+    assert moved.server is pool.servers[1], "the other one is free by now"
+    pool.cancel(moved)
+    assert (pool.servers[1].active, pool.servers[1].load) == (0, 0)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_no_schedule_gets_past_the_bound(seed: int) -> None:
     rng = random.Random(seed)
@@ -189,12 +281,51 @@ def test_no_schedule_gets_past_the_bound(seed: int) -> None:
     assert 0 < outcome.samples_per_hour <= 1.02 * bound(given, site).samples_per_hour
 
 
+@pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
+@pytest.mark.parametrize("failed_counts", [False, True])
+@pytest.mark.parametrize("limit", ["trainer", "rollout"])
+def test_no_schedule_gets_past_the_bound_where_sessions_fail(
+    policy: Any, failed_counts: bool, limit: str
+) -> None:
+    """Nor is the bound far away. What a run gets is partly luck, so it is the mean of some."""
+    cut = DistributionConfig(median=1.0, sigma=1.5, most=1.5)
+    given = work(
+        [session(20, turns=6, tool=0.5), session(60), session(5, turns=3)],
+        failures=0.3,
+        latency=cut,
+        publish=cut,
+        train_base=30.0 if limit == "trainer" else 0.1,
+        train_per_token=1e-3,
+    )
+    site = plant(
+        max_staleness=1000, steps=100, concurrency=16, group_policy=policy, failed_counts=failed_counts
+    )
+    most = bound(given, site)
+    assert most.limit == limit
+    rates = [simulate(given, site, seed=seed).samples_per_hour for seed in range(4)]
+    assert 0.8 < statistics.mean(rates) / most.samples_per_hour <= 1.02
+
+
+@pytest.mark.parametrize(
+    ("sigma", "most"), [(0.0, None), (0.0, 1.0), (0.0, 5.0), (1.5, None), (1.5, 3.0), (1.5, 0.5)]
+)
+def test_the_mean_is_that_of_what_is_drawn(sigma: float, most: float | None) -> None:
+    given = DistributionConfig(median=2.0, sigma=sigma, most=most)
+    drawn = drawn_from(given, random.Random(0))
+    tolerance = 0.05 if most is None else 0.01
+    assert statistics.mean(drawn() for _ in range(20_000)) == pytest.approx(mean_of(given), rel=tolerance)
+
+
 def test_a_saturated_trainer_reaches_the_bound() -> None:
     given = work([session(50)], train_base=30.0)
     site = plant(max_staleness=2, steps=50)
     limit = bound(given, site)
     assert limit.limit == "trainer"
+    assert limit.samples_per_hour == pytest.approx(3600 * 4 / 31)
     assert simulate(given, site).samples_per_hour > 0.97 * limit.samples_per_hour
+    half = replace(site, live_groups_of=one_a_step)
+    assert bound(given, half).samples_per_hour == limit.samples_per_hour
+    assert bound(given, half).rollout > limit.rollout
 
 
 def test_a_seed_repeats_a_run_and_another_one_does_not() -> None:
@@ -207,11 +338,13 @@ def test_a_seed_repeats_a_run_and_another_one_does_not() -> None:
 def test_the_advice_ends_where_more_brings_nothing() -> None:
     given = work(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
     advice = recommend(given, plant(steps=60, concurrency=16), most_engines=32, most_staleness=16)
+    assert advice is not None
     rates = {(one.engines, one.max_staleness): one.outcome.samples_per_hour for one in advice.tried}
     assert 1 < advice.engines < 32
     assert advice.max_staleness > 0
     assert rates[advice.engines, advice.max_staleness] > 2 * rates[1, 0]
     sync = recommend(given, plant(steps=20), most_engines=4, most_staleness=8, sync=True)
+    assert sync is not None
     assert sync.max_staleness == 0
     assert "best found" in advice.why
 
@@ -223,3 +356,14 @@ def test_thousands_of_engines_are_spread_over() -> None:
     )
     assert outcome.finished
     assert outcome.samples == 2000
+
+
+def test_an_engine_is_found_as_fast_after_many_requests() -> None:
+    """Were what is void looked through every time, this would take minutes."""
+    clock = Clock()
+    pool = Pool(clock, 2, 4, Speed({1: 10.0}))
+    for _ in range(20_000):
+        pool.send(Request(1, began=lambda: None, done=lambda: None, lost=lambda: None), None)
+        while clock.step():
+            pass
+    assert [server.served for server in pool.servers] == [10_000, 10_000]
