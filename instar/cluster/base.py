@@ -15,8 +15,12 @@ from typing import TypedDict, Unpack
 
 FATAL = 70
 """Exit code of a role whose failure another start would not cure."""
+STOPPED = 75
+"""Exit code of a role that a signal ended before it was done."""
 DRAIN = signal.SIGUSR1
 """Tells a role to begin nothing more, and to end with what is under way."""
+ENDLESS = frozenset({"engine", "teacher", "gateway", "rewards"})
+"""Roles that are never done by themselves."""
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 FORGIVEN_AFTER = 120.0
 """Seconds of running after which earlier restarts are forgotten."""
@@ -54,6 +58,8 @@ class Role:
     restarts: int = 0
     stopping: bool = False
     """Whether it was asked to end, so that it is not started again."""
+    over: bool = False
+    """Whether what it was for has ended, so that nobody starts it again."""
     exit: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Its last exit code, once it has ended for good."""
 
@@ -135,6 +141,8 @@ class Cluster(ABC):
 
 
 def describe(code: int) -> str:
+    if code == STOPPED:
+        return "a signal from outside the run"
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -27,6 +27,7 @@ from instar.types import Endpoint
 Action = Literal["restart", "drain", "stop", "start"]
 DRAIN_SECONDS = 600.0
 STOP_SECONDS = 10.0
+DOING = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
 LONGEST_PATH = 100
 """Bytes that the path of a Unix socket may have, on every system."""
 
@@ -42,8 +43,8 @@ class RoleRow(msgspec.Struct):
     role: str
     name: str
     state: str
-    """``running``, ``draining``, ``stopping``, ``stopped`` (by a person), ``ended`` (by itself), ``failed``,
-    or ``down`` where the run is not up."""
+    """``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` (by a person), ``ended`` (by
+    itself), ``failed``, or ``down`` where the run is not up."""
     pid: int = 0
     doing: str = ""
     address: str = ""
@@ -89,6 +90,12 @@ class Control:
         for name in list(self._held):
             self._release(name)
 
+    def retire(self, name: str) -> None:
+        """What the role was for has ended: it is held no more, and not started again."""
+        if (role := self.cluster.roles.get(name)) is not None:
+            role.over = True
+        self._release(name)
+
     async def do(self, request: Request) -> list[RoleRow]:
         """Raises InstarError where it cannot be done."""
         if request.do != "list":
@@ -109,6 +116,7 @@ class Control:
             raise InstarError(f"{name} is running")
         if action in ("drain", "stop") and role.exit.done():
             raise InstarError(f"{name} is not running")
+        self._doing[name] = DOING[action]
         try:
             if action == "stop":
                 await self._stop(role)
@@ -117,16 +125,16 @@ class Control:
             # Its socket is still there, and whoever turned to it would wait.
             await self._store.remove_endpoint(self._run_id, role.role, name)
             if action in ("start", "restart"):
-                if self._ending:
-                    raise InstarError(f"{name} is not started: the run is ending")
+                if why := self._why_over(role):
+                    raise InstarError(f"{name} is not started: {why}")
+                self._doing[name] = "starting"
                 await self.cluster.restart(name)
                 self._release(name)
         finally:
             self._doing.pop(name, None)
 
     async def _drain(self, role: Role, timeout: float) -> None:
-        self._hold(role.name)
-        self._doing[role.name] = "draining"
+        self._hold(role)
         self.cluster.log(f"draining {role.name}")
         self.cluster.signal(role.name, DRAIN)
         await asyncio.wait(
@@ -140,13 +148,22 @@ class Control:
             self.cluster.log(f"{role.name} ended with {describe(code)} while it was drained; see {role.log}")
 
     async def _stop(self, role: Role) -> None:
-        self._hold(role.name)
+        self._hold(role)
         self._doing[role.name] = "stopping"
         self.cluster.log(f"stopping {role.name}")
         await self.cluster.stop(role.name, STOP_SECONDS)
 
-    def _hold(self, name: str) -> None:
-        self._held.setdefault(name, asyncio.Event())
+    def _hold(self, role: Role) -> None:
+        """Unless it could not be started again: who waits for its end would wait for ever."""
+        if not self._why_over(role):
+            self._held.setdefault(role.name, asyncio.Event())
+
+    def _why_over(self, role: Role) -> str:
+        """Why the role is not to be started any more; empty: it may be."""
+        if self._ending:
+            return "the run is ending"
+        replaced = self.cluster.roles.get(role.name) is not role
+        return "what it was for has ended" if role.over or replaced else ""
 
     def _release(self, name: str) -> None:
         if released := self._held.pop(name, None):
@@ -245,7 +262,7 @@ async def _answer(control: Control, line: bytes) -> Answer:
         return Answer(await control.do(msgspec.json.decode(line, type=Request)))
     except msgspec.DecodeError as error:
         return Answer(error=f"not a request: {error}")
-    except InstarError as error:
+    except (InstarError, OSError) as error:
         return Answer(error=str(error))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instar.cluster.base import DRAIN, FATAL
+from instar.cluster.base import DRAIN, FATAL, STOPPED
 from instar.cluster.context import (
     ADMIN_KEY,
     ENGINE_TOKEN,
@@ -78,16 +78,17 @@ def main() -> None:
 def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
     import uvloop
 
-    async def amain() -> None:
+    async def amain() -> int:
         context = Context(role, folder, arguments)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, context.stop.set)
         loop.add_signal_handler(DRAIN, context.drain.set)
         await ROLES[role](context)
+        # Whether anyone of the run had asked for that end, the supervisor knows.
+        return STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 
-    uvloop.run(amain())
-    return 0
+    return uvloop.run(amain())
 
 
 def _end_with_supervisor(lifeline: int) -> None:
@@ -235,15 +236,17 @@ async def gateway(context: Context) -> None:
 async def _connect(
     context: Context, store: Store, role: str, *, newest: Newest | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
-    """The run's engines as one, and what is to run meanwhile so that they are found where they go."""
+    """The run's engines as one, and what is to run meanwhile so that they are found where they go, and when
+    they return."""
     from instar.cluster.directory import Directory, FollowedPool
-    from instar.engines.factory import connect_engines
+    from instar.engines.remote import RemoteEngine
 
     directory, token = Directory(store, context.run_id), os.environ[ENGINE_TOKEN]
-    if isinstance(context.config.cluster, LocalClusterConfig):  # nothing moves there
-        urls = await directory.first_urls(role)
-        connected = await connect_engines(list(urls.values()), token, timeout=300, newest=newest)
-        return connected, forever
+    names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
+    if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:
+        # It does not move, and while it is away what comes to it waits at its socket.
+        (url,) = (await directory.first_urls(role, timeout=300)).values()
+        return await RemoteEngine.connect(url, token, 300), forever
     pool = FollowedPool(directory, token, role=role, newest=newest)
     await pool.start()
     return pool, pool.follow

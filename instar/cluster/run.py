@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
 
@@ -300,10 +300,14 @@ async def train(
         try:
             await bring_data(run.store, run.config, log)
             await _start_teacher(run)
-            await _phases(run)
-            await _end_scoring(run)
-        except InstarError as error:
-            await _finish(run, "failed", str(error))
+            stop = _interrupts(run)
+            await _phases(run, stop)
+            await _end_scoring(run, stop)
+            run.stopped_by_user = stop.is_set()
+        except Exception as error:  # of whatever kind: the run is over by it, and its store says so
+            await _note_failure(run, error)
+            if isinstance(error, OSError):  # of the machine, not of the code
+                raise InstarError(str(error)) from error
             raise
         await _finish(run, "stopped" if run.stopped_by_user else "finished")
         return run
@@ -347,10 +351,9 @@ def _check_backend(config: RunConfig) -> None:
         )
 
 
-async def _phases(run: LiveRun) -> None:
-    stop = _interrupts(run)
+async def _phases(run: LiveRun, stop: asyncio.Event) -> None:
     plan = run.config.eval
-    if plan and plan.at_start and not _evaluated(run, "before"):
+    if plan and plan.at_start and await _is_untrained(run) and not _evaluated(run, "before"):
         run.phase = "evaluating before"
         await _evaluate(run, "before", stop)
     if not stop.is_set():
@@ -359,7 +362,6 @@ async def _phases(run: LiveRun) -> None:
     if plan and plan.at_end and not stop.is_set():
         run.phase = "evaluating after"
         await _evaluate(run, "after", stop)
-    run.stopped_by_user = stop.is_set()
 
 
 async def _train(run: LiveRun, stop: asyncio.Event) -> None:
@@ -380,19 +382,17 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
         starts.append(start_role(run, "rollout", env=environment(run), without=_kept_from_agents(run)))
     await _at_once(*starts)
     ended = asyncio.create_task(run.control.ended("trainer"))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if stop.is_set() and not ended.done():
-        run.control.let_go()
-        cluster.signal("trainer")
-    stopped.cancel()
     try:
+        if await _interrupted(run, ended, stop):
+            cluster.signal("trainer")
         if (code := await ended) != 0:
             raise InstarError(
                 f"trainer: ended with exit code {code} while stopping; its last steps may not be saved\n"
                 f"(log: {cluster.roles['trainer'].log})\n{await cluster.tail('trainer')}"
             )
     finally:
+        run.control.retire("trainer")
+        run.control.retire("rollout")
         await cluster.stop("rollout")
 
 
@@ -400,32 +400,51 @@ async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
     await start_role(
         run, "rollout", f"--evaluate={label}", env=environment(run), without=_kept_from_agents(run)
     )
-    ended = asyncio.create_task(run.cluster.wait("rollout"))
+    ended = asyncio.create_task(run.control.ended("rollout"))
+    if await _interrupted(run, ended, stop):
+        await run.cluster.stop("rollout")
+    await ended
+    run.control.retire("rollout")
+
+
+async def _interrupted(run: LiveRun, ended: asyncio.Task[int], stop: asyncio.Event) -> bool:
+    """Whether the stop came before the end; then nothing is held any more."""
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if not ended.done():
-        await run.cluster.stop("rollout")
-    await ended
+    if ended.done():
+        return False
+    run.control.let_go()
+    return True
 
 
 def _kept_from_agents(run: LiveRun) -> set[str]:
     return {*run.secrets.withheld, *judge_keys(run.config)}
 
 
-async def _end_scoring(run: LiveRun) -> None:
+async def _end_scoring(run: LiveRun, stop: asyncio.Event) -> None:
     """Let what is still to be scored be scored, for a while."""
-    if REWARDS not in run.cluster.roles or run.stopped_by_user:
+    if REWARDS not in run.cluster.roles or stop.is_set():
         return
     deadline = time.monotonic() + SCORING_SECONDS
-    await asyncio.sleep(3 * HEARTBEAT)  # what it said before the last session had ended is old by then
-    while time.monotonic() < deadline:
+    await _pause(3 * HEARTBEAT, stop)  # what it said before the last session had ended is old by then
+    while time.monotonic() < deadline and not stop.is_set():
         run.cluster.raise_failure()
         told = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
         if not told or told[0].startswith(IDLE) or run.cluster.roles[REWARDS].exit.done():
             return
-        await asyncio.sleep(HEARTBEAT)
+        await _pause(HEARTBEAT, stop)
     run.cluster.log("some sessions are left without a score; --resume goes on with them")
+
+
+async def _pause(seconds: float, stop: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
+
+
+async def _is_untrained(run: LiveRun) -> bool:
+    """A resumed run may be beyond its base model."""
+    return (await run.store.progress(run.run_id)).head_version == 0
 
 
 def _evaluated(run: LiveRun, label: str) -> bool:
@@ -455,6 +474,14 @@ def _interrupts(run: LiveRun) -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted)
     return stop
+
+
+async def _note_failure(run: LiveRun, error: Exception) -> None:
+    """As far as the store takes it: the first cause is the one to tell."""
+    try:
+        await _finish(run, "failed", str(error) or type(error).__name__)
+    except (InstarError, OSError) as another:
+        run.cluster.log(f"the run's failure could not be noted: {another}")
 
 
 async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:

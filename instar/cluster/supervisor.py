@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -18,7 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Unpack
 
-from instar.cluster.base import BACKOFF, FATAL, FORGIVEN_AFTER, Address, Cluster, Options, Role, describe
+from instar.cluster.base import (
+    BACKOFF,
+    DRAIN,
+    ENDLESS,
+    FATAL,
+    FORGIVEN_AFTER,
+    STOPPED,
+    Address,
+    Cluster,
+    Options,
+    Role,
+    describe,
+)
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
@@ -43,7 +56,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(server: socket.socket) -> str:
+    """As this machine reaches it."""
     host, port = server.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -63,6 +79,12 @@ class Child(Role):
     process: asyncio.subprocess.Process | None = None
     restarting: bool = False
     """Whether its end is wanted for a new start."""
+    asked: int = signal.SIGTERM
+    """The last signal that it was to end by."""
+
+    def end_by(self, number: int) -> None:
+        """It is to end for good. A process that is just being started is sent the signal once it is there."""
+        self.stopping, self.restarting, self.asked = True, False, number
 
     def send(self, number: int) -> None:
         if self.process and self.process.returncode is None:
@@ -130,7 +152,13 @@ class Supervisor(Cluster):
         return before.server if before and before.server else listen(*address)
 
     async def _run(self, child: Child) -> None:
-        await self._spawn(child)
+        try:
+            await self._spawn(child)
+        except BaseException as error:
+            child.exit.set_result(FATAL)  # nobody watches it
+            if isinstance(error, OSError):
+                raise InstarError(f"{child.name} cannot be started: {error}") from error
+            raise
         self._watchers[child.name] = asyncio.create_task(self._watch(child))
 
     async def _spawn(self, child: Child) -> None:
@@ -144,6 +172,9 @@ class Supervisor(Cluster):
                 pass_fds=tuple(child.fds),
                 start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
             )
+        child.restarting = False
+        if child.stopping:
+            child.send(child.asked)
 
     async def _watch(self, child: Child) -> None:
         while True:
@@ -151,8 +182,8 @@ class Supervisor(Cluster):
             began = time.monotonic()
             code = await child.process.wait()
             if not child.restarting:
-                if child.stopping or code == 0:
-                    child.exit.set_result(code)
+                if child.stopping or (code == 0 and child.role not in ENDLESS):
+                    child.exit.set_result(_as_asked(code))
                     return
                 if time.monotonic() - began > FORGIVEN_AFTER:
                     child.restarts = 0
@@ -164,9 +195,8 @@ class Supervisor(Cluster):
                 self.log(f"{child.name} ended with {describe(code)}; starting it again")
                 await asyncio.sleep(pause)
                 if child.stopping:
-                    child.exit.set_result(code)
+                    child.exit.set_result(_as_asked(code))
                     return
-            child.restarting = False
             try:
                 await self._spawn(child)
             except OSError as error:
@@ -185,12 +215,12 @@ class Supervisor(Cluster):
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
         if child := self._children.get(name):
-            child.stopping, child.restarting = True, False
+            child.end_by(number)
             child.send(number)
 
     def kill(self, name: str) -> None:
         if child := self._children.get(name):
-            child.stopping, child.restarting = True, False
+            child.end_by(signal.SIGKILL)
             child.kill()
 
     async def restart(self, name: str, timeout: float = 10.0) -> None:
@@ -228,3 +258,9 @@ class Supervisor(Cluster):
                 child.server.close()
         os.close(self._alive)
         os.close(self._lifeline)
+
+
+def _as_asked(code: int) -> int:
+    """The exit code of a role that was asked to end. A signal that it does not handle yet, or no more, ends
+    it before it began anything or after it was done."""
+    return 0 if code in (STOPPED, -signal.SIGTERM, -DRAIN) else code

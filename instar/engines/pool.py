@@ -331,6 +331,8 @@ class EnginePool(Engine):
             policy = await self._newest() if self._newest else self._policy
             if policy is None or status.version == policy.version:
                 break
+            if policy.artifact.kind == "live":
+                raise EngineUnavailable(f"the trainer has yet to bring it version {policy.version}")
             await self._load(member, policy)
         member.healthy = True
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -15,12 +15,13 @@ import msgspec
 from instar import errors
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
 from instar.engines.checks import as_ids
-from instar.engines.uploads import SeenBody, files_of, pieces
+from instar.engines.uploads import Seen, SeenBody, Taken, files_of, pieces
 from instar.engines.wire import decode_line, joined, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.plain_http import PlainClient, PlainResponse
 from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
 
+T = TypeVar("T")
 CONNECT_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 SCORE_SECONDS = 600.0
@@ -70,8 +71,7 @@ class RemoteEngine(Engine):
 
     async def refresh(self) -> EngineInfo:
         """Ask the engine what it can do."""
-        body = await self._call("GET", "/info", STATUS_SECONDS)
-        self._info = msgspec.json.decode(body, type=EngineInfo)
+        self._info = self._decoded(await self._call("GET", "/info", STATUS_SECONDS), EngineInfo)
         return self._info
 
     @property
@@ -99,6 +99,8 @@ class RemoteEngine(Engine):
                     raise error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unavailable(error) from error
+        except msgspec.DecodeError as error:
+            raise self._strange(error) from error
         finally:
             if response is not None:
                 response.close()
@@ -122,22 +124,21 @@ class RemoteEngine(Engine):
         except OSError:
             return policy  # not here either; the engine says what it makes of that
         asked = msgspec.json.encode(SeenBody(str(folder), files))
-        if msgspec.json.decode(await self._call("POST", "/seen", STATUS_SECONDS, asked))["seen"]:
+        if self._decoded(await self._call("POST", "/seen", STATUS_SECONDS, asked), Seen).seen:
             return policy
         told = await self._call("POST", "/upload", LOAD_SECONDS, pieces(folder, files))
-        artifact = msgspec.structs.replace(policy.artifact, path=msgspec.json.decode(told)["path"])
+        artifact = msgspec.structs.replace(policy.artifact, path=self._decoded(told, Taken).path)
         return msgspec.structs.replace(policy, artifact=artifact)
 
     async def stage(self, transfer: Transfer) -> Json:
-        return msgspec.json.decode(
-            await self._call("POST", "/stage", LOAD_SECONDS, msgspec.json.encode(transfer)), type=Json
-        )
+        told = await self._call("POST", "/stage", LOAD_SECONDS, msgspec.json.encode(transfer))
+        return self._decoded(told, Json)
 
     async def commit(self, policy: Policy) -> None:
         await self._call("POST", "/commit", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
 
     async def status(self) -> EngineStatus:
-        return msgspec.json.decode(await self._call("GET", "/status", STATUS_SECONDS), type=EngineStatus)
+        return self._decoded(await self._call("GET", "/status", STATUS_SECONDS), EngineStatus)
 
     async def close(self) -> None:
         """Close the connections, and with them what is under way; the engine itself goes on."""
@@ -159,6 +160,16 @@ class RemoteEngine(Engine):
         if response.status != 200:
             raise _error(content, response.status)
         return content
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise self._strange(error) from error
+
+    def _strange(self, error: msgspec.DecodeError) -> EngineUnavailable:
+        """Something else answers there: a proxy, say."""
+        return EngineUnavailable(f"what answers at {self._url} is no engine: {error}")
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:

@@ -90,8 +90,8 @@ class Gate:
 def create_engine_app(engine: Engine, token: str | None = None, gate: Gate | None = None) -> Starlette:
     """The app. With a token, every route but /healthz asks for it as a bearer token."""
     gate = gate or Gate()
-    routes = _Routes(engine, gate)
     uploads = Uploads()
+    routes = _Routes(engine, gate, uploads)
     return Starlette(
         routes=[
             Route("/generate", _Generate(engine, gate), methods=["POST"]),
@@ -201,9 +201,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class _Routes:
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    def __init__(self, engine: Engine, gate: Gate, uploads: Uploads) -> None:
         self._engine = engine
         self._gate = gate
+        self._uploads = uploads
 
     async def load(self, request: Request) -> Response:
         body = await _decoded(request, LoadBody)
@@ -211,6 +212,7 @@ class _Routes:
             taken = ", ".join(self._engine.info.artifacts)
             return _error(400, EngineError(f"this engine loads {taken}, not {body.policy.artifact.kind}"))
         await self._engine.load(body.policy)
+        self._uploads.loaded = body.policy.artifact.path
         return _json({})
 
     async def stage(self, request: Request) -> Response:

@@ -39,6 +39,14 @@ class SeenBody(msgspec.Struct, forbid_unknown_fields=True):
     files: Files
 
 
+class Seen(msgspec.Struct):
+    seen: bool
+
+
+class Taken(msgspec.Struct):
+    path: str
+
+
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
     files: list[tuple[str, int]]
 
@@ -71,6 +79,8 @@ class Uploads:
     def __init__(self) -> None:
         self._root: str | None = None
         self._taken: list[Path] = []
+        self.loaded = ""
+        """The folder that was loaded last: it is kept, and read again when its server is started again."""
 
     async def seen(self, request: Request) -> Response:
         try:
@@ -81,7 +91,7 @@ class Uploads:
             seen = await asyncio.to_thread(files_of, Path(asked.path)) == asked.files
         except OSError:
             seen = False
-        return _json({"seen": seen})
+        return _json(Seen(seen))
 
     async def take(self, request: Request) -> Response:
         if self._root is None:
@@ -100,8 +110,10 @@ class Uploads:
             shutil.rmtree(fresh, ignore_errors=True)
         self._taken.append(whole)
         while len(self._taken) > KEPT:
-            await asyncio.to_thread(shutil.rmtree, self._taken.pop(0), ignore_errors=True)
-        return _json({"path": str(whole)})
+            oldest = next(folder for folder in self._taken if str(folder) != self.loaded)
+            self._taken.remove(oldest)
+            await asyncio.to_thread(shutil.rmtree, oldest, ignore_errors=True)
+        return _json(Taken(str(whole)))
 
 
 async def _receive(body: _Body, folder: Path) -> None:

@@ -35,14 +35,14 @@ class Transcript:
         return self.final["content"] if self.final else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Surroundings:
     """What a scorer may use of the run."""
 
     run_id: str
     store: Store
     base_url: str = ""
-    """The run's own gateway, for a judge that is the run's model."""
+    """The run's own gateway, for a judge that is the run's model. It changes when the gateway moves."""
     api_key: str = ""
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import inspect
 import os
 import re
-import signal
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from typing import IO, Any, cast
@@ -19,6 +15,7 @@ import msgspec
 from instar import registry
 from instar.config import AgentConfig, CommandAgentConfig, FunctionAgentConfig
 from instar.errors import AgentError, ConfigError
+from instar.guard import guarded
 from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.types import Json, Task
 
@@ -80,23 +77,9 @@ def _is_async(function: object) -> bool:
 # --- a program ----------------------------------------------------------------------------------
 
 
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-_LIBC = _libc()
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent() -> None:
-    """In the program's process, before it starts: a rollout that is killed takes its agents along."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class CommandAgent(Agent):
-    """Runs a program in a process group of its own, which never outlives the session. The last line of its
-    output may be JSON: ``{"reward": 1.0}``."""
+    """Runs a program under a guard: neither it nor what it starts outlives the session, or a rollout that is
+    killed. The last line of its output may be JSON: ``{"reward": 1.0}``."""
 
     def __init__(self, config: CommandAgentConfig) -> None:
         self.config = config
@@ -123,23 +106,21 @@ class CommandAgent(Agent):
     async def _execute(self, command: list[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> int:
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *guarded(command, at_once=True),
                 env=env,
                 cwd=self.config.cwd,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,  # the guard ends when this does
                 stdout=out,
                 stderr=err,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
+                start_new_session=True,  # the guard is to outlive a rollout that is killed with its group
             )
         except OSError as error:
             raise AgentError(f"cannot start {command[0]!r}: {error.strerror or error}") from error
+        assert process.stdin is not None
         try:
             return await process.wait()
         finally:
-            # Also after a good end: whatever it left behind would run on unseen.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.stdin.close()
             await process.wait()
 
 

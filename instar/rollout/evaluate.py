@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +66,18 @@ class Evaluator:
     async def evaluate_all(self, label: str) -> list[Json]:
         """In every mode, one after the other."""
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
+
+    async def last_version(self) -> int:
+        """The newest version that was evaluated to the end, in every mode, while training went on; 0 where
+        none was."""
+        groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
+        tried = Counter(group.group_id.rpartition("/")[0] for group in groups)
+        modes: dict[int, set[str]] = {}
+        for name, count in tried.items():
+            found = re.search(r"/val/v(\d+)-(.+)-v\d+$", name)
+            if found and count == len(self.tasks):
+                modes.setdefault(int(found[1]), set()).add(found[2])
+        return max((version for version in modes if modes[version] >= set(self.eval.modes)), default=0)
 
     async def try_all(self, label: str) -> None:
         """`evaluate_all`, but a failure is only reported: training goes on without these figures."""

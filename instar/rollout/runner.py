@@ -33,6 +33,10 @@ class Evaluates(Protocol):
     @property
     def doing(self) -> str: ...
 
+    async def last_version(self) -> int:
+        """Evaluated so far; 0 is none."""
+        ...
+
     async def try_all(self, label: str) -> None:
         """Raises nothing that training could go on without."""
         ...
@@ -64,7 +68,8 @@ class RolloutRunner:
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._hopeless = 0
         """Groups in a row of which every session failed."""
-        self._evaluated = -1
+        self._evaluated: int | None = None
+        """The last version, once it is known."""
         self._evaluating = False
         self._draining = False
         self._unfinished = 0
@@ -138,8 +143,8 @@ class RolloutRunner:
         version = state.progress.head_version
         if self.evaluator is None or every is None:
             return
-        if self._evaluated < 0:
-            self._evaluated = version
+        if self._evaluated is None:  # an earlier process may have been ended in the midst of one
+            self._evaluated = await self.evaluator.last_version()
         if version // every > self._evaluated // every:
             self._evaluated = version
             self._evaluating = True

@@ -6,8 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from instar.engines.base import Engine
-from instar.errors import ConfigError
+from instar.errors import ConfigError, SyncError
 from instar.types import ArtifactKind, Policy
+
+
+class WayError(SyncError):
+    """The way itself failed: neither an engine nor the backend."""
 
 
 class Sync(ABC):

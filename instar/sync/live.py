@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 
 from instar.backends.base import Backend
 from instar.engines.base import Engine
 from instar.errors import InstarError, SyncError
-from instar.sync.base import Sync
+from instar.sync.base import Sync, WayError
 from instar.sync.files import FileSync
 from instar.types import Policy
 
@@ -21,6 +22,7 @@ class Fleet:
         self._policy = policy
         self._engines = engines
         self.outcomes: list[Exception | None] = [None] * len(engines)
+        self._served: set[int] = set()
 
     @property
     def engines(self) -> list[Engine]:
@@ -36,10 +38,21 @@ class Fleet:
 
         await asyncio.gather(*(one(i) for i, failed in enumerate(self.outcomes) if failed is None))
 
+    async def serve(self, work: Callable[[Engine], Awaitable[object]]) -> None:
+        """The last that each is asked for: one that has answered serves the policy, whatever becomes of the
+        others."""
+        places = {id(engine): place for place, engine in enumerate(self._engines)}
+
+        async def one(engine: Engine) -> None:
+            await work(engine)
+            self._served.add(places[id(engine)])
+
+        await self.each("served", one)
+
     def fail(self, doing: str, error: Exception) -> None:
-        """For all that have not failed yet."""
+        """For all that have neither failed yet nor come to serve the policy."""
         for place, failed in enumerate(self.outcomes):
-            if failed is None:
+            if failed is None and place not in self._served:
                 self._fail(place, doing, error)
 
     def _fail(self, place: int, doing: str, error: Exception) -> None:
@@ -71,6 +84,8 @@ class LiveSync(Sync):
                     await self._commit(policy, fleet)
         except TimeoutError:
             fleet.fail("served", SyncError(f"it took longer than {self._deadline:g} s"))
+        except WayError as error:
+            fleet.fail("carried", error)
         return fleet.outcomes
 
     @abstractmethod
@@ -78,4 +93,14 @@ class LiveSync(Sync):
         """Bring the weights to every engine."""
 
     async def _commit(self, policy: Policy, fleet: Fleet) -> None:
-        await fleet.each("served", lambda engine: engine.commit(policy))
+        await fleet.serve(lambda engine: engine.commit(policy))
+
+
+@contextmanager
+def on_the_way(*kinds: type[Exception]) -> Generator[None]:
+    """Within, what torch, CUDA or the system refuse, or one of these, is the way's failure. What the backend
+    raises while it hands out weights is not for here: it is the trainer's."""
+    try:
+        yield
+    except (RuntimeError, OSError, *kinds) as error:
+        raise WayError(f"{type(error).__name__}: {error}") from error

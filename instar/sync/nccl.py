@@ -19,7 +19,7 @@ from typing import Any
 from instar.backends.base import Backend
 from instar.engines.base import Engine, Transfer
 from instar.errors import ConfigError, SyncError
-from instar.sync.live import Fleet, LiveSync
+from instar.sync.live import Fleet, LiveSync, on_the_way
 from instar.types import Json, Policy
 
 
@@ -70,7 +70,7 @@ class NcclSync(LiveSync):
                 raise
 
         sending = asyncio.create_task(self._send())
-        serving = asyncio.create_task(fleet.each("served", commit))
+        serving = asyncio.create_task(fleet.serve(commit))
         breaking = asyncio.create_task(broken.wait())
         try:
             await asyncio.wait({sending, breaking}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,13 +87,13 @@ class NcclSync(LiveSync):
             await asyncio.gather(*tasks, return_exceptions=True)
             if broken.is_set():
                 await self._leave()
-        if not sending.done() or sending.cancelled():
-            fleet.fail("served", SyncError("another engine of its group failed"))
+        fleet.fail("served", SyncError("another engine of its group failed"))
 
     async def _send(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for _, tensor in tensors:
-                await asyncio.to_thread(_broadcast, self._group, tensor)
+                with on_the_way():
+                    await asyncio.to_thread(_broadcast, self._group, tensor)
 
     async def _leave(self) -> None:
         group, self._group = self._group, None
@@ -130,8 +130,13 @@ class NcclSync(LiveSync):
 
         self._members = fleet.engines
         joining = asyncio.create_task(fleet.each("met", invite))
-        self._group = await asyncio.to_thread(_join, plan[0]) if plan else None
-        await joining
+        try:
+            with on_the_way():
+                self._group = await asyncio.to_thread(_join, plan[0]) if plan else None
+            await joining
+        finally:
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
 
 
 def meeting(sizes: list[int], host: str, port: int) -> list[Json]:

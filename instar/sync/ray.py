@@ -12,21 +12,23 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instar.backends.base import Backend
 from instar.engines.base import Engine, Transfer
 from instar.errors import ConfigError, EngineUnavailable
-from instar.sync.live import Fleet, LiveSync
+from instar.sync.base import WayError
+from instar.sync.live import Fleet, LiveSync, on_the_way
 from instar.sync.shared import PROBE
 from instar.types import Json, Policy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 NAMESPACE = "instar"
 CALL_SECONDS = 60.0
 """Deadline of one call to the mailbox; its process may have to start."""
@@ -89,7 +91,9 @@ class RaySync(LiveSync):
             if bringing is not None:
                 bringing.cancel()
                 await asyncio.gather(bringing, return_exceptions=True)
-            await self._ask("clear")
+            # The next push writes over what stays; what went wrong before is what is told.
+            with contextlib.suppress(WayError):
+                await self._ask("clear")
 
     async def _bring(self, policy: Policy, fleet: Fleet, index: int, layout: list[Any]) -> None:
         body = {**self._names, "chunk": index, "layout": layout}
@@ -109,7 +113,7 @@ class RaySync(LiveSync):
                 if chunk.layout and size + tensor.nbytes > self._chunk_bytes:
                     yield chunk
                     chunk, size = Chunk([], []), 0
-                chunk.references.append(await asyncio.to_thread(_put, tensor))
+                chunk.references.append(await _off_the_loop(_put, tensor))
                 chunk.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
                 size += tensor.nbytes
         if chunk.layout:
@@ -121,7 +125,7 @@ class RaySync(LiveSync):
         def call() -> None:
             ray.get(getattr(self._mailbox, method).remote(*arguments), timeout=CALL_SECONDS)
 
-        await asyncio.to_thread(call)
+        await _off_the_loop(call)
 
     # --- Ray itself; these block -----------------------------------------------------------------
 
@@ -184,6 +188,14 @@ def _mailbox_class() -> type:
             self._chunks.clear()
 
     return Mailbox
+
+
+async def _off_the_loop(work: Callable[..., T], *arguments: Any) -> T:
+    """In a thread. What Ray refuses is the way's failure."""
+    from ray.exceptions import RayError
+
+    with on_the_way(RayError):
+        return await asyncio.to_thread(work, *arguments)
 
 
 def _put(tensor: Tensor) -> Any:

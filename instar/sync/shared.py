@@ -2,7 +2,8 @@
 
 On a GPU the buffer is in its memory, written by the trainer and read by the engine there; else it is in the
 machine's. It holds the weights once, is made at the first push and opened once by each engine, so a push is
-the writing, a word to each engine, and the engine's copying from it.
+the writing, a word to each engine, and the engine's copying from it. An engine that has not answered may copy
+late: what it copies from is not written again, and there is another buffer from then on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from instar.backends.base import Backend
 from instar.engines.base import Engine, Transfer
-from instar.errors import SyncError
-from instar.sync.live import Fleet, LiveSync
+from instar.errors import EngineError, EngineUnavailable, SyncError
+from instar.sync.live import Fleet, LiveSync, on_the_way
 from instar.types import Artifact, Json, Policy
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class SharedSync(LiveSync):
         super().__init__(backend, deadline=deadline)
         self._device = device
         self._buffer: SharedBuffer | None = None
+        self._copying: set[Engine] = set()
+        """Those that may still copy out of it."""
+        self._old: SharedBuffer | None = None
+        """The one before, until the engines have opened the present one."""
 
     @property
     def route(self) -> str:
@@ -39,11 +44,39 @@ class SharedSync(LiveSync):
         return f"ipc: the engines copy the weights out of a buffer of the trainer's, in {where}"
 
     async def _stage(self, policy: Policy, fleet: Fleet) -> None:
-        if self._buffer is None:
-            layout = await self._layout()
+        buffer = await self._free_buffer()
+        await self._fill(buffer)
+        await fleet.each("brought", lambda engine: _offer(engine, policy, buffer))
+        if self._old is not None:
+            self._old.close()
+            self._old = None
+
+    async def _free_buffer(self) -> SharedBuffer:
+        """One that nobody copies from."""
+        before = self._buffer
+        if before is not None and not self._copying:
+            return before
+        layout = await self._layout() if before is None else before.layout
+        with on_the_way():
             self._buffer = SharedBuffer(layout, self._device)
-        await self._fill(self._buffer)
-        await fleet.each("brought", lambda engine: _offer(engine, policy, self._buffer))
+        self._old = before
+        self._copying.clear()
+        return self._buffer
+
+    async def _commit(self, policy: Policy, fleet: Fleet) -> None:
+        self._copying.update(fleet.engines)
+
+        async def commit(engine: Engine) -> None:
+            try:
+                await engine.commit(policy)
+            except EngineUnavailable:
+                raise
+            except EngineError:
+                self._copying.discard(engine)  # it has answered
+                raise
+            self._copying.discard(engine)
+
+        await fleet.serve(commit)
 
     async def _layout(self) -> list[Place]:
         """Where each weight will lie: known once all were seen."""
@@ -60,15 +93,18 @@ class SharedSync(LiveSync):
             target = left.pop(name, None)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
                 raise SyncError(f"the backend's {name} is not what it was when the buffer was made")
-            target.copy_(tensor)
+            with on_the_way():
+                target.copy_(tensor)
         if left:
             raise SyncError(f"the backend handed out {len(left)} weights less than before")
-        buffer.settle()
+        with on_the_way():
+            buffer.settle()
 
     async def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+        for buffer in (self._buffer, self._old):
+            if buffer is not None:
+                buffer.close()
+        self._buffer = self._old = None
 
 
 Place = tuple[str, str, list[int], int]
@@ -149,9 +185,8 @@ def own_gpu() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-async def _offer(engine: Engine, policy: Policy, buffer: SharedBuffer | None) -> None:
+async def _offer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
     """The whole layout only to an engine that has not opened the buffer yet."""
-    assert buffer is not None
     body: Json = {"buffer": buffer.name}
     told = await engine.stage(Transfer(policy, "ipc", body))
     if not all(worker["known"] for worker in told["workers"]):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, InstarError
-from instar.sync.base import Sync
+from instar.sync.base import Sync, WayError
 from instar.types import Policy
 
 T = TypeVar("T")
@@ -23,8 +23,8 @@ LONGEST_WAIT = 60.0
 ANSWER_WITHIN = 3.0
 """Seconds for an engine to say which version it serves."""
 MOST_REFUSALS = 4
-"""Attempts in a row that every engine may refuse, before the run cannot go on: its samples would all be of
-an old version."""
+"""Attempts in a row that every engine, or the way to them, may refuse, before the run cannot go on: its
+samples would all be of an old version."""
 
 
 class Pusher:
@@ -119,8 +119,9 @@ class Pusher:
 
 
 def _is_refusal(failure: Exception) -> bool:
-    """Whether the engine was there and said no."""
-    return isinstance(failure.__cause__, EngineError) and not isinstance(failure.__cause__, EngineUnavailable)
+    """Whether the engine was there and said no, or there was no way to it."""
+    cause = failure.__cause__
+    return isinstance(cause, EngineError | WayError) and not isinstance(cause, EngineUnavailable)
 
 
 async def _version(engine: Engine) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +64,9 @@ def test_every_role_alone(run: Tortured) -> None:
         assert after[name]["state"] == "running"
         goes_on(run)
         assert roles(run)[name]["pid"] != listed[name]["pid"], f"{name} is another process"
+
+    os.kill(roles(run)["trainer"]["pid"], signal.SIGTERM)
+    goes_on(run)  # nobody of the run asked for that end
 
     assert roles(run, "drain", "engine-1")["engine-1"]["state"] == "stopped"
     goes_on(run)

@@ -38,6 +38,7 @@ HEAD_SECONDS = 30.0
 PLACE_SECONDS = 60.0
 """For one actor to be placed and to start its role."""
 PLACE_TRIES = 5
+SHUTDOWN_SECONDS = 30.0
 GONE = -int(signal.SIGKILL)
 """Exit code of a role that was lost with its node."""
 
@@ -165,7 +166,8 @@ class RayCluster(Cluster):
             self.fail(InstarError(f"{type(error).__name__}: {error}"))
 
     async def _place(self, actor: Actor) -> None:
-        """Have Ray find a node for it. Raises InstarError when it does not."""
+        """Have Ray find a node for it; one that is told to end meanwhile has ended then. Raises InstarError
+        when there is no node."""
         last = ""
         for _ in range(PLACE_TRIES):
             await self._create(actor)
@@ -178,11 +180,15 @@ class RayCluster(Cluster):
             except (Lost, TimeoutError) as error:
                 last = str(error) or f"no node had room for it within {PLACE_SECONDS:g} s"
                 self._dismiss(actor)
+                if self._end_if_stopping(actor):
+                    return
+                await self._renew_lease(actor)  # it may have started, and only its word is lost
                 continue
             actor.host, actor.node_id = placed.host, placed.node_id
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
             actor.placed_at, actor.generation = time.monotonic(), 1
             self._note_host(actor)
+            self._end_if_stopping(actor)
             return
         wanted = wanted_of(placement_of(actor.role, self.config, await self.nodes()))
         raise InstarError(f"{actor.name} could not be placed on the Ray cluster (it wants {wanted}): {last}")
@@ -262,9 +268,10 @@ class RayCluster(Cluster):
         for event in report.events:
             self.log(event)
         actor.restarts = actor.moves + report.restarts
-        if not actor.shares_folder and actor.role in ("trainer", "rollout"):
+        handle = actor.handle  # of the actor that reported, whatever becomes of the role meanwhile
+        if handle is not None and not actor.shares_folder and actor.role in ("trainer", "rollout"):
             await self._metrics.fetch(
-                actor.host, lambda offset: self._ask(actor.handle.read_metrics.remote(offset), ANSWER_SECONDS)
+                actor.host, lambda offset: self._ask(handle.read_metrics.remote(offset), ANSWER_SECONDS)
             )
         if report.failure is not None:
             self.fail(InstarError(report.failure))
@@ -273,8 +280,7 @@ class RayCluster(Cluster):
 
     async def _move(self, actor: Actor, why: str) -> None:
         self._dismiss(actor)
-        if actor.stopping or actor.exit.done():
-            self._end(actor, GONE)
+        if self._end_if_stopping(actor) or actor.exit.done():
             return
         if time.monotonic() - actor.placed_at > FORGIVEN_AFTER:
             actor.moves = 0
@@ -283,16 +289,27 @@ class RayCluster(Cluster):
         self.log(f"{actor.name} is lost ({why}); starting it again where there is room")
         await asyncio.sleep(BACKOFF[actor.moves])
         actor.moves += 1
-        await self._replace(actor)
+        if not self._end_if_stopping(actor):
+            await self._replace(actor)
 
     async def _replace(self, actor: Actor) -> None:
         """A new actor for it, whatever has become of the one before, which may write nothing more."""
+        await self._renew_lease(actor)
+        await self._place(actor)
+        if actor.handle is not None and actor.url:
+            await self._directory.enter(actor)
+
+    async def _renew_lease(self, actor: Actor) -> None:
         assert actor.order is not None
         lease = await self._directory.lease(actor.name)
         actor.order = replace(actor.order, env={**actor.order.env, LEASE: lease})
-        await self._place(actor)
-        if actor.url:
-            await self._directory.enter(actor)
+
+    def _end_if_stopping(self, actor: Actor) -> bool:
+        """Whether it was told to end while it was lost, or placed: then it has ended."""
+        if actor.stopping:
+            self._dismiss(actor)
+            self._end(actor, GONE)
+        return actor.stopping
 
     def _end(self, actor: Actor, code: int) -> None:
         if not actor.exit.done():
@@ -338,6 +355,8 @@ class RayCluster(Cluster):
         actor.stopping = False
         if actor.handle is None:
             await self._replace(actor)
+            if self._end_if_stopping(actor):
+                return
             self._begin_watching(actor)
         else:
             try:
@@ -363,7 +382,10 @@ class RayCluster(Cluster):
         for watcher in self._watchers.values():
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
-        await in_thread(self._ray.shutdown, 30.0)
+        try:
+            await in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
+        except TimeoutError:  # it ends with this process; how the run went counts
+            self.log(f"Ray did not shut down in {SHUTDOWN_SECONDS:g} s")
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from instar.config import RayClusterConfig, RunConfig
+from instar.config import PostgresStoreConfig, RayClusterConfig, RunConfig
 
 ALWAYS = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
 
@@ -13,8 +13,12 @@ ALWAYS = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLI
 def handed_on(config: RunConfig, environment: Mapping[str, str], without: frozenset[str]) -> dict[str, str]:
     """Those that any role may need, those that the config names, and those that `cluster.env` lists."""
     assert isinstance(config.cluster, RayClusterConfig)
-    names = {*ALWAYS, *_named(config.model_dump(mode="json")), *config.cluster.env} - without
-    return {name: environment[name] for name in sorted(names) if name in environment}
+    names = {*ALWAYS, *_named(config.model_dump(mode="json")), *config.cluster.env}
+    if isinstance(config.store, PostgresStoreConfig) and (
+        password := config.store.password_variable(environment)
+    ):
+        names.add(password)
+    return {name: environment[name] for name in sorted(names - without) if name in environment}
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[str]:

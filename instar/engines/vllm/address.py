@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 
 from instar.config import VllmEngineConfig
 from instar.engines.vllm.client import VllmClient
-from instar.errors import ConfigError, EngineError
+from instar.errors import ConfigError, EngineError, EngineUnavailable
 
 PERIOD = 2.0
 CHECK_SECONDS = 20.0
+STARTED = "process_start_time_seconds "
+"""The metric that tells one process of a server from the next."""
 
 
 class VllmAddress:
@@ -33,12 +35,23 @@ class VllmAddress:
 
     async def start(self) -> None:
         """Until it answers. Raises EngineUnavailable where it does not within the section's deadline."""
-        async with asyncio.timeout(self._config.start_timeout):
-            while (error := await self._check()) is not None:
-                self._say(str(error))
-                await asyncio.sleep(PERIOD)
+        seconds = self._config.start_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                while (error := await self._check()) is not None:
+                    self._say(str(error))
+                    await asyncio.sleep(PERIOD)
+        except TimeoutError as late:
+            raise EngineUnavailable(
+                f"the vLLM server at {self.client.url} did not answer within {seconds:g} s"
+            ) from late
         await self._up()
         self._watcher = asyncio.create_task(self._watch())
+
+    async def life(self) -> str | None:
+        """Another one for every process of the server. None: it does not tell."""
+        lines = str(await self.client.get("/metrics", timeout=CHECK_SECONDS)).splitlines()
+        return next((line for line in lines if line.startswith(STARTED)), None)
 
     async def close(self) -> None:
         if self._watcher is not None:
@@ -56,11 +69,10 @@ class VllmAddress:
                 self._down(str(error))
                 self._say(str(error))
             elif error is None and away:
-                # It may be another process by now, so that what it served is not known.
                 try:
                     await self._up()
                     away = False
-                except EngineError as refused:
+                except (EngineError, OSError) as refused:  # a full disk among them: it is tried again
                     self._say(str(refused))
 
     async def _check(self) -> EngineError | None:

@@ -16,6 +16,7 @@ SERVED_NAME = "instar-base"
 """What the base model is called at a server that Instar starts."""
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 """What receives weights inside the server's workers."""
+MIDDLEWARE = "instar.engines.vllm.key.RequireKey"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has kernels for."""
 LIVE_ADAPTERS = 4
@@ -104,7 +105,7 @@ class Launch:
             found += self._whole_prompts()
         else:
             found += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
-        found += ["--worker-extension-cls", EXTENSION]
+        found += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
         if self.adapters:
             found += ["--enable-lora", "--max-lora-rank", str(fitting_rank(config.lora_rank or 16))]
             found += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]

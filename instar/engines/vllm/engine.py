@@ -28,6 +28,7 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
 from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
+BASE = Policy("", 0, Artifact("base"))
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RETRY_SECONDS = 0.5
 """Before a request that was not begun is sent again; by then it is known whether the server has ended."""
@@ -54,6 +55,10 @@ class VllmEngine(Engine):
         self._info: EngineInfo | None = None
         self._policy: Policy | None = None
         """What is to be served by a server that comes up again."""
+        self._owed = False
+        """Whether that was brought while it was away."""
+        self._life: str | None = None
+        """Which process of a given server has what was loaded."""
         self._loading = asyncio.Lock()
         self._ready = asyncio.Event()
         self._away = "it has not come up yet"
@@ -102,24 +107,40 @@ class VllmEngine(Engine):
         assert self._server is not None
         if self._info is None:
             await self._meet()
+        if isinstance(self._server, VllmAddress):
+            await self._found(await self._server.life())
         else:
             self._serving.reset()
-        if self._serving.per_token and self._weights is not None:
-            await self._weights.tell(0)
-        if self._policy is not None:
-            await self._resume(self._policy)
-        elif isinstance(self._server, VllmAddress) and "weights" in self._serving.artifacts:
-            # Another run may have left other weights there.
-            await self._serving.load(Policy("", 0, Artifact("base")))
+            if self._serving.per_token and self._weights is not None:
+                await self._weights.tell(0)
+            if self._policy is not None:
+                await self._resume(self._policy)
         self._ready.set()
 
-    async def _resume(self, policy: Policy) -> None:
+    async def _found(self, life: str | None) -> None:
+        """A given server answers, or answers again. Where it may be another process than before, what it
+        serves is not known, and replies may go on under that: weights are replaced in a pause, which divides
+        those, and never just taken for the base model's."""
+        same = life is not None and life == self._life
+        if not same and not self._serving.per_token:
+            self._serving.reset()
+        if self._policy is not None and (self._owed or not same):
+            await self._resume(self._policy, otherwise=None if same else BASE)
+        elif not same:
+            await self._serving.load(BASE)
+        self._life, self._owed = life, False
+
+    async def _resume(self, policy: Policy, otherwise: Policy | None = None) -> None:
         try:
             await self._serving.load(policy)
         except EngineUnavailable:
             raise
         except EngineError as error:
-            self._say(f"version {policy.version} was served, now it is {self._serving.version}: {error}")
+            if otherwise is not None:
+                await self._serving.load(otherwise)
+            self._say(
+                f"version {policy.version} was to be served, now it is {self._serving.version}: {error}"
+            )
 
     def _down(self, reason: str) -> None:
         self._away = reason
@@ -295,7 +316,8 @@ class VllmEngine(Engine):
             raise EngineError(f"the vLLM engine loads {taken}, not {policy.artifact.kind}")
         async with self._loading:
             if not self._ready.is_set():
-                self._policy = policy  # it is given that when it returns; whoever brings it need not wait
+                # It is given that when it returns; whoever brings it need not wait.
+                self._policy, self._owed = policy, True
             self._check_ready()
             await self._serving.load(policy)
             self._policy = policy
@@ -329,6 +351,8 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         self._down("it was closed")
+        if isinstance(self._server, VllmAddress):
+            await self._serving.close()
         if self._server is not None:
             await self._server.close()
 

@@ -47,7 +47,8 @@ class WeightReceiver(AdapterReader):
         return {"gpu": _gpu(self.device), "ray": _has_ray(), "nccl": type(engine).__name__.startswith("NCCL")}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """A part of the weights of the policy ``key``; parts of another one are given up."""
+        """A part of the weights of the policy ``key``; parts of another one are given up, and so is what came
+        of this one where it is sent again from the start."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_inbox.take(body, self.device)
@@ -108,7 +109,7 @@ class Inbox:
     def take(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if "probe" in body:
             return _probe(body["probe"], device)
-        if body["key"] != self.key:
+        if body["key"] != self.key or body.get("chunk") == 0:
             self.forget()
             self.key = body["key"]
         if "buffer" in body:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import instar
-from instar.engines.vllm import guard
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import IDLE_SECONDS, Launch
 from instar.errors import EngineError
+from instar.guard import guarded
 
 BACKOFF = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds before each start after the first, while they fail."""
@@ -78,7 +77,7 @@ class VllmProcess:
 
     async def _spawn(self) -> None:
         port = self._port.getsockname()[1]
-        command = [sys.executable, "-I", guard.__file__, *self._launch.command(port)]
+        command = guarded(self._launch.command(port))
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -130,10 +129,12 @@ class VllmProcess:
                 await self._come_up()
             except (EngineError, OSError) as error:
                 self._say(str(error).splitlines()[0])
+                await self._end()
 
     async def _until_it_ends(self) -> str:
         """Why it counts as ended: its exit, or that it does not answer any more."""
-        assert self._process is not None
+        if self._process is None:
+            return "vLLM did not come up"
         missed = 0
         while missed < MISSED_CHECKS:
             try:

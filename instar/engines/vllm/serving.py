@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -19,6 +20,9 @@ from instar.engines.vllm.transfer import read_ahead
 from instar.engines.vllm.weights import Weights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Json, Policy
+
+CLOSE_SECONDS = 10.0
+"""For a server to forget what it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,9 @@ class Serving(ABC):
     def reset(self) -> None:
         """The server has just come up: it serves the base model."""
 
+    async def close(self) -> None:  # noqa: B027 - most leave nothing that would be in the way
+        """Take away from the server what nobody will use any more."""
+
 
 class BaseServing(Serving):
     """A server that cannot be given anything. ``lacks`` says what that would take."""
@@ -90,6 +97,8 @@ class _Adapter:
     version: int
     users: int = 0
     retired: bool = False
+    doubtful: bool = False
+    """Whether its server may have been started again without it."""
 
 
 class AdapterServing(Serving):
@@ -106,7 +115,6 @@ class AdapterServing(Serving):
         self._say = say
         self._current = _Adapter(None, 0)
         self._held: set[_Adapter] = set()
-        self._loads = 0
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
@@ -130,8 +138,8 @@ class AdapterServing(Serving):
         _check_rank(folder, self._max_rank)
         if len(self._held) >= KEPT_ADAPTERS:
             raise EngineUnavailable(f"requests still run under {len(self._held)} versions of the policy")
-        self._loads += 1  # the same version may be loaded again, from other files
-        name = f"{policy.policy_id}-v{policy.version}-{self._loads}"
+        # The same version may be loaded again, from other files, and by another process after this one.
+        name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
         await read_ahead(self._client, str(folder))
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         return name
@@ -148,14 +156,25 @@ class AdapterServing(Serving):
 
     def reset(self) -> None:
         self._current = _Adapter(None, 0)
-        self._held.clear()
+        for adapter in [*self._held]:
+            adapter.retired = adapter.doubtful = True
+            self._drop_unused(adapter)
+
+    async def close(self) -> None:
+        for adapter in [*self._held]:
+            self._drop(adapter)
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=CLOSE_SECONDS)
 
     def _drop_unused(self, adapter: _Adapter) -> None:
         if adapter.retired and adapter.users == 0 and adapter in self._held:
-            self._held.remove(adapter)
-            task = asyncio.get_running_loop().create_task(self._unload(adapter))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self._drop(adapter)
+
+    def _drop(self, adapter: _Adapter) -> None:
+        self._held.remove(adapter)
+        task = asyncio.get_running_loop().create_task(self._unload(adapter))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def _unload(self, adapter: _Adapter) -> None:
         try:
@@ -163,7 +182,8 @@ class AdapterServing(Serving):
         except EngineUnavailable:
             pass  # gone with its server
         except EngineError as error:
-            self._say(f"{adapter.name} was not unloaded: {error}")
+            if not adapter.doubtful:
+                self._say(f"{adapter.name} was not unloaded: {error}")
 
 
 class MergedServing(Serving):

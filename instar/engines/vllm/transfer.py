@@ -73,16 +73,16 @@ class Receiver:
         self._update = None
         key = _key(transfer.policy)
         if "layout" in transfer.body:
-            await self._check(key, transfer.body["layout"])
+            await self._check(key, transfer.body["layout"], first=not transfer.body.get("chunk"))
         elif "buffer" in transfer.body:
             self._missing = set()  # it was checked when it was opened, and holds all
         answers = await self._tell("instar_stage", {**transfer.body, "key": key})
         return answers[0] | {"workers": answers}
 
-    async def _check(self, key: str, layout: Sequence[Sequence[Any]]) -> None:
+    async def _check(self, key: str, layout: Sequence[Sequence[Any]], *, first: bool) -> None:
         if self._shapes is None:
             self._shapes = await asyncio.to_thread(shapes, self._base)
-        if key != self._key:
+        if first or key != self._key:
             self._key, self._missing = key, self._shapes.keys() - {TIED}
         for name, _, shape, *_ in layout:
             if self._shapes.get(name) != tuple(shape):

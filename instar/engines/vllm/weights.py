@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.reply import Reply
-from instar.errors import EngineUnavailable
+from instar.errors import EngineError, EngineUnavailable
 
 PAUSE_SECONDS = 120.0
 """How long a step under way may take to end."""
 QUIET_SECONDS = 0.005
 """How long no reply must have brought anything before all that was sampled counts as come."""
 SETTLE_SECONDS = 10.0
+RESUME_SECONDS = 30.0
+RESUME_WAITS = (0.1, 0.5, 2.0)
+"""Seconds before each further try to end a pause."""
 NOTHING = -1
 """The version of weights that are no policy's."""
 
@@ -32,6 +36,7 @@ class Change:
 
     def serves(self, version: int) -> None:
         """The weights in place are whole, and of this version. It counts once the pause ends."""
+        self.begun = True
         self.version = version
 
 
@@ -64,42 +69,62 @@ class Weights:
         change serves, or what was served before where it did not begin; where it began and serves nothing,
         they are given up."""
         async with self._changing:
-            # The pause also empties the prefix cache, of running requests' blocks too.
-            await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_SECONDS)
-            settling = asyncio.create_task(self._settle())
             change = Change()
+            settling: asyncio.Task[None] | None = None
             try:
+                # The pause also empties the prefix cache, of running requests' blocks too.
+                await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_SECONDS)
+                settling = asyncio.create_task(self._settle())
                 yield change
                 if change.version is not None:
                     await settling
-                    await self.tell(change.version)
                     self._turn(change.version)
+                    await self.tell(change.version)
             finally:
-                settling.cancel()
-                if change.begun and change.version is None:
+                if settling is not None:
+                    settling.cancel()
+                if change.begun and change.version != self.version:
                     self._lose()
                 else:
-                    # Also where the caller was cancelled: nobody else would resume.
-                    await asyncio.shield(self.client.post("/resume", timeout=PAUSE_SECONDS))
+                    # Also where the caller was cancelled, or the pause came and its answer did not: nobody
+                    # else would resume.
+                    await asyncio.shield(self._resume())
+
+    async def _resume(self) -> None:
+        """Where the server does not go on, nothing is served, so that a policy is brought again."""
+        for wait in (*RESUME_WAITS, None):
+            try:
+                await self.client.post("/resume", timeout=RESUME_SECONDS)
+                return
+            except EngineError:
+                if wait is None:
+                    self._lose()
+                    raise
+            await asyncio.sleep(wait)
 
     def _arrived(self) -> int:
         return sum(reply.received for reply in self.replies)
 
     async def _settle(self) -> None:
         """Until every token that was sampled before the pause has come: vLLM has handed out all of them when
-        it says that it is paused, and then for a moment they are still on their way here."""
+        it says that it is paused, and then for a moment they are still on their way here. Replies that do
+        not come to rest are given up: their tokens could not be told apart."""
         before = self._arrived()
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while True:
-                await asyncio.sleep(QUIET_SECONDS)
-                if (now := self._arrived()) == before:
-                    return
-                before = now
+        try:
+            async with asyncio.timeout(SETTLE_SECONDS):
+                while True:
+                    await asyncio.sleep(QUIET_SECONDS)
+                    if (now := self._arrived()) == before:
+                        return
+                    before = now
+        except TimeoutError:
+            self._cut()
 
     async def tell(self, version: int) -> None:
-        """Give the server the version's name, for others who ask it."""
+        """Give the server the version's name, for others who ask it: what is served does not depend on it."""
         if self.tells_version:
-            await self.client.post("/update_weight_version", {"new_version": str(version)})
+            with contextlib.suppress(EngineError):
+                await self.client.post("/update_weight_version", {"new_version": str(version)})
 
     def _turn(self, version: int) -> None:
         for reply in self.replies:
@@ -108,5 +133,8 @@ class Weights:
 
     def _lose(self) -> None:
         self.version = NOTHING
+        self._cut()
+
+    def _cut(self) -> None:
         for reply in [*self.replies]:
             reply.cut()

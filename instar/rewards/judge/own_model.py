@@ -31,7 +31,6 @@ class OwnModel(Endpoint):
         self._config = config.model_copy(update={"model": OWN_MODEL})
         self._run = run
         self._http = Http(config.timeout, run.api_key, proxied=False)
-        self._root = run.base_url.rstrip("/").removesuffix("/v1")
 
     async def ask(self, system: str, user: str, schema: Json) -> Reply:
         session = await self._open()
@@ -49,7 +48,8 @@ class OwnModel(Endpoint):
 
     async def _open(self) -> OpenedSession:
         body = msgspec.to_builtins(OpenSession(metadata={"judge": self._config.name or self._config.rubric}))
-        raw = await self._http.post(URL(f"{self._root}/sessions"), _headers(self._run.api_key), body)
+        root = self._run.base_url.rstrip("/").removesuffix("/v1")
+        raw = await self._http.post(URL(f"{root}/sessions"), _headers(self._run.api_key), body)
         try:
             return msgspec.json.decode(raw, type=OpenedSession)
         except msgspec.DecodeError as error:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -21,7 +20,7 @@ from instar.config import ModelConfig, RunConfig, VllmEngineConfig
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.server import create_engine_app
-from instar.engines.vllm import guard
+from instar.guard import guarded
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
 
@@ -96,7 +95,7 @@ def server_by_hand(model: Path, log: Path, *arguments: str) -> Iterator[str]:
     }
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, guard.__file__, *command],
+            guarded(command),
             env=env,
             stdin=subprocess.PIPE,
             stdout=file,

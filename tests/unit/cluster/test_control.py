@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import stat
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -121,6 +123,63 @@ async def test_a_run_that_ends_waits_for_nobody(house: House, script: Script) ->
     assert await asyncio.wait_for(waiting, 5) == 0
     with pytest.raises(InstarError, match="the run is ending"):
         await house.ask("start", "rollout")
+
+
+async def test_a_run_that_ends_holds_nothing(house: House, script: Script) -> None:
+    body = f"trap '' USR1; trap 'sleep 1; exit 0' TERM; {WAIT}"
+    await start(house, script, name="trainer", body=body)
+    waiting = asyncio.create_task(house.control.ended("trainer"))
+    asking = asyncio.create_task(house.ask("drain", "trainer", timeout=0.5))
+    await until(lambda: "draining trainer" in house.log)
+    house.control.let_go()
+    house.cluster.signal("trainer")
+    assert await asyncio.wait_for(waiting, 10) == 0
+    await asking
+
+
+async def test_what_a_role_was_for_ends_while_it_is_drained(house: House, script: Script) -> None:
+    await start(house, script, body=f"trap '' USR1; {WAIT}")
+    asking = asyncio.create_task(house.ask("restart", "rollout"))
+    await until(lambda: "draining rollout" in house.log)
+    house.control.retire("rollout")
+    await house.cluster.stop("rollout")
+    await house.cluster.start("rollout", python=script("exit 0"))
+    with pytest.raises(InstarError, match="rollout is not started: what it was for has ended"):
+        await asking
+    assert await asyncio.wait_for(house.control.ended("rollout"), 10) == 0, "the next one is not held"
+    assert house.said().count("up") == 1
+
+
+async def test_a_role_that_was_held_when_its_work_ended_holds_up_nobody(house: House, script: Script) -> None:
+    await start(house, script)
+    await house.ask("stop", "rollout")
+    house.control.retire("rollout")
+    with pytest.raises(InstarError, match="what it was for has ended"):
+        await house.ask("start", "rollout")
+    await house.cluster.start("rollout", python=script("exit 0"))
+    assert await asyncio.wait_for(house.control.ended("rollout"), 10) == 0
+
+
+async def test_of_two_starts_at_once_one_is_refused(house: House, script: Script) -> None:
+    await start(house, script, body=f"trap 'exit 0' HUP; {WAIT}")
+    await house.ask("stop", "rollout")
+    both = await asyncio.gather(*(house.ask("start", "rollout") for _ in range(2)), return_exceptions=True)
+    assert [str(refused) for refused in both if isinstance(refused, InstarError)] == [
+        "rollout is starting already"
+    ]
+    await until(lambda: house.said().count("up") == 2)
+    child = house.cluster.roles["rollout"]
+    assert child.process is not None
+    os.kill(child.process.pid, signal.SIGHUP)
+    assert await asyncio.wait_for(house.control.ended("rollout"), 10) == 0, "what ended well is done"
+
+
+async def test_a_role_that_cannot_be_started_is_said_to_whom_asked(house: House, script: Script) -> None:
+    await start(house, script)
+    house.cluster.roles["rollout"].argv = ["/no/such/python"]
+    with pytest.raises(InstarError, match="rollout cannot be started"):
+        await house.ask("restart", "rollout")
+    assert await house.state("rollout") == "stopped"
 
 
 async def test_another_role_that_cannot_go_on_is_told_to_who_waits(house: House, script: Script) -> None:

@@ -81,6 +81,11 @@ def test_roles_elsewhere_get_what_the_config_names_and_no_more() -> None:
     assert passed == {name: here[name] for name in sorted(names[:4])}
 
 
+def test_roles_elsewhere_get_the_password_of_the_store() -> None:
+    run = config(store={"type": "postgres", "url": "postgresql://u@h/db"})
+    assert handed_on(run, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
+
+
 def test_an_order_does_not_print_its_keys() -> None:
     order = Order(
         role="trainer", name="trainer", arguments=(), python=None, config="sk-1", folder=Path("/r"), mark="m",

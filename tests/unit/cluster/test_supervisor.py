@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from instar.cluster.base import FATAL
+from instar.cluster.base import DRAIN, FATAL, STOPPED
 from instar.cluster.layout import RunFolder
-from instar.cluster.supervisor import Supervisor, listen, url_of
+from instar.cluster.supervisor import Child, Supervisor, listen, url_of
 from instar.config import RunConfig
 from instar.errors import InstarError
 
@@ -156,9 +156,100 @@ async def test_a_role_that_does_not_end_is_killed_and_restarted(
     assert not is_alive(first)
 
 
+async def test_a_role_that_cannot_be_started_is_over(supervisor: Supervisor, script: Script) -> None:
+    with pytest.raises(InstarError, match=r"engine cannot be started: .*no/such/python"):
+        await supervisor.start("engine", python="/no/such/python")
+    role = await supervisor.start("trainer", python=script("exit 0"))
+    async with asyncio.timeout(10):
+        await role.exit
+    role.argv = ["/no/such/python"]
+    with pytest.raises(InstarError, match="trainer cannot be started"):
+        await supervisor.restart("trainer")
+    async with asyncio.timeout(5):
+        await supervisor.stop("engine")
+        await supervisor.stop("trainer")
+
+
+async def test_a_role_whose_start_is_cancelled_is_over(supervisor: Supervisor, script: Script) -> None:
+    starting = asyncio.create_task(supervisor.start("engine", python=script("exec sleep 60")))
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled()
+    async with asyncio.timeout(5):
+        await supervisor.stop("engine")
+
+
+@pytest.mark.parametrize(("role", "code"), [("engine", 0), ("gateway", 0), ("trainer", STOPPED)])
+async def test_an_end_that_nobody_asked_for_is_a_death(
+    supervisor: Supervisor, script: Script, tmp_path: Path, role: str, code: int
+) -> None:
+    program = script(f"trap 'exit {code}' TERM; echo x >> $FOLDER/starts; while :; do sleep 0.02; done")
+    child = await supervisor.start(role, python=program)
+    starts = tmp_path / "starts"
+    await until(starts.exists)
+    assert child.process is not None
+    os.kill(child.process.pid, signal.SIGTERM)
+    await until(lambda: starts.read_text() == "x\n" * 2)
+    assert (child.restarts, child.exit.done()) == (1, False)
+    await supervisor.stop(role)
+    assert await child.exit == 0, "asked for, it is a good end"
+
+
+async def test_a_signal_before_the_role_handles_any_is_a_good_end(
+    supervisor: Supervisor, script: Script
+) -> None:
+    for number in (signal.SIGTERM, DRAIN):
+        child = await supervisor.start("trainer", python=script("exec sleep 60"))
+        supervisor.signal("trainer", number)
+        async with asyncio.timeout(10):
+            assert await child.exit == 0
+
+
+class Meddled(Supervisor):
+    """Something happens while a role is being started again."""
+
+    meddle: Callable[[], object] | None = None
+
+    async def _spawn(self, child: Child) -> None:
+        spawning = asyncio.create_task(super()._spawn(child))
+        await asyncio.sleep(0)
+        if self.meddle is not None:
+            self.meddle()
+        await spawning
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, DRAIN, signal.SIGKILL])
+async def test_a_signal_during_a_new_start_reaches_the_new_process(
+    supervisor: Supervisor, script: Script, tmp_path: Path, number: signal.Signals
+) -> None:
+    made = Meddled(supervisor.folder, log=print)
+    child = await made.start("rollout", python=script("[ -e $FOLDER/dead ] && exec sleep 60; exit 1"))
+    (tmp_path / "dead").touch()
+    made.meddle = (
+        (lambda: made.kill("rollout"))
+        if number == signal.SIGKILL
+        else (lambda: made.signal("rollout", number))
+    )
+    async with asyncio.timeout(10):
+        await child.exit
+    assert child.stopping
+    await made.close()
+
+
 def test_a_port_in_use_is_said_to_be() -> None:
     taken = listen("127.0.0.1", 0)
     port = int(url_of(taken).rsplit(":", 1)[1])
     with pytest.raises(InstarError, match=f"gateway.port: cannot listen on 127.0.0.1:{port}"):
         listen("127.0.0.1", port)
     taken.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
+)
+def test_all_addresses_are_reached_by_the_loopback(host: str, url: str) -> None:
+    server = listen(host, 0)
+    assert url_of(server).startswith(url)
+    server.close()

@@ -1,5 +1,5 @@
-"""A server that speaks as vLLM does as far as the engine's own part is concerned: what it says is up to the
-test, which can have it fail where real servers seldom do."""
+"""Servers that speak as vLLM does as far as the engine's own part is concerned: what they say is up to the
+test, which can have them fail where real servers seldom do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from aiohttp import web
+
+PATH = "/inference/v1/generate"
+RPC = "/collective_rpc"
 
 
 class PretendVllm:
@@ -26,7 +30,7 @@ class PretendVllm:
         self.heard.append(request.path)
         if request.path in self.failing:
             return web.json_response({"error": {"message": "as the test wants it"}}, status=500)
-        if request.path == "/inference/v1/generate":
+        if request.path == PATH:
             return await self._generate(request)
         return web.json_response({"results": [None]})
 
@@ -38,7 +42,7 @@ class PretendVllm:
         return response
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[PretendVllm]:
+    async def serving(self) -> AsyncIterator[Self]:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._any)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -50,6 +54,90 @@ class PretendVllm:
             yield self
         finally:
             await runner.cleanup()
+
+
+class StatefulVllm(PretendVllm):
+    """Knows its adapters by name, whether it is paused, and its weights by the folder or key they came by."""
+
+    def __init__(self, root: Path, *, adapters: bool = False, extended: bool = True) -> None:
+        super().__init__()
+        self._root = str(root)
+        self._takes_adapters = adapters
+        self._extended = extended
+        self.failing_once: set[str] = set()
+        """Paths that do what is asked for, except /resume, and answer 503."""
+        self.tells_life = True
+        self.restart()
+
+    def restart(self) -> None:
+        """Another process, as far as can be seen from outside."""
+        self.life = getattr(self, "life", 0) + 1
+        self.adapters: dict[str, str] = {}
+        self.paused = False
+        self.weights = "base"
+        self._staged = ""
+
+    async def _any(self, request: web.Request) -> web.StreamResponse:
+        if request.path in self.failing or request.path == PATH:
+            return await super()._any(request)
+        self.heard.append(request.path)
+        lost = request.path in self.failing_once
+        self.failing_once.discard(request.path)
+        if lost and request.path == "/resume":
+            return web.Response(status=503)
+        answer = self._answer(request.path, await request.json() if request.can_read_body else {})
+        return web.Response(status=503) if lost else answer
+
+    def _answer(self, path: str, body: dict[str, Any]) -> web.Response:
+        match path:
+            case "/openapi.json":
+                own = ["/v1/load_lora_adapter"] if self._takes_adapters else ["/pause", "/resume", RPC]
+                return web.json_response({"paths": dict.fromkeys([PATH, "/update_weight_version", *own])})
+            case "/v1/models":
+                entry = {"id": "m", "root": self._root, "max_model_len": 100_000}
+                return web.json_response({"data": [entry]})
+            case "/metrics":
+                told = f"process_start_time_seconds {self.life}" if self.tells_life else ""
+                return web.Response(text=f"# HELP\nvllm:lora_requests_info\n{told}\n")
+            case "/v1/load_lora_adapter":
+                if body["lora_name"] in self.adapters:
+                    return _refused(f"The lora adapter '{body['lora_name']}' has already been loaded.")
+                self.adapters[body["lora_name"]] = body["lora_path"]
+            case "/v1/unload_lora_adapter":
+                if self.adapters.pop(body["lora_name"], None) is None:
+                    return _refused(f"The lora adapter '{body['lora_name']}' cannot be found.")
+            case "/pause" | "/resume":
+                self.paused = path == "/pause"
+            case "/collective_rpc":
+                return self._work(body["method"], body["kwargs"])
+            case _:
+                pass
+        return web.json_response({})
+
+    def _work(self, method: str, given: dict[str, Any]) -> web.Response:
+        if method.startswith("instar_") and not self._extended:
+            return _refused(f"no method {method}", 500)
+        text: dict[str, Any] = json.loads(given.get("text", "{}"))
+        told: dict[str, Any] = {}
+        match method:
+            case "instar_ends":
+                told = {"gpu": None, "ray": False, "nccl": False}
+            case "instar_stage":
+                self._staged = text["key"]
+                told = {"known": True}
+            case "instar_commit":
+                self.weights = self._staged
+            case "instar_reload":
+                self.weights = text["path"]
+            case "reload_weights":
+                self.weights = given["weights_path"]
+            case _:
+                told = {"done": True}
+        return web.json_response({"results": [told]})
+
+
+def _refused(message: str, status: int = 400) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
 
 
 def event(*ids: int, finish: str | None = None, **more: Any) -> bytes:

@@ -8,10 +8,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
@@ -277,6 +280,61 @@ async def test_policies_that_others_load_are_asked_for(pool_of: Start) -> None:
     for engine in engines:
         await engine.load(head)  # the trainer made an earlier version the head again
     assert set(versions_of(await collect(pool, PROMPT))) == {5}
+
+
+async def test_weights_that_only_the_trainer_has_are_waited_for(pool_of: Start) -> None:
+    head = Policy("p", 0, Artifact("base"))
+
+    async def newest() -> Policy:
+        return head
+
+    pool, engines = await pool_of(2, newest=newest)
+    engines[0].answers = False
+    await until(lambda: not pool.members[0].healthy)
+    head = Policy("p", 4, Artifact("live"))
+    engines[0].answers = True
+    await until(lambda: "yet to bring it version 4" in pool.members[0].reason)
+    engines[0]._version = 4  # as the trainer does it
+    await until(lambda: pool.members[0].healthy)
+
+
+@asynccontextmanager
+async def proxied(engine_url: str, strange: asyncio.Event) -> AsyncIterator[str]:
+    """The engine behind a proxy, which answers in its place while ``strange`` is set."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if strange.is_set():
+            return web.Response(text="<html>back soon</html>")
+        async with aiohttp.ClientSession() as client, client.get(engine_url + request.path) as response:
+            return web.Response(body=await response.read(), status=response.status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_answer_that_is_no_engines_leaves_it_out_until_it_is_back(tiny: Path) -> None:
+    strange = asyncio.Event()
+    async with served(scripted_engine(tiny), None) as url, proxied(url, strange) as address:
+        pool = EnginePool([RemoteEngine(address)], period=0.02)
+        await pool.start(5)
+        (member,) = pool.members
+        strange.set()
+        await until(lambda: not member.healthy)
+        assert "is no engine" in member.reason
+        with pytest.raises(EngineUnavailable, match="is no engine"):
+            await member.engine.refresh()
+        with pytest.raises(EngineUnavailable):
+            await collect(member.engine, PROMPT)
+        strange.clear()
+        await until(lambda: member.healthy)
+        await pool.close()
 
 
 async def test_mixed_engines_are_refused(tiny: Path) -> None:

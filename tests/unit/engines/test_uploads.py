@@ -103,6 +103,23 @@ async def test_what_it_does_not_see_is_sent_and_old_ones_go(
     await remote.close()
 
 
+async def test_what_is_served_stays_where_others_come_and_are_not_loaded(
+    engine: NotingEngine, url: str, tmp_path: Path
+) -> None:
+    remote = FarAway(url)
+    await remote.refresh()
+    assert await FileSync().push(policy(tmp_path / "v1", 1), [remote]) == [None]
+    brought = [
+        await remote.bring(policy(tmp_path / f"v{version}", version)) for version in range(2, KEPT + 3)
+    ]
+    assert engine.loaded[0] == contents(engine.paths[0])
+    assert len(list(engine.paths[0].parent.iterdir())) == KEPT
+    await remote.load(brought[-1])
+    await remote.bring(policy(tmp_path / "last", 9))
+    assert not engine.paths[0].exists()
+    await remote.close()
+
+
 def packed(files: list[tuple[str, int]], content: bytes, digest: bytes | None = None) -> bytes:
     head = json.dumps({"files": files}).encode()
     return b"".join(

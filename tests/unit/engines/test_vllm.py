@@ -25,7 +25,6 @@ from instar.cluster.layout import engine_names, engine_of, engine_python
 from instar.config import RunConfig, VllmEngineConfig
 from instar.engines.factory import settle_vllm
 from instar.engines.pool import EnginePool
-from instar.engines.vllm import guard
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import Installation, Launch, find_vllm, fitting_rank
 from instar.engines.vllm.merge import check_same_shape, merged
@@ -33,6 +32,7 @@ from instar.engines.vllm.reply import Reply
 from instar.engines.vllm.weights import NOTHING, Weights
 from instar.engines.vllm.wire import PATH, generate_body
 from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.guard import guarded
 from instar.types import SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.unit.engines.pretend_vllm import END, PretendVllm, event
@@ -259,7 +259,7 @@ time.sleep(60)
 def test_a_server_ends_with_its_asker_and_so_does_what_it_started() -> None:
     asker = f"""
 import subprocess, sys, time
-guard = subprocess.Popen([sys.executable, {guard.__file__!r}, sys.executable, "-c", {CHILDREN!r}],
+guard = subprocess.Popen({guarded([sys.executable, "-c", CHILDREN])!r},
                          stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(60)
 """

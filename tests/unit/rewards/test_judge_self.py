@@ -88,11 +88,15 @@ async def test_a_wrong_key_is_permanent_and_not_told(gateway: Served) -> None:
     assert "sk-instar-not-known" not in str(failed.value)
 
 
-async def test_a_gateway_that_is_away_is_tried_again(gateway: Served) -> None:
+async def test_a_gateway_that_is_away_is_tried_again_where_it_is_then(gateway: Served) -> None:
     judge = own_judge()
-    await judge.start(Surroundings("run", gateway.store, "http://127.0.0.1:9", ADMIN))
+    around = Surroundings("run", gateway.store, "http://127.0.0.1:9", ADMIN)
+    await judge.start(around)
     async with asyncio.timeout(10):
         with pytest.raises(ScoreError, match="cannot be reached") as failed:
             await judge.score(TASK, answered("42"))
-    await judge.close()
     assert failed.value.again
+    around.base_url = gateway.url
+    (reward,) = await judge.score(TASK, answered("42"))
+    assert reward.value == 0.5
+    await judge.close()

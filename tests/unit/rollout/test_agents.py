@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -108,7 +109,7 @@ async def test_a_failing_program_is_an_agent_error_with_its_stderr(tmp_path: Pat
         )
     with pytest.raises(AgentError, match="signal 9"):
         await script(tmp_path, "import os; os.kill(os.getpid(), 9)").run(TASK, SESSION)
-    with pytest.raises(AgentError, match="cannot start"):
+    with pytest.raises(AgentError, match="cannot start '/no/such': No such file"):
         await CommandAgent(CommandAgentConfig(type="command", command=["/no/such"])).run(TASK, SESSION)
 
 
@@ -136,26 +137,35 @@ open(sys.argv[1], "w").write(str(child.pid))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a program with its parent")
-async def test_a_killed_rollout_takes_its_programs_along(tmp_path: Path) -> None:
-    pids = tmp_path / "pid"
-    writes = f"import os\nopen({str(pids)!r}, 'w').write(str(os.getpid()))\nimport time\ntime.sleep(60)"
+STARTS = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+with open(sys.argv[1] + ".partial", "w") as file:
+    print(os.getpid(), child.pid, file=file)
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
+time.sleep(60)
+"""
+
+
+async def test_a_killed_rollout_takes_its_programs_along_and_what_they_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
     code = f"""
 import asyncio
 from instar.config import CommandAgentConfig
 from instar.rollout.agents import CommandAgent
 from instar.rollout.base import AgentSession
 from instar.types import Task
-config = CommandAgentConfig(type="command", command=[{sys.executable!r}, "-c", {writes!r}])
+config = CommandAgentConfig(type="command", command=[{sys.executable!r}, "-c", {STARTS!r}, {str(pids)!r}])
 asyncio.run(CommandAgent(config).run(Task("t", {{}}), AgentSession("s", "http://127.0.0.1:9/v1", "k")))
 """
-    rollout = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    async with asyncio.timeout(20):
-        while not (pids.is_file() and pids.read_text()):  # noqa: ASYNC110 - another process's file
+    rollout = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True)
+    async with asyncio.timeout(60):
+        while not pids.exists():  # noqa: ASYNC110 - another process's file
             await asyncio.sleep(0.02)
-    rollout.kill()
+    os.killpg(rollout.pid, signal.SIGKILL)  # as the supervisor does
     await rollout.wait()
-    await until_gone(int(pids.read_text()))
+    for pid in pids.read_text().split():
+        await until_gone(int(pid))
 
 
 async def test_the_deadline_kills_grandchildren_too(tmp_path: Path) -> None:
@@ -166,6 +176,28 @@ async def test_the_deadline_kills_grandchildren_too(tmp_path: Path) -> None:
         await within(1.5, agent.run(TASK, SESSION), "the agent")
     assert time.monotonic() - began < 6
     await until_gone(int(pids.read_text()))
+
+
+async def test_a_program_is_left_no_time_after_the_deadline(tmp_path: Path) -> None:
+    text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+    began = time.monotonic()
+    with pytest.raises(AgentTimeout):
+        await within(1.5, script(tmp_path, text).run(TASK, SESSION), "the agent")
+    assert time.monotonic() - began < 6
+
+
+async def test_a_program_has_a_session_and_signals_of_its_own(tmp_path: Path) -> None:
+    text = """
+import os, signal, sys
+assert os.getsid(0) == os.getpgid(0) == os.getpid()
+assert not sys.stdin.read()
+ignored = int(next(line for line in open("/proc/self/status") if line.startswith("SigIgn")).split()[1], 16)
+of_python = (1 << signal.SIGPIPE - 1) | (1 << signal.SIGXFSZ - 1)
+assert not ignored & ~of_python, hex(ignored)
+os.killpg(0, signal.SIGTERM)
+"""
+    with pytest.raises(AgentError, match="signal 15"):
+        await script(tmp_path, text).run(TASK, SESSION)
 
 
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:

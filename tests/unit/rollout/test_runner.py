@@ -291,6 +291,36 @@ async def test_evaluation_while_training_is_due_every_so_many_versions(house: Ho
     assert labels == ["v2", "v2"], "in both modes, once"
 
 
+async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(house: House) -> None:
+    config = make_config(house.folder, trainer={"steps": 3})
+    assert config.eval is not None
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 2})})
+    runner = house.runner(config)
+    running = asyncio.create_task(runner.run())
+    batcher = Batcher(house.store, RUN, config)
+    for step in (1, 2):
+        await house.train_step(config, batcher, step, step - 1)
+    runner.drain()
+    await running
+    await house.evaluator(config).evaluate("greedy", "v2")  # and no further
+    labels: list[str] = []
+
+    def rollout() -> RolloutRunner:
+        runner = house.runner(config)
+        runner.evaluator = house.evaluator(config, lambda kind, step, told: labels.append(told["label"]))
+        return runner
+
+    runner = rollout()
+    running = asyncio.create_task(runner.run())
+    await until(lambda: len(labels) == 2)
+    runner.drain()
+    await running
+    running = asyncio.create_task(rollout().run())
+    await house.train_step(config, batcher, 3, 2)
+    await asyncio.wait_for(running, 20)
+    assert labels == ["v2", "v2"], "in both modes, and not again"
+
+
 async def test_training_goes_on_without_an_evaluation_that_fails(house: House) -> None:
     config = make_config(house.folder, trainer={"steps": 3})
     assert config.eval is not None

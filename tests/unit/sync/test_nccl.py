@@ -136,6 +136,31 @@ async def test_a_group_is_left_when_time_is_up(meeting: Meeting) -> None:
     assert meeting.groups[0].left.is_set()
 
 
+async def test_who_serves_it_by_then_has_not_failed(meeting: Meeting) -> None:
+    class Slow(Member):
+        async def commit(self, policy: Policy) -> None:
+            await super().commit(policy)
+            await asyncio.sleep(60)
+
+    slow, good = Slow(meeting), Member(meeting)
+    told, fine = await syncing(HandingBackend(), deadline=1.0).push(policy(1), [slow, good])
+    assert "longer than 1 s" in str(told)
+    assert fine is None
+    assert good.version == 1
+
+
+async def test_a_broadcast_that_fails_is_the_engines_outcome(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(group: Group, tensor: Tensor) -> None:
+        raise RuntimeError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(nccl, "_broadcast", broken)
+    (told,) = await syncing(HandingBackend()).push(policy(1), [Member(meeting)])
+    assert "remote process exited" in str(told)
+    assert meeting.groups[0].left.is_set()
+
+
 async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
     class Failing(HandingBackend):
         reads = 0

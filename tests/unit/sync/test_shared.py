@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from instar.engines.vllm.extension import load_in_place, open_buffer, views
-from instar.errors import EngineError, SyncError
+from instar.errors import EngineError, EngineUnavailable, SyncError
+from instar.sync.base import WayError
 from instar.sync.shared import SharedBuffer, SharedSync, reaches_memory
 from instar.types import Artifact, Policy
 from tests.unit.sync.receiving import FusedModel, HandingBackend, ReceivingEngine, holds
@@ -71,6 +72,87 @@ async def test_a_deadline_ends_the_wait() -> None:
     (outcome,) = await SharedSync(Slow(), device="cpu", deadline=0.05).push(policy(1), [ReceivingEngine()])
     assert isinstance(outcome, SyncError)
     assert "0.05 s" in str(outcome)
+
+
+class Late(ReceivingEngine):
+    """Behind HTTP, where nobody cancels it: it copies when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let = asyncio.Event()
+        self.copying: asyncio.Task[None] | None = None
+
+    async def commit(self, policy: Policy) -> None:
+        self.copying = asyncio.create_task(self._late(policy))
+        await asyncio.shield(self.copying)
+
+    async def _late(self, policy: Policy) -> None:
+        await self.let.wait()
+        await super().commit(policy)
+
+
+async def test_a_buffer_that_somebody_may_still_copy_from_is_not_written_again() -> None:
+    backend, late, good = HandingBackend(), Late(), ReceivingEngine()
+    sync = SharedSync(backend, device="cpu", deadline=0.5)
+    backend.value = 10.0
+    failed, fine = await sync.push(policy(1), [late, good])
+    assert "longer than 0.5 s" in str(failed)
+    assert fine is None, "it has answered in time"
+    backend.value = 20.0
+    assert await sync.push(policy(2), [good]) == [None]
+    assert holds(good, 20.0)
+    assert late.copying is not None
+    late.let.set()
+    await late.copying
+    assert late.version == 1
+    assert holds(late, 10.0)
+    backend.value = 30.0
+    assert await sync.push(policy(3), [late, good]) == [None, None]
+    assert holds(late, 30.0)
+    assert holds(good, 30.0)
+    await sync.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "another"), [(EngineError("no"), False), (EngineUnavailable("broke off"), True)]
+)
+async def test_an_engine_that_says_no_copies_no_more(failure: EngineError, another: bool) -> None:
+    class Failing(ReceivingEngine):
+        async def commit(self, policy: Policy) -> None:
+            raise failure
+
+    sync = SharedSync(HandingBackend(), device="cpu", deadline=60)
+    await sync.push(policy(1), [Failing()])
+    before = sync._buffer
+    engine = ReceivingEngine()
+    assert await sync.push(policy(1), [engine]) == [None]
+    assert (sync._buffer is not before) == another
+    await sync.close()
+
+
+async def test_what_fails_on_the_way_is_the_engines_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    sync = SharedSync(HandingBackend(), device="cpu", deadline=60)
+    monkeypatch.setattr(SharedBuffer, "settle", full)
+    (outcome,) = await sync.push(policy(1), [ReceivingEngine()])
+    assert isinstance(outcome, SyncError)
+    assert isinstance(outcome.__cause__, WayError)
+    assert "out of memory" in str(outcome)
+    monkeypatch.undo()
+    assert await sync.push(policy(1), [ReceivingEngine()]) == [None]
+    await sync.close()
+
+
+async def test_what_the_backend_raises_is_the_trainers() -> None:
+    class Failing(HandingBackend):
+        async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
+            raise RuntimeError("out of memory")
+            yield
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await SharedSync(Failing(), device="cpu", deadline=60).push(policy(1), [ReceivingEngine()])
 
 
 async def test_the_base_model_is_loaded_and_not_carried() -> None:

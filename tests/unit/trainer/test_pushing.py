@@ -10,7 +10,7 @@ import pytest
 
 from instar.engines.base import Engine, EngineStatus
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.base import Sync
+from instar.sync.base import Sync, WayError
 from instar.sync.files import FileSync
 from instar.trainer.pushing import MOST_REFUSALS, Pusher
 from instar.types import Artifact, Policy
@@ -80,6 +80,21 @@ async def test_the_run_ends_when_all_engines_go_on_refusing() -> None:
     with pytest.raises(SyncError, match="rank 64 is too much"):
         await pusher.while_waiting(HEAD, asyncio.sleep(60))
     assert len(log) == 2 * MOST_REFUSALS
+
+
+async def test_the_run_ends_when_the_way_goes_on_failing() -> None:
+    class Blocked(Sync):
+        route = "blocked"
+
+        async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
+            told = SyncError("out of memory")
+            told.__cause__ = WayError("out of memory")
+            return [told for _ in engines]
+
+    pusher, _ = pusher_for(LoadingEngine(), sync=Blocked())
+    await pusher.push(HEAD)
+    with pytest.raises(SyncError, match="out of memory"):
+        await pusher.while_waiting(HEAD, asyncio.sleep(60))
 
 
 async def test_one_engine_that_refuses_stops_nobody() -> None:

@@ -1,0 +1,58 @@
+"""Weights that come to an engine in chunks, and come again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instar.engines.base import Transfer
+from instar.engines.vllm import extension
+from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.merge import shapes
+from instar.engines.vllm.transfer import Receiver
+from instar.engines.vllm.weights import Weights
+from instar.errors import EngineError
+from instar.types import Artifact, Policy
+from tests.tiny import make_tiny_model
+from tests.unit.engines.pretend_vllm import StatefulVllm
+
+
+def test_a_policy_that_is_sent_again_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        return [(f"w{body['chunk']}", torch.zeros(1))]
+
+    monkeypatch.setattr(extension, "_from_ray", fetched)
+    inbox = extension.Inbox()
+
+    def send(chunks: int) -> list[int]:
+        bodies = ({"key": "run:5", "chunk": chunk} for chunk in range(chunks))
+        return [inbox.take(body, torch.device("cpu"))["chunks"] for body in bodies]
+
+    assert send(2) == [1, 2]
+    for _ in range(2):
+        assert send(3) == [1, 2, 3]
+        assert [name for name, _ in inbox.weights] == ["w0", "w1", "w2"]
+
+
+async def test_what_came_at_an_earlier_try_does_not_count(tmp_path: Path) -> None:
+    tiny = make_tiny_model(tmp_path / "tiny")
+    layout = [[name, "float32", list(shape)] for name, shape in shapes(tiny).items()]
+    policy = Policy("run", 5, Artifact("live"))
+    async with StatefulVllm(tiny).serving() as server:
+        client = VllmClient(server.url)
+        receiver = Receiver(Weights(client), tiny)
+
+        async def send(chunk: int, part: list[list[Any]]) -> None:
+            await receiver.stage(Transfer(policy, "ray", {"chunk": chunk, "layout": part}))
+
+        await send(0, layout[:2])
+        await send(1, layout[2:])
+        await send(0, layout[:2])
+        with pytest.raises(EngineError, match="did not come"):
+            await receiver.commit(policy)
+        await send(1, layout[2:])
+        await receiver.commit(policy)
+        await client.close()
