@@ -187,17 +187,20 @@ async def test_a_program_is_left_no_time_after_the_deadline(tmp_path: Path) -> N
 
 
 async def test_a_program_has_a_session_and_signals_of_its_own(tmp_path: Path) -> None:
+    """It ignores what this process does, and Python itself, and no more."""
     text = """
 import os, signal, sys
 assert os.getsid(0) == os.getpgid(0) == os.getpid()
 assert not sys.stdin.read()
 ignored = int(next(line for line in open("/proc/self/status") if line.startswith("SigIgn")).split()[1], 16)
 of_python = (1 << signal.SIGPIPE - 1) | (1 << signal.SIGXFSZ - 1)
-assert not ignored & ~of_python, hex(ignored)
+assert not ignored & ~of_python & ~int(sys.argv[1], 16), hex(ignored)
 os.killpg(0, signal.SIGTERM)
 """
+    status = Path("/proc/self/status").read_text().splitlines()
+    inherited = next(line for line in status if line.startswith("SigIgn")).split()[1]
     with pytest.raises(AgentError, match="signal 15"):
-        await script(tmp_path, text).run(TASK, SESSION)
+        await script(tmp_path, text, inherited).run(TASK, SESSION)
 
 
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
