@@ -197,10 +197,13 @@ of_python = (1 << signal.SIGPIPE - 1) | (1 << signal.SIGXFSZ - 1)
 assert not ignored & ~of_python & ~int(sys.argv[1], 16), hex(ignored)
 os.killpg(0, signal.SIGTERM)
 """
-    status = Path("/proc/self/status").read_text().splitlines()
-    inherited = next(line for line in status if line.startswith("SigIgn")).split()[1]
     with pytest.raises(AgentError, match="signal 15"):
-        await script(tmp_path, text, inherited).run(TASK, SESSION)
+        await script(tmp_path, text, ignored_here()).run(TASK, SESSION)
+
+
+def ignored_here() -> str:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(line for line in status if line.startswith("SigIgn")).split()[1]
 
 
 async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
