@@ -403,12 +403,6 @@ class Sample:
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
 
-    @property
-    def lowest_version(self) -> int | None:
-        """The oldest version among trained tokens; None when nothing is trained."""
-        trained = self.versions[self.mask > 0]
-        return int(trained.min()) if len(trained) else None
-
 
 class StepState(StrEnum):
     """``claimed`` → ``submitted`` → ``saved`` → ``committed``; ``released`` after a crash."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from instar.cluster.base import Role
+from instar.cluster.context import HEARTBEAT
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, Newest
 from instar.engines.remote import RemoteEngine
@@ -55,6 +56,13 @@ class Directory:
                 raise EngineUnavailable(f"the run has no {role} yet")
             await asyncio.sleep(0.1)
         return found
+
+    async def follow(self, role: str, tell: Callable[[str], None]) -> None:
+        """Tell again and again where a role is that there is one of."""
+        while True:
+            for url in (await self.urls(role)).values():
+                tell(url)
+            await asyncio.sleep(HEARTBEAT)
 
 
 class Engines:

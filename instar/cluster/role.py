@@ -40,10 +40,8 @@ from instar.store.base import Store
 from instar.types import Channel, GroupStatus, Policy
 
 if TYPE_CHECKING:
-    from instar.cluster.directory import Directory
     from instar.engines.base import Engine
     from instar.engines.pool import Newest
-    from instar.rollout.gateway_client import GatewayClient
     from instar.trainer.loop import Trainer
 
 FINISHED = "finished"
@@ -358,7 +356,7 @@ async def rollout(context: Context) -> None:
     directory = Directory(store, context.run_id)
     (url,) = (await directory.first_urls("gateway")).values()
     client = GatewayClient(url, os.environ.pop(ADMIN_KEY))
-    following = asyncio.create_task(_follow_gateway(directory, client))
+    following = asyncio.create_task(directory.follow("gateway", client.move))
     agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None
@@ -394,14 +392,6 @@ async def rollout(context: Context) -> None:
     if not (context.stop.is_set() or context.drain.is_set() or context.arguments.evaluate):
         await context.announce(store, FINISHED)
     await store.close()
-
-
-async def _follow_gateway(directory: Directory, client: GatewayClient) -> None:
-    """Sessions that are opened from now on are opened where the gateway is now."""
-    while True:
-        for url in (await directory.urls("gateway")).values():
-            client.url = url
-        await asyncio.sleep(HEARTBEAT)
 
 
 ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, HEARTBEAT, Context, when
+from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, Context, when
 from instar.cluster.directory import Directory
 from instar.config import RunConfig
 from instar.rewards.base import Surroundings
@@ -55,10 +55,11 @@ async def rewards(context: Context) -> None:
     found = background_scorers(context.config)
     used = [scorer for scorer in found.scorers if scorer.background or scorer in found.live]
     runner = ScoringRunner(store, context.run_id, used, context.config.scoring, on_live=found.live)
-    around = Surroundings(context.run_id, store, f"{url}/v1", admin_key)
+    around = Surroundings(context.run_id, store, api_key=admin_key)
+    around.move(url)
     for scorer in used:
         await scorer.start(around)
-    following = asyncio.create_task(_follow_gateway(directory, around))
+    following = asyncio.create_task(directory.follow("gateway", around.move))
     beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
     draining = asyncio.create_task(when(runner.drain, context.drain, context.stop))
     try:
@@ -71,14 +72,6 @@ async def rewards(context: Context) -> None:
             await scorer.close()
     await context.announce(store, runner.doing)
     await store.close()
-
-
-async def _follow_gateway(directory: Directory, around: Surroundings) -> None:
-    """A judge that is the run's model asks where the gateway is now."""
-    while True:
-        for url in (await directory.urls("gateway")).values():
-            around.base_url = f"{url}/v1"
-        await asyncio.sleep(HEARTBEAT)
 
 
 async def _run(context: Context, runner: ScoringRunner) -> None:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from instar.types import Ids, Sample
 
 
-@dataclass(frozen=True, slots=True)
 class Age:
     """As of a version. Versions are not numbered like steps: a step that a crash undid is trained again, into
     a version of another number, and what the first one had sampled is no older for it."""
 
-    version: int
-    steps: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Of the versions that were made by a step of another number."""
+    def __init__(self, version: int, steps: Mapping[int, int] | None = None) -> None:
+        """``steps``: by version, the step that made it; of one that is not named, the step of its number."""
+        steps = steps or {}
+        made_by = np.arange(1 + max(version, *steps, 0), dtype=np.int32)
+        made_by[list(steps)] = list(steps.values())
+        self._of_version = np.maximum(0, made_by[version] - made_by)
 
     def of(self, versions: Ids) -> Ids:
-        different, places = np.unique(versions, return_inverse=True)
-        made_by = np.array([self._step(int(version)) for version in different], np.int32)
-        return np.maximum(0, self._step(self.version) - made_by)[places]
+        """Of tokens that were not sampled it says nothing of use."""
+        return self._of_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:
         """Of its oldest trained token."""
         return int(self.of(sample.versions[sample.mask > 0]).max())
-
-    def _step(self, version: int) -> int:
-        return self.steps.get(version, version)

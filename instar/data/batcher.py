@@ -119,10 +119,10 @@ class Batcher:
         wait: float | None = None,
     ) -> Batch | None:
         """Wait for enough groups and return the batch of ``step``, which is trained into ``version``.
-        ``steps``: which of them made a version, where the two numbers differ. With ``finished`` saying that
+        ``steps``: as of `Age`. With ``finished`` saying that
         no more groups are coming, returns what is left. None: nothing is left, ``stop`` was set, or ``wait``
         seconds have passed."""
-        age = Age(version, steps or {})
+        age = Age(version, steps)
         deadline = None if wait is None else time.monotonic() + wait
         drops = [*await self._late(epoch), *await self._given_up(epoch)]
         wanted = self.mixture.live_places(step)
@@ -150,7 +150,7 @@ class Batcher:
     ) -> Batch:
         """The batch that ``step`` would be given now, from fewer groups where not enough are finished.
         Nothing is written; the batcher is of no further use."""
-        age = Age(version, steps or {})
+        age = Age(version, steps)
         drops = [*await self._late(epoch), *await self._given_up(epoch)]
         fresh, stale = await self._ready(self.mixture.live_places(step), epoch, age)
         groups = await self.loader.set_tagged_apart([*fresh, *await self._recorded(step)])

@@ -45,6 +45,10 @@ class Surroundings:
     """The run's own gateway, for a judge that is the run's model. It changes when the gateway moves."""
     api_key: str = ""
 
+    def move(self, url: str) -> None:
+        """The gateway is there now: a judge that is the run's model asks it from now on."""
+        self.base_url = f"{url}/v1"
+
 
 class Evaluating(ABC):
     """A task set's scorer that evaluates what a model wrote: it is made once more in a process that can do no

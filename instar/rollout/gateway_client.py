@@ -41,10 +41,14 @@ class GatewayClient:
     ``patience`` seconds; after that EngineUnavailable is raised."""
 
     def __init__(self, url: str, admin_key: str, *, patience: float = 120.0) -> None:
-        self.url = url.rstrip("/")
+        self.move(url)
         self.patience = patience
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._http: aiohttp.ClientSession | None = None
+
+    def move(self, url: str) -> None:
+        """The gateway is there now: sessions that are opened from now on are opened there."""
+        self.url = url.rstrip("/")
 
     async def open_session(
         self,
