@@ -274,7 +274,7 @@ async def test_a_server_that_comes_back_has_lost_the_session(
 async def test_a_server_that_stays_away_is_given_up(make: Make, model: ModelConfig, tmp_path: Path) -> None:
     with ExitStack() as up:
         options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}
-        backend = make(up.enter_context(served("weaver", model, **options)), deadline=0.5)
+        backend = make(up.enter_context(served("weaver", model, **options)), deadline=10)
         await backend.start()
         await asyncio.to_thread(up.close)
         results = await asyncio.gather(

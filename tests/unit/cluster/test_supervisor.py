@@ -224,14 +224,19 @@ async def test_a_signal_during_a_new_start_reaches_the_new_process(
     supervisor: Supervisor, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
     made = Meddled(supervisor.folder, log=print)
-    child = await made.start("rollout", python=script("[ -e $FOLDER/dead ] && exec sleep 60; exit 1"))
-    (tmp_path / "dead").touch()
+    # The first process exits only after the callback below is in place; the second one stays.
+    program = script(
+        "[ -e $FOLDER/started ] && exec sleep 60; touch $FOLDER/started; "
+        "while [ ! -e $FOLDER/exit ]; do sleep 0.02; done; exit 1"
+    )
+    child = await made.start("rollout", python=program)
     made.meddle = (
         (lambda: made.kill("rollout"))
         if number == signal.SIGKILL
         else (lambda: made.signal("rollout", number))
     )
-    async with asyncio.timeout(10):
+    (tmp_path / "exit").touch()
+    async with asyncio.timeout(60):
         await child.exit
     assert child.stopping
     await made.close()
