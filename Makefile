@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format integration integration-clients integration-backends \
+.PHONY: help install demo test check style format integration integration-clients integration-backends \
 	integration-scale integration-rest integration-rewards bench bench-gateway bench-fidelity docs clean
 
 help:
@@ -49,6 +49,10 @@ check: install
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
+
+# `make style ARGS=--json` prints the figures alone; `ARGS=--list` each finding.
+style: install
+	$(BIN)/python tools/style.py $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .
