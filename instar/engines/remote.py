@@ -18,7 +18,7 @@ from instar.engines.checks import as_ids
 from instar.engines.uploads import Seen, SeenBody, Taken, files_of, pieces
 from instar.engines.wire import decode_line, joined, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
-from instar.plain_http import PlainClient, PlainResponse
+from instar.http.plain import PlainClient, PlainResponse
 from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
 
 T = TypeVar("T")

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from instar import registry
+from instar.async_utils import run_in_daemon_thread
 from instar.config import RuleRewardConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Evaluating, Scorer, Surroundings, Transcript
 from instar.rewards.rules.answers import version_of
 from instar.rewards.rules.workers import Workers
 from instar.types import Reward, RewardSource, Task
-from instar.waiting import in_thread
 
 SECONDS = 10.0
 """An answer that takes longer to evaluate is worth nothing."""
@@ -68,5 +68,5 @@ class RuleReward(Scorer):
 
     async def _ask(self, rule: Callable[[], Any]) -> Any:
         """A rule that takes its time must not keep others waiting, nor outlast its deadline."""
-        value = rule() if self._is_async or not self.thread else await in_thread(rule)
+        value = rule() if self._is_async or not self.thread else await run_in_daemon_thread(rule)
         return await value if inspect.isawaitable(value) else value

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from instar import waiting
+from instar import async_utils
 from instar.config import ScoringConfig
 from instar.errors import EngineUnavailable, InstarError, ScoreError, StoreError
 from instar.rewards.base import GroupScorer, Scorer, Scoring, Surroundings, Transcript, Verdict
@@ -77,12 +77,12 @@ async def _score(scorer: Scorer, task: Task, transcripts: Sequence[Transcript]) 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, list[Reward]]) -> list[Reward]:
     """Its result, or ScoreError after so many seconds. What does not end when cancelled is left behind."""
-    return await waiting.within(
+    return await async_utils.run_with_deadline(
         seconds,
         work,
         grace=GRACE,
-        late=ScoreError(f"no answer within {seconds:g} s", again=True),
-        cancelled=ScoreError("the scorer cancelled itself", again=True),
+        on_timeout=ScoreError(f"no answer within {seconds:g} s", again=True),
+        on_cancel=ScoreError("the scorer cancelled itself", again=True),
     )
 
 

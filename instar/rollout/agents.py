@@ -15,8 +15,8 @@ import msgspec
 from instar import registry
 from instar.config import AgentConfig, CommandAgentConfig, FunctionAgentConfig
 from instar.errors import AgentError, ConfigError
-from instar.guard import guarded
 from instar.rollout.base import Agent, AgentResult, AgentSession
+from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 OUTPUT_READ = 64 * 1024
@@ -106,7 +106,7 @@ class CommandAgent(Agent):
     async def _execute(self, command: list[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> int:
         try:
             process = await asyncio.create_subprocess_exec(
-                *guarded(command, at_once=True),
+                *guard_command(command, kill_immediately=True),
                 env=env,
                 cwd=self.config.cwd,
                 stdin=asyncio.subprocess.PIPE,  # the guard ends when this does

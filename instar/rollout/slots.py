@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from instar import waiting
+from instar import async_utils
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable, InstarError
 from instar.rewards.base import Scoring, Transcript, Verdict
@@ -191,12 +191,12 @@ class SlotRunner:
 
 async def within(seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
     """The work's result, or AgentTimeout. Work that does not end when cancelled is left behind."""
-    return await waiting.within(
+    return await async_utils.run_with_deadline(
         seconds,
         work,
         grace=GRACE,
-        late=AgentTimeout(f"{what} ran past its deadline of {seconds:g} s"),
-        cancelled=AgentError(f"{what} cancelled itself"),
+        on_timeout=AgentTimeout(f"{what} ran past its deadline of {seconds:g} s"),
+        on_cancel=AgentError(f"{what} cancelled itself"),
     )
 
 

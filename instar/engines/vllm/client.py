@@ -10,7 +10,7 @@ import msgspec
 
 from instar.engines.remote import CONNECT_SECONDS
 from instar.errors import EngineError, EngineUnavailable
-from instar.plain_http import PlainClient, PlainResponse
+from instar.http.plain import PlainClient, PlainResponse
 from instar.types import Json
 
 IDLE_SECONDS = 2.0

@@ -14,7 +14,7 @@ import instar
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import IDLE_SECONDS, Launch
 from instar.errors import EngineError
-from instar.guard import guarded
+from instar.subprocess_guard import guard_command
 
 BACKOFF = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds before each start after the first, while they fail."""
@@ -77,7 +77,7 @@ class VllmProcess:
 
     async def _spawn(self) -> None:
         port = self._port.getsockname()[1]
-        command = guarded(self._launch.command(port))
+        command = guard_command(self._launch.command(port))
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(

@@ -13,7 +13,7 @@ import aiohttp
 from instar.engines.vllm.client import VllmClient, refusal
 from instar.engines.vllm.wire import Choice, Usage, decode_event, logprobs_of
 from instar.errors import EngineUnavailable
-from instar.plain_http import PlainResponse
+from instar.http.plain import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}

@@ -21,7 +21,7 @@ from instar.gateway.upstream.rewrite import Unasked
 from instar.gateway.upstream.sse import Event, EventSplitter
 
 if TYPE_CHECKING:
-    from instar.plain_http import PlainResponse
+    from instar.http.plain import PlainResponse
 
 HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
 Post = Callable[[], Awaitable["HttpResponse"]]

@@ -25,7 +25,7 @@ from instar.gateway.upstream.answer import HttpAnswer, HttpResponse, refused, un
 from instar.gateway.upstream.base import Upstream
 
 if TYPE_CHECKING:
-    from instar.plain_http import PlainClient
+    from instar.http.plain import PlainClient
 
 _PATHS = {
     "chat": "/chat/completions",
@@ -220,7 +220,7 @@ def _url(base: URL, dialect: str, given_for: str) -> URL:
 def _plain_client(base: URL) -> PlainClient | None:
     if base.scheme != "http" or sys.platform == "win32":
         return None
-    from instar.plain_http import PlainClient  # its parser is not there on Windows
+    from instar.http.plain import PlainClient  # its parser is not there on Windows
 
     return PlainClient(
         base.raw_host or "",

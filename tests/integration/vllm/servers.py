@@ -20,7 +20,7 @@ from instar.config import ModelConfig, RunConfig, VllmEngineConfig
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.server import create_engine_app
-from instar.guard import guarded
+from instar.subprocess_guard import guard_command
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
 
@@ -95,7 +95,7 @@ def server_by_hand(model: Path, log: Path, *arguments: str) -> Iterator[str]:
     }
     with log.open("ab") as file:
         process = subprocess.Popen(
-            guarded(command),
+            guard_command(command),
             env=env,
             stdin=subprocess.PIPE,
             stdout=file,

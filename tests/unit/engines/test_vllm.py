@@ -32,7 +32,7 @@ from instar.engines.vllm.reply import Reply
 from instar.engines.vllm.weights import NOTHING, Weights
 from instar.engines.vllm.wire import PATH, generate_body
 from instar.errors import ConfigError, EngineError, EngineUnavailable
-from instar.guard import guarded
+from instar.subprocess_guard import guard_command
 from instar.types import SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.unit.engines.pretend_vllm import END, PretendVllm, event
@@ -259,7 +259,7 @@ time.sleep(60)
 def test_a_server_ends_with_its_asker_and_so_does_what_it_started() -> None:
     asker = f"""
 import subprocess, sys, time
-guard = subprocess.Popen({guarded([sys.executable, "-c", CHILDREN])!r},
+guard = subprocess.Popen({guard_command([sys.executable, "-c", CHILDREN])!r},
                          stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(60)
 """

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client without TLS, for engines and providers next door (vLLM, Ollama, ...): it takes a
-fraction of the time that a general client spends on a request, which is most of what passing one on costs.
+"""A small HTTP/1.1 client without TLS for engines and providers on the same network, such as vLLM and Ollama.
 
-Its failures are aiohttp's errors, so that both clients are handled alike.
+It takes a fraction of a general client's time per request, which is most of the cost of forwarding one. It
+raises aiohttp's errors, so that callers handle both clients alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import ClientPayloadError, ServerDisconnectedError
 from multidict import CIMultiDict
 
 _HIGH_WATER = 1 << 18
-"""Bytes of an answer that may wait to be read before the provider has to."""
+"""Unread bytes of a response at which the connection stops reading."""
 
 
 class PlainClient:
@@ -30,12 +30,12 @@ class PlainClient:
         self._open: set[_Connection] = set()
 
     async def post(self, target: str, headers: Mapping[str, str], body: bytes) -> PlainResponse:
-        """Returns when the status and the headers have come."""
-        connection = self._take() or await self._connect()
-        return await connection.ask(self._head(target, headers, len(body)), body)
+        """Send a request and return when the status and the headers have arrived."""
+        connection = self._pop_idle() or await self._connect()
+        return await connection.send(self._head(target, headers, len(body)), body)
 
     def close(self) -> None:
-        """What is under way breaks off."""
+        """Abort all connections, including those with a response in progress."""
         for connection in [*self._open]:
             connection.abort()
 
@@ -44,13 +44,13 @@ class PlainClient:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(lines)
         if head.count("\n") != len(lines) - 1:
-            raise ValueError("a header has a line break in it")
+            raise ValueError("A header value contains a line break.")
         return head.encode() + b"\r\n\r\n"
 
-    def _take(self) -> _Connection | None:
+    def _pop_idle(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if time.monotonic() - connection.idle_since < self._idle_seconds and connection.usable:
+            if time.monotonic() - connection.idle_since < self._idle_seconds and connection.is_usable:
                 return connection
             connection.abort()
         return None
@@ -65,26 +65,26 @@ class PlainClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Answers one request at a time, and goes to the ``idle`` ones in between."""
+    """A connection that serves one request at a time and is listed as idle in between."""
 
-    def __init__(self, idle: list[_Connection], all_open: set[_Connection]) -> None:
-        self._all_idle = idle
-        self._all_open = all_open
+    def __init__(self, idle_connections: list[_Connection], open_connections: set[_Connection]) -> None:
+        self._idle_connections = idle_connections
+        self._open_connections = open_connections
         self.idle_since = 0.0
         self._response: PlainResponse | None = None
         self._parser: Any = None
 
     @property
-    def usable(self) -> bool:
-        """Whether it is open, and the last request was taken in before it was answered."""
+    def is_usable(self) -> bool:
+        """True if the connection is open and the last request was fully sent before its response ended."""
         return not self._transport.is_closing() and self._transport.get_write_buffer_size() == 0
 
-    async def ask(self, head: bytes, body: bytes) -> PlainResponse:
+    async def send(self, head: bytes, body: bytes) -> PlainResponse:
         self._response = response = PlainResponse(self)
         self._parser = httptools.HttpResponseParser(self)
         self._transport.writelines([head, body])
         try:
-            await response.begun
+            await response.started
         except asyncio.CancelledError:
             self.abort()
             raise
@@ -99,26 +99,26 @@ class _Connection(asyncio.Protocol):
     def resume(self) -> None:
         self._transport.resume_reading()
 
-    # --- asyncio's calls --------------------------------------------------------------------------
+    # --- asyncio.Protocol callbacks ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._all_open.add(self)
+        self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None:  # words that nobody asked for
+        if self._response is None:  # data without a request
             self.abort()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ClientPayloadError(f"not HTTP: {error}"))
+            self._fail(ClientPayloadError(f"the response is not HTTP: {error}"))
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all_open.discard(self)
-        if self in self._all_idle:
-            self._all_idle.remove(self)
+        self._open_connections.discard(self)
+        if self in self._idle_connections:
+            self._idle_connections.remove(self)
         response = self._response
         if response is None:
             return
@@ -127,7 +127,9 @@ class _Connection(asyncio.Protocol):
             response.finish()
         else:
             self._fail(
-                ServerDisconnectedError() if not response.status else ClientPayloadError(str(exc or "cut"))
+                ServerDisconnectedError()
+                if not response.status
+                else ClientPayloadError(str(exc or "the connection closed early"))
             )
 
     def _fail(self, error: Exception) -> None:
@@ -135,7 +137,7 @@ class _Connection(asyncio.Protocol):
         if response is not None:
             response.fail(error)
 
-    # --- the parser's calls -----------------------------------------------------------------------
+    # --- httptools callbacks ----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._response is not None
@@ -147,38 +149,38 @@ class _Connection(asyncio.Protocol):
         if status < 200:
             self._response.headers.clear()
         else:
-            self._response.begin(status)
+            self._response.start(status)
 
     def on_body(self, body: bytes) -> None:
         assert self._response is not None
-        self._response.take(body)
+        self._response.append(body)
 
     def on_message_complete(self) -> None:
         response = self._response
         if response is None or not response.status:
             return
         self._response = None
-        if self._parser.should_keep_alive() and self.usable:
+        if self._parser.should_keep_alive() and self.is_usable:
             self.resume()
             self.idle_since = time.monotonic()
-            self._all_idle.append(self)
+            self._idle_connections.append(self)
         else:
             self._transport.close()
         response.finish()
 
 
 class PlainResponse:
-    """What is used of aiohttp's ClientResponse."""
+    """The part of aiohttp's ClientResponse that callers use."""
 
     def __init__(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
-        self.begun: asyncio.Future[None] = loop.create_future()
+        self.started: asyncio.Future[None] = loop.create_future()
         self.closed = False
-        """Nothing more is to come."""
+        """True once no more data will arrive."""
         self.received = 0
-        """Bytes that have come, whether they were read or not."""
+        """Bytes that have arrived, read or unread."""
         self._connection = connection
         self._parts: list[bytes] = []
         self._size = 0
@@ -196,14 +198,14 @@ class PlainResponse:
         return self.status != 0 and "content-length" not in headers and "transfer-encoding" not in headers
 
     async def read(self) -> bytes:
-        """All of it."""
+        """Return the whole body."""
         parts: list[bytes] = []
         while part := await self.readany():
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def readany(self) -> bytes:
-        """What has come; empty at the end."""
+        """Return the bytes that have arrived, waiting for the first; empty at the end of the body."""
         while not self._parts:
             if self._error is not None:
                 raise self._error
@@ -224,14 +226,14 @@ class PlainResponse:
             self.closed = True
             self._connection.abort()
 
-    # --- the connection's calls -------------------------------------------------------------------
+    # --- called by the connection -----------------------------------------------------------------
 
-    def begin(self, status: int) -> None:
+    def start(self, status: int) -> None:
         self.status = status
-        if not self.begun.done():
-            self.begun.set_result(None)
+        if not self.started.done():
+            self.started.set_result(None)
 
-    def take(self, part: bytes) -> None:
+    def append(self, part: bytes) -> None:
         self._parts.append(part)
         self._size += len(part)
         self.received += len(part)
@@ -248,8 +250,8 @@ class PlainResponse:
     def fail(self, error: Exception) -> None:
         self.closed = True
         self._paused = False
-        if not self.begun.done():
-            self.begun.set_exception(error)
+        if not self.started.done():
+            self.started.set_exception(error)
         else:
             self._error = error
             self._wake()

@@ -1,11 +1,12 @@
-"""Runs a command and ends it, with everything it started, when the one who asked for it is gone.
+"""Runs a command and kills it, with every process it started, when the parent process is gone.
 
-    python -I -S guard.py [--at-once] COMMAND...
+    python -I -S subprocess_guard.py [--kill-immediately] COMMAND...
 
-The asker holds the other end of this process's standard input; however the asker ends, that end closes. What
-the command starts may outlive it, or the asker: on Linux all of that becomes children of this process, which
-ends them too. ``--at-once``: the command has no time to end by itself. This process ends as the command did.
-Needs nothing but Python, and little of that: an agent is run by it in every session.
+The parent holds the other end of this process's standard input, which closes however the parent ends.
+Processes that the command starts may outlive it; on Linux they become children of this process, which kills
+them too.
+``--kill-immediately`` gives the command no time to end by itself. The exit status is the command's.
+Imports only a few standard modules, because every agent session starts through this script.
 """
 
 from __future__ import annotations
@@ -22,48 +23,49 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GRACE = 5.0
-"""Seconds that the command has to end by itself once it is asked to."""
+"""Seconds between SIGTERM and SIGKILL."""
 NOT_STARTED = 127
 SET_PDEATHSIG = 1
 SET_DUMPABLE = 4
 SET_CHILD_SUBREAPER = 36
 
 
-def guarded(command: Sequence[str], *, at_once: bool = False) -> list[str]:
-    """The command line that runs it so. Isolated: a folder that Python looks into may hold a `types.py`."""
-    flags = ["--at-once"] if at_once else []
+def guard_command(command: Sequence[str], *, kill_immediately: bool = False) -> list[str]:
+    """Return the command line that runs ``command`` under the guard."""
+    # -I: without it Python would search folders that may contain a module such as `types.py`.
+    flags = ["--kill-immediately"] if kill_immediately else []
     return [sys.executable, "-I", "-S", __file__, *flags, *command]
 
 
 def main(grace: float, command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-        # It ends with its asker, not before. Ignored by the system, they would be by the command too.
-        signal.signal(number, _nothing)
-    ended, ends = os.pipe()
-    os.set_blocking(ends, False)
-    signal.set_wakeup_fd(ends, warn_on_full_buffer=False)
+        # The guard ends with its parent. A handler, not SIG_IGN: the command would inherit ignored signals.
+        signal.signal(number, _ignore)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     _prctl(SET_CHILD_SUBREAPER, 1)
     child = _start(command)
-    status = _wait(child, [ended, sys.stdin.fileno()], None)
+    status = _wait(child, [wakeup_read, sys.stdin.fileno()], None)
     if status is None and grace:
         os.kill(child, signal.SIGTERM)
-        status = _wait(child, [ended], grace)
+        status = _wait(child, [wakeup_read], grace)
     if status is None:
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-    _end_descendants(child)
-    _end_as(os.waitstatus_to_exitcode(status))
+    _kill_descendants(child)
+    _exit_like(os.waitstatus_to_exitcode(status))
 
 
 def _start(command: list[str]) -> int:
-    asker = os.getpid()
+    guard = os.getpid()
     if child := os.fork():
         return child
     try:
         os.setsid()
         _prctl(SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != asker:
-            os._exit(NOT_STARTED)  # it was killed before this one was to end with it
+        if os.getppid() != guard:
+            os._exit(NOT_STARTED)  # the guard died before PR_SET_PDEATHSIG took effect
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
@@ -75,8 +77,10 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(child: int, watched: list[int], seconds: float | None) -> int | None:
-    """The child's status; None where it goes on after so many seconds, or the asker is gone. ``watched``:
-    what tells that a child has ended, and what tells of the asker."""
+    """Return the child's status, or None if it still runs after ``seconds`` or the parent is gone.
+
+    ``watched``: the file descriptor that signals an ended child, then the one that closes with the parent.
+    """
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -86,13 +90,13 @@ def _wait(child: int, watched: list[int], seconds: float | None) -> int | None:
         ready, _, _ = select.select(watched, [], [], left)
         if ready != watched[:1]:
             return None
-        os.read(ready[0], 4096)  # it may be another that has ended
+        os.read(ready[0], 4096)  # another child may have ended
 
 
-def _end_descendants(child: int) -> None:
-    """Those that are left are this process's own children by now, or become so as their parents end."""
+def _kill_descendants(child: int) -> None:
+    """Kill the remaining processes: they are this process's children, or become so when their parents end."""
     if sys.platform != "linux":
-        _kill(-child)  # its group; what has left that is out of reach
+        _kill(-child)  # its process group; processes that left the group cannot be reached
         return
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
@@ -114,13 +118,13 @@ def _kill(pid: int) -> None:
     try:  # noqa: SIM105 - contextlib is slow to import
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # it has ended, or is another user's by now
+        pass  # it has ended, or now belongs to another user
 
 
-def _end_as(code: int) -> None:
+def _exit_like(code: int) -> None:
     if code >= 0:
         sys.exit(code)
-    _prctl(SET_DUMPABLE, 0)  # the command's own core is the one of interest
+    _prctl(SET_DUMPABLE, 0)  # only the command should dump core
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
@@ -131,10 +135,10 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore(number: int, frame: object) -> None:
     pass
 
 
 if __name__ == "__main__":
-    at_once = sys.argv[1] == "--at-once"
-    main(0.0 if at_once else GRACE, sys.argv[2 if at_once else 1 :])
+    kill_immediately = sys.argv[1] == "--kill-immediately"
+    main(0.0 if kill_immediately else GRACE, sys.argv[2 if kill_immediately else 1 :])

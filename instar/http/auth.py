@@ -1,0 +1,25 @@
+"""API keys: kept as hashes and compared in constant time. Imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def find_key_hash(key: str, hashes: Iterable[str]) -> str | None:
+    """Return the hash of ``key`` if it is among ``hashes``."""
+    # Every hash is compared, so that the time taken reveals nothing.
+    hashed = hash_key(key)
+    matches = [known for known in hashes if hmac.compare_digest(known, hashed)]
+    return matches[0] if matches else None
+
+
+def has_bearer_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
+    """True if the ASGI headers authorize with ``Bearer token``."""
+    authorization = dict(headers).get(b"authorization", b"")
+    return hmac.compare_digest(authorization, f"Bearer {token}".encode())

@@ -1,0 +1,66 @@
+"""When to try a failed call again: exponential backoff with jitter, and the ``Retry-After`` header."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from itertools import count
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_MAX_DOUBLINGS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The delays between attempts: ``first_delay``, doubled after each failure up to ``max_delay``, times a
+    random factor from ``jitter`` so that many clients do not retry at the same moment."""
+
+    first_delay: float = 0.25
+    max_delay: float = 8.0
+    jitter: tuple[float, float] = (0.5, 1.0)
+
+    def delay(self, failures: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
+        """Return the seconds to wait after ``failures`` earlier failures (0 for the first one)."""
+        doubled = self.first_delay * 2 ** min(failures, _MAX_DOUBLINGS)
+        return max(at_least, min(self.max_delay, doubled)) * (rng or random).uniform(*self.jitter)
+
+    async def run(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        retry_on: type[Exception] | tuple[type[Exception], ...],
+        seconds: float,
+    ) -> T:
+        """Await ``attempt()`` until it succeeds. Its last error is raised when the next attempt would begin
+        after ``seconds``. An error's ``retry_after`` attribute, if it has one, is the shortest delay."""
+        deadline = time.monotonic() + seconds
+        for failures in count():
+            try:
+                return await attempt()
+            except retry_on as error:
+                delay = self.delay(failures, at_least=getattr(error, "retry_after", None) or 0.0)
+                if time.monotonic() + delay > deadline:
+                    raise
+            await asyncio.sleep(delay)
+        raise AssertionError("unreachable: the loop has no end")
+
+
+def parse_retry_after(header: str | None) -> float | None:
+    """Return the seconds that a ``Retry-After`` header asks for, given as a number or as an HTTP date."""
+    if not header:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -1,0 +1,79 @@
+"""Delays between attempts, the attempts themselves, and the Retry-After header."""
+
+from __future__ import annotations
+
+import random
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime, formatdate
+
+import pytest
+
+from instar.http.retry import RetryPolicy, parse_retry_after
+
+
+class Busy(Exception):
+    def __init__(self, retry_after: float | None = None) -> None:
+        super().__init__("busy")
+        self.retry_after = retry_after
+
+
+def test_delay_without_jitter_doubles_up_to_the_maximum() -> None:
+    policy = RetryPolicy(first_delay=0.5, max_delay=3.0, jitter=(1.0, 1.0))
+    assert [policy.delay(failures) for failures in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert policy.delay(10_000) == 3.0
+    assert policy.delay(0, at_least=7.0) == 7.0
+
+
+def test_delay_with_jitter_stays_within_its_factors() -> None:
+    policy = RetryPolicy(first_delay=1.0, max_delay=1.0, jitter=(0.5, 1.5))
+    delays = [policy.delay(0, rng=random.Random(seed)) for seed in range(200)]
+    assert 0.5 <= min(delays) < 0.6
+    assert 1.4 < max(delays) <= 1.5
+
+
+async def test_run_after_transient_errors_returns_the_result() -> None:
+    failures = iter([Busy(), Busy(0.001)])
+
+    async def attempt() -> str:
+        for error in failures:
+            raise error
+        return "done"
+
+    policy = RetryPolicy(first_delay=0.001, max_delay=0.002)
+    assert await policy.run(attempt, retry_on=Busy, seconds=60) == "done"
+
+
+async def test_run_past_its_deadline_raises_the_last_error() -> None:
+    async def attempt() -> None:
+        raise Busy(retry_after=30)
+
+    with pytest.raises(Busy):
+        await RetryPolicy().run(attempt, retry_on=Busy, seconds=5)
+
+
+async def test_run_does_not_retry_other_errors() -> None:
+    attempts = 0
+
+    async def attempt() -> None:
+        nonlocal attempts
+        attempts += 1
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 - raised above, without a text
+        await RetryPolicy().run(attempt, retry_on=Busy, seconds=5)
+    assert attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, None), ("", None), ("3", 3.0), ("0.5", 0.5), ("-2", 0.0), ("soon", None), ("inf", None)],
+)
+def test_parse_retry_after_reads_seconds(header: str | None, seconds: float | None) -> None:
+    assert parse_retry_after(header) == seconds
+
+
+def test_parse_retry_after_reads_an_http_date() -> None:
+    header = format_datetime(datetime.now(UTC) + timedelta(seconds=600), usegmt=True)
+    assert parse_retry_after(header) == pytest.approx(600, abs=60)
+    assert parse_retry_after(formatdate(time.time() - 600, usegmt=True)) == 0.0
