@@ -15,7 +15,7 @@ from rich.console import Console
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError
-from instar.gateway.auth import SHORTEST_KEY, SHORTEST_KEY_ELSEWHERE, is_loopback
+from instar.gateway.auth import MIN_KEY_LENGTH, MIN_REMOTE_KEY_LENGTH, is_loopback
 from instar.models import is_cached, resolve_model
 from instar.protocol.base import Limits
 from instar.protocol.serve import serve_protocol
@@ -94,7 +94,7 @@ def given_keys(environment: Mapping[str, str], protocol: str, host: str) -> list
     """Those of the environment; none where it says nothing. Raises ConfigError, which tells no key, for one
     that could be guessed or that no client could send."""
     keys = [key.strip() for key in environment.get(KEYS, "").split(",") if key.strip()]
-    shortest = SHORTEST_KEY if is_loopback(host) else SHORTEST_KEY_ELSEWHERE
+    shortest = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     prefixes = DIALECTS[protocol].prefixes
     for place, key in enumerate(keys, 1):
         if len(key) < shortest:

@@ -18,13 +18,13 @@ from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
 from instar.gateway.auth import Caller
 from instar.gateway.base import ApiError
-from instar.gateway.feedback import FeedbackDesk, FeedbackView, GiveFeedback
+from instar.gateway.feedback import FeedbackBody, FeedbackService, FeedbackView
 from instar.record.base import Renderer
 from instar.record.redact import Redactor
 from instar.store.base import Store
 
 
-def run_give(run_dir: Path, asked: GiveFeedback, *, as_json: bool) -> None:
+def run_give(run_dir: Path, asked: FeedbackBody, *, as_json: bool) -> None:
     asyncio.run(_give(run_dir, asked, as_json))
 
 
@@ -44,12 +44,12 @@ def correction_of(text: str | None, file: Path | None) -> str | None:
         raise ConfigError(f"--correction-file: {file} cannot be read: {error}") from error
 
 
-async def _give(run_dir: Path, asked: GiveFeedback, as_json: bool) -> None:
+async def _give(run_dir: Path, asked: FeedbackBody, as_json: bool) -> None:
     async with store_of(run_dir) as (config, store):
         renderer = _renderer(config) if asked.correction is not None else None
         try:
-            checked = msgspec.convert(msgspec.to_builtins(asked), GiveFeedback)
-            given, is_new = await _desk(config, store, renderer).give(Caller("admin"), checked)
+            checked = msgspec.convert(msgspec.to_builtins(asked), FeedbackBody)
+            given, is_new = await _desk(config, store, renderer).add(Caller("admin"), checked)
         except (ApiError, msgspec.ValidationError) as error:
             raise InstarError(str(error)) from None
     if as_json:
@@ -70,7 +70,7 @@ def _outcome(given: FeedbackView) -> str:
 
 async def _ls(run_dir: Path, session_id: str | None, as_json: bool) -> None:
     async with store_of(run_dir, read_only=True) as (config, store):
-        rows = await _desk(config, store, None).listed(session_id)
+        rows = await _desk(config, store, None).list_feedback(session_id)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(rows)))
         return
@@ -91,8 +91,8 @@ async def _ls(run_dir: Path, session_id: str | None, as_json: bool) -> None:
     Console().print(table)
 
 
-def _desk(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackDesk:
-    return FeedbackDesk(
+def _desk(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackService:
+    return FeedbackService(
         store,
         Redactor.of(config.gateway.redact),
         run_id=config.name,

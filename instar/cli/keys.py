@@ -14,7 +14,7 @@ from rich.text import Text
 
 from instar.cli.run_store import store_of
 from instar.errors import ConfigError, Conflict, InstarError
-from instar.gateway.auth import create_key, key_hash
+from instar.gateway.auth import create_key, hash_key
 from instar.store.base import KeyRow
 from instar.types import Json
 
@@ -36,7 +36,7 @@ async def _create(run_dir: Path, agent: str | None, admin: bool, name: str, as_j
             key = await create_key(store, "admin" if admin else "agent", agent_id, name)
         except Conflict:
             raise InstarError(f"a key named {name!r} is in use: revoke it, or give another name") from None
-        row = await store.key(key_hash(key))
+        row = await store.key(hash_key(key))
     assert row is not None, "it was just written"
     if as_json:
         typer.echo(json.dumps({"key": key, **_facts(row)}))
@@ -73,7 +73,7 @@ def run_revoke(run_dir: Path, given: str, *, as_json: bool) -> None:
 
 async def _revoke(run_dir: Path, given: str, as_json: bool) -> None:
     async with store_of(run_dir) as (_, store):
-        count = await store.revoke_key(given) or await store.revoke_key(key_hash(given))
+        count = await store.revoke_key(given) or await store.revoke_key(hash_key(given))
     if count == 0:
         raise InstarError(
             "no key is revoked: none in use is this one, has this name or a hash that begins so "

@@ -317,12 +317,12 @@ def feedback(
 ) -> None:
     """Say what you think of a session or an answer; a corrected answer is trained on."""
     from instar.cli.feedback import correction_of, run_give, run_ls
-    from instar.gateway.feedback import GiveFeedback
+    from instar.gateway.feedback import FeedbackBody
 
     if action is not None:
         run_ls(run_dir, session, as_json=as_json)
         return
-    asked = GiveFeedback(
+    asked = FeedbackBody(
         session_id=session,
         call_id=call,
         response_id=response,

@@ -17,7 +17,7 @@ from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import get_model
 from instar.cluster.run import serving
 from instar.config import RunConfig, UpstreamEngineConfig
-from instar.gateway.auth import ensure_agent_key
+from instar.gateway.auth import create_agent_key
 
 
 def run_serve(file: Path | None, *, overrides: Sequence[str], as_json: bool) -> None:
@@ -55,7 +55,7 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
     there = (config.run_dir / "config.json").is_file()
     async with serving(config, resume=there, log=lambda text: console.print(text, highlight=False)) as run:
         base_url = f"{run.gateway_url}/v1"
-        key = await ensure_agent_key(run.store, config.agent_id)
+        key = await create_agent_key(run.store, config.agent_id)
         if as_json:
             facts = {
                 "base_url": base_url,

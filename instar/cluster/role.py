@@ -197,7 +197,7 @@ def _is_at_hand(policy: Policy) -> bool:
 
 
 async def gateway(context: Context) -> None:
-    from instar.gateway.build import gateway_app
+    from instar.gateway.factory import open_gateway
     from instar.gateway.serve import serve
 
     store = await context.open_store()
@@ -211,8 +211,8 @@ async def gateway(context: Context) -> None:
         connected, follow = await _connect(context, store, "engine", newest=head)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
-    async with gateway_app(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
-        spare_the_collector()
+    async with open_gateway(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
+        tune_gc()
         await until_first(
             serve(
                 app,
@@ -250,7 +250,7 @@ async def _connect(
     return pool, pool.follow
 
 
-def spare_the_collector() -> None:
+def tune_gc() -> None:
     """What is loaded stays, and sessions at hand are many small objects: looking through all of them now and
     then would hold up every request meanwhile."""
     gc.collect()

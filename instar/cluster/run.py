@@ -42,7 +42,7 @@ from instar.config import (
 from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
-from instar.gateway.auth import given_admin_key
+from instar.gateway.auth import resolve_admin_key
 from instar.rewards.factory import background_scorers
 from instar.rewards.runner import IDLE
 from instar.store.base import Run, Store
@@ -126,7 +126,7 @@ async def serving(
             control=control,
             store=store,
             engine_token=secrets.token_urlsafe(24),
-            admin_key=given_admin_key(os.environ, ADMIN_KEY, cluster.listens_on(config.gateway.host)),
+            admin_key=resolve_admin_key(os.environ, ADMIN_KEY, cluster.listens_on(config.gateway.host)),
             secrets=keys,
         )
         leaving.push_async_callback(_stop_watching, run)

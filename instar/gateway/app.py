@@ -16,23 +16,23 @@ from starlette.types import Receive, Scope, Send
 from instar.config import GatewayConfig, ModelRoute, SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import StoreError
-from instar.gateway.answers import JSON, CallResponse, ForwardResponse, api_error, failure
-from instar.gateway.auth import KEY_HEADER, KEY_HEADERS, Caller, Keys
+from instar.gateway.auth import KEY_HEADER, KEY_HEADERS, Authenticator, Caller
 from instar.gateway.base import SESSION_HEADER, ApiError, bad_request
-from instar.gateway.calls import Calls, Exchange
-from instar.gateway.control import Control
+from instar.gateway.calls import Calls, EngineCall
+from instar.gateway.client_headers import external_id, retry_evidence
+from instar.gateway.control import ControlApi
 from instar.gateway.dialects.base import Dialect, Request, TokenLogprob
-from instar.gateway.feedback import FeedbackDesk
-from instar.gateway.forward import Forward, as_message
-from instar.gateway.identity import evidence, external_id
-from instar.gateway.incoming import Incoming
-from instar.gateway.protocol import connection
-from instar.gateway.recall import Recall
+from instar.gateway.feedback import FeedbackService
+from instar.gateway.http_protocol import get_connection
+from instar.gateway.process_stats import LoopLagMonitor
 from instar.gateway.recording import Recorder
-from instar.gateway.routing import Routing
-from instar.gateway.sessions import Named, Sessions
+from instar.gateway.request_cache import RequestCache
+from instar.gateway.request_reader import RequestReader
+from instar.gateway.responses import JSON, CallResponse, ForwardResponse, api_error, failure
+from instar.gateway.routing import ModelRouter
+from instar.gateway.sessions import SessionHints, Sessions
 from instar.gateway.upstream.base import Upstream
-from instar.gateway.watch import LoopWatch
+from instar.gateway.upstream_call import UpstreamCall, as_message
 from instar.record.base import Renderer
 from instar.record.chain import Chain, Hasher
 from instar.record.redact import Redactor
@@ -40,7 +40,7 @@ from instar.registry import names, resolve
 from instar.store.base import Store
 from instar.types import new_id
 
-HASH_KEY = "message-hashes"
+HASH_KEY_NAME = "message-hashes"
 """The store's secret that messages are hashed with."""
 
 
@@ -65,7 +65,7 @@ def create_app(
     hasher, redactor = Hasher(hash_key), Redactor.of(config.redact)
     sessions = Sessions(
         store,
-        Keys(store, admin_key, run_id),
+        Authenticator(store, admin_key, run_id),
         hasher,
         run_id=run_id,
         agent_id=agent_id,
@@ -78,10 +78,10 @@ def create_app(
     calls = None
     if engine is not None and renderer is not None:
         calls = Calls(store, engine, renderer, sessions, recorder, config, sampling)
-    routing = Routing(calls, upstream, upstreams or {}, models or {})
-    incoming, watch = Incoming(sessions.keys, config), LoopWatch()
+    routing = ModelRouter(calls, upstream, upstreams or {}, models or {})
+    incoming, watch = RequestReader(sessions.keys, config), LoopLagMonitor()
     gateway = Gateway(sessions, recorder, routing, incoming, hasher, config, sampling)
-    desk = FeedbackDesk(
+    desk = FeedbackService(
         store,
         redactor,
         run_id=run_id,
@@ -89,7 +89,7 @@ def create_app(
         context=lambda: engine.info.max_context if engine else None,
         models=models or {},
     )
-    control = Control(sessions, routing, incoming, hasher, watch, policy_id, gateway.chat, desk)
+    control = ControlApi(sessions, routing, incoming, hasher, watch, policy_id, gateway.chat, desk)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -143,7 +143,7 @@ class App(Starlette):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RouteMatch:
     """What a path asks for."""
 
     dialect: Dialect
@@ -157,8 +157,8 @@ class Gateway:
         self,
         sessions: Sessions,
         recorder: Recorder,
-        routing: Routing,
-        incoming: Incoming,
+        routing: ModelRouter,
+        incoming: RequestReader,
         hasher: Hasher,
         config: GatewayConfig,
         train_sampling: SamplingConfig,
@@ -168,7 +168,7 @@ class Gateway:
         self._routing = routing
         self._incoming = incoming
         self._hasher = hasher
-        self._recall = Recall(hasher)
+        self._recall = RequestCache(hasher)
         self._config = config
         self._train_sampling = train_sampling
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in names("dialects")]
@@ -179,30 +179,30 @@ class Gateway:
         """Whose words are used where no dialect was chosen."""
         return self._paths["/v1/chat/completions"]
 
-    def find(self, path: str) -> Found | None:
+    def find(self, path: str) -> RouteMatch | None:
         """The model call that a path stands for."""
         session = None
         if path.startswith("/s/"):
             session, _, rest = path[3:].partition("/")
             path = f"/{rest}"
         if (dialect := self._paths.get(path)) is not None:
-            return Found(dialect, session, counts=path == f"/v1{dialect.count_path}")
+            return RouteMatch(dialect, session, counts=path == f"/v1{dialect.count_path}")
         return None
 
-    async def answer(self, found: Found, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, found: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await self._response(found, scope, receive)
         except Exception as error:  # noqa: BLE001 — whatever it is, it is said in the dialect's words
             response = failure(found.dialect, api_error(error))
         await response(scope, receive, send)
 
-    async def _response(self, found: Found, scope: Scope, receive: Receive) -> Response:
+    async def _response(self, found: RouteMatch, scope: Scope, receive: Receive) -> Response:
         if scope["method"] != "POST":
             raise ApiError(405, "Only POST is possible here.", code="method_not_allowed")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         with self._incoming.admitted():
             caller = await self._incoming.identified(headers)
-            arrived = (link := connection(scope)) is not None and link.has_body
+            arrived = (link := get_connection(scope)) is not None and link.has_body
             body = await self._incoming.body(headers, receive, arrived=arrived)
             if found.counts:
                 return await self._count(found.dialect, headers, body)
@@ -224,13 +224,13 @@ class Gateway:
         if request.prompt is not None and (upstream is not None or isinstance(request.prompt, str)):
             chain = self._hasher.chain([as_message(request.prompt)])
         calls = self._routing.engine(request) if upstream is None else None
-        again = evidence(headers)
+        again = retry_evidence(headers)
         prompt = request.prompt if isinstance(request.prompt, str) else None
-        named = Named(url, header, external_id(headers, request.identity), previous, again, prompt)
+        named = SessionHints(url, header, external_id(headers, request.identity), previous, again, prompt)
         state = await self._sessions.resolve(caller, named, chain, request.messages)
         request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
         if calls is not None:
-            exchange = Exchange(
+            exchange = EngineCall(
                 calls,
                 state,
                 request,
@@ -244,7 +244,7 @@ class Gateway:
         assert upstream is not None
         if request.prompt is not None:
             request = replace(request, messages=(as_message(request.prompt),))
-        forward = Forward(
+        forward = UpstreamCall(
             self._sessions,
             self._recorder,
             upstream,

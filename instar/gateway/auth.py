@@ -20,12 +20,12 @@ from instar.gateway.base import ApiError
 from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Session
 
-TRUSTED_SECONDS = 3.0
+KEY_CACHE_SECONDS = 3.0
 """For how long a key that was found is not looked up again, and so may outlive its revocation."""
 
-REMEMBERED = 20_000
-SHORTEST_KEY = 16
-SHORTEST_KEY_ELSEWHERE = 32
+MAX_CACHED_KEYS = 20_000
+MIN_KEY_LENGTH = 16
+MIN_REMOTE_KEY_LENGTH = 32
 
 
 KEY_HEADER = "x-instar-key"
@@ -36,11 +36,11 @@ def new_key() -> str:
     return f"sk-instar-{secrets.token_urlsafe(32)}"
 
 
-def key_hash(key: str) -> str:
+def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def bearer(headers: Mapping[str, str]) -> str:
+def extract_key(headers: Mapping[str, str]) -> str:
     """The key of a request, as the clients of OpenAI, Anthropic or Azure send it; or in a header of ours,
     which leaves theirs to a provider."""
     if key := headers.get(KEY_HEADER):
@@ -61,7 +61,7 @@ class Caller:
     agent_id: str | None = None
     session_id: str | None = None
 
-    def may_touch(self, session: Session) -> None:
+    def check_access(self, session: Session) -> None:
         """Raises ApiError when the session is not one of theirs."""
         if self.kind == "session" and self.session_id != session.session_id:
             raise ApiError(403, "This key belongs to another session.", code="wrong_session")
@@ -69,20 +69,20 @@ class Caller:
             raise ApiError(403, "This session belongs to another agent.", code="wrong_agent")
 
 
-class Keys:
+class Authenticator:
     """Tells callers by their keys, those of a run: its sessions', and the store's."""
 
     def __init__(self, store: Store, admin_key: str, run_id: str) -> None:
         if not admin_key:
             raise ValueError("the admin key is empty")
         self._store = store
-        self._admin_hash = key_hash(admin_key)
+        self._admin_hash = hash_key(admin_key)
         self._run_id = run_id
         self._known: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
 
     async def identify(self, key: str) -> Caller:
         """Raises ApiError 401 for a key that is not known or was revoked."""
-        hashed = key_hash(key)
+        hashed = hash_key(key)
         if secrets.compare_digest(hashed, self._admin_hash):
             return Caller("admin")
         known = self._known.get(hashed)
@@ -91,7 +91,7 @@ class Keys:
         caller, trusted = await self._look_up(hashed)
         self._known[hashed] = (caller, time.monotonic() + trusted)
         self._known.move_to_end(hashed)
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > MAX_CACHED_KEYS:
             self._known.popitem(last=False)
         return caller
 
@@ -106,22 +106,22 @@ class Keys:
             raise ApiError(401, "This API key is not known.", code="invalid_api_key")
         if row.revoked_at is not None:
             raise ApiError(401, "This API key was revoked.", code="invalid_api_key")
-        return Caller(row.kind, row.agent_id), TRUSTED_SECONDS
+        return Caller(row.kind, row.agent_id), KEY_CACHE_SECONDS
 
 
 async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: str = "") -> str:
     """A new key, which only its holder knows from now on. Raises Conflict when the name is taken."""
     key = new_key()
-    await store.put_key(KeyRow(key_hash(key), kind, agent_id, name))
+    await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key
 
 
-async def ensure_agent_key(store: Store, agent_id: str) -> str:
+async def create_agent_key(store: Store, agent_id: str) -> str:
     """A key for the agent to be told now. Those told before cannot be told again, and stay valid."""
     return await create_key(store, "agent", agent_id, f"serve-{secrets.token_hex(4)}")
 
 
-def given_admin_key(environment: Mapping[str, str], variable: str, host: str) -> str:
+def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) -> str:
     """The admin key that the environment gives for a gateway on ``host``, or a new one.
 
     Raises ConfigError for one that could be guessed or cannot be sent: with it goes everything.
@@ -129,7 +129,7 @@ def given_admin_key(environment: Mapping[str, str], variable: str, host: str) ->
     key = environment.get(variable)
     if key is None:
         return new_key()
-    needed = SHORTEST_KEY if is_loopback(host) else SHORTEST_KEY_ELSEWHERE
+    needed = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     advice = f"Give a random one of {needed} characters or more, or unset it to have one made"
     if len(key) < needed:
         raise ConfigError(

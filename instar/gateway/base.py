@@ -50,7 +50,7 @@ class OpenedSession(msgspec.Struct):
     """Shown this once; only its hash is kept."""
 
 
-class GivenReward(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     value: float
     source: RewardSource = RewardSource.AGENT
     scorer: str = ""
@@ -61,9 +61,9 @@ class GivenReward(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     reward_id: str | None = None
 
 
-def given_reward(reward: Reward) -> GivenReward:
+def to_reward_body(reward: Reward) -> RewardBody:
     """A reward as it is sent, without its session and its time."""
-    return GivenReward(
+    return RewardBody(
         reward.value,
         reward.source,
         reward.scorer,
@@ -75,7 +75,7 @@ def given_reward(reward: Reward) -> GivenReward:
     )
 
 
-class GivenScore(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     scorer: str
     state: ScoreState
     attempts: int = 1
@@ -86,9 +86,9 @@ class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     reward: float | None = None
     """What the agent gives itself."""
     metadata: Json = msgspec.field(default_factory=dict)
-    rewards: list[GivenReward] = msgspec.field(default_factory=list[GivenReward])
+    rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
     """From other sources; admin key only."""
-    scores: list[GivenScore] = msgspec.field(default_factory=list[GivenScore])
+    scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
     """Which scorers are done with it; admin key only."""
 
 
@@ -96,7 +96,7 @@ class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     reason: str
     reward: float | None = None
     metadata: Json = msgspec.field(default_factory=dict)
-    rewards: list[GivenReward] = msgspec.field(default_factory=list[GivenReward])
+    rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
 
 
 class EndedSession(msgspec.Struct):
@@ -135,7 +135,7 @@ class SessionView(msgspec.Struct):
     created_at: float
     ended_at: float | None
     calls: list[CallView]
-    rewards: list[GivenReward]
+    rewards: list[RewardBody]
 
 
 class ApiError(Exception):

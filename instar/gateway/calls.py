@@ -16,11 +16,11 @@ from instar.config import GatewayConfig, SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable, PromptTooLong
 from instar.gateway.base import ApiError, bad_request
+from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.deadline import Deadline
 from instar.gateway.dialects.base import Choice, Request, TokenLogprob
-from instar.gateway.identity import Evidence
-from instar.gateway.recording import Asked, Recorder, Reply, replayed
-from instar.gateway.replay import Replay
+from instar.gateway.recording import Recorder, RequestMeta, SampledReply, reply_from_call
+from instar.gateway.replay import ReplayLookup
 from instar.gateway.sessions import Pending, Sessions, SessionState
 from instar.record.base import CallDelta, Delta, Placement, Renderer, StreamParser
 from instar.record.chain import Chain
@@ -90,7 +90,7 @@ class Calls:
             raise bad_request(message, f"{param}[{wrong}]", "invalid_value")
 
 
-class Exchange:
+class EngineCall:
     """One request and its ``n`` replies."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Exchange:
         *,
         request_id: str,
         dialect: str,
-        evidence: Evidence = Evidence(),  # noqa: B008 — frozen
+        evidence: RetryEvidence = RetryEvidence(),  # noqa: B008 — frozen
         trainable: bool = True,
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
@@ -118,7 +118,7 @@ class Exchange:
         self._stop_token_ids = stop_token_ids
         self._on_chunk: OnChunk | None = None
         self._started_at = time.time()
-        self.replies: list[Reply] = []
+        self.replies: list[SampledReply] = []
         self._parsers: list[StreamParser] = []
         self._committing = False
 
@@ -153,7 +153,7 @@ class Exchange:
         self, graph: MessageGraph, placement: Placement, ordinal: int, emit: Emit | None
     ) -> list[Choice]:
         shared = self._calls
-        replay = Replay(shared.store, self._state, graph, placement.key, self._evidence, shared.timeout)
+        replay = ReplayLookup(shared.store, self._state, graph, placement.key, self._evidence, shared.timeout)
         if calls := await replay.calls(self.request.n):
             return await self._replay(graph, placement, calls, emit)
         with replay.answering() as pending:
@@ -175,7 +175,7 @@ class Exchange:
             else:
                 parser = calls.renderer.stream(request.tools, request.stop, end, eager=eager)
             self._parsers.append(parser)
-            reply = Reply(msgspec.structs.replace(params, seed=seed))
+            reply = SampledReply(msgspec.structs.replace(params, seed=seed))
             reply.untrainable = None if self._trainable else "this model is not to be trained on"
             self.replies.append(reply)
 
@@ -204,13 +204,13 @@ class Exchange:
             await self._record_aborted(placement, graph, f"the engine failed: {error}")
             raise
 
-    async def _one(self, index: int, reply: Reply, placement: Placement, emit: Emit | None) -> None:
+    async def _one(self, index: int, reply: SampledReply, placement: Placement, emit: Emit | None) -> None:
         parser = self._parsers[index]
         engine = self._calls.engine.route(self.session_id)
         stream = engine.generate(placement.prompt_ids, reply.params)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
-                reply.take(chunk)
+                reply.append(chunk)
                 if self._on_chunk:
                     await self._on_chunk(index, chunk)
                 deltas = parser.feed(chunk.token_ids)
@@ -231,7 +231,7 @@ class Exchange:
         text = self._calls.renderer.token_text
         return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs, strict=True) if i not in stops]
 
-    def _choice(self, reply: Reply, placement: Placement) -> Choice:
+    def _choice(self, reply: SampledReply, placement: Placement) -> Choice:
         return Choice(
             message=reply.message,
             finish_reason=reply.finish_reason or "aborted",
@@ -244,8 +244,8 @@ class Exchange:
     # --- recording --------------------------------------------------------------------------------
 
     @property
-    def _asked(self) -> Asked:
-        return Asked(
+    def _asked(self) -> RequestMeta:
+        return RequestMeta(
             self.request_id,
             self.request,
             self._chain if self.request.prompt is None else None,
@@ -263,7 +263,7 @@ class Exchange:
         if self._committing:
             return
         self._committing = True
-        begun: list[Reply] = []
+        begun: list[SampledReply] = []
         for reply, parser in zip(self.replies, self._parsers, strict=True):
             if reply.ids:
                 parser.finish()
@@ -281,14 +281,14 @@ class Exchange:
     ) -> list[Choice]:
         """The recorded answer, told as if it came now."""
         self.request_id = calls[0].request_id
-        self.replies = [replayed(call) for call in calls]
+        self.replies = [reply_from_call(call) for call in calls]
         choices = [
             replace(self._choice(reply, placement), sampled_tokens=graph.sampled_tokens(call))
             for reply, call in zip(self.replies, calls, strict=True)
         ]
         for index, (reply, choice) in enumerate(zip(self.replies, choices, strict=True)):
             if self._on_chunk:
-                await self._on_chunk(index, reply.whole)
+                await self._on_chunk(index, reply.complete_chunk)
             if emit:
                 await emit(index, whole_deltas(choice.message), choice.logprobs)
         return choices

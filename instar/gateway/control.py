@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.errors import EngineError
-from instar.gateway.answers import JSON, api_error, failure
 from instar.gateway.base import (
     SESSION_HEADER,
     ApiError,
@@ -23,17 +22,18 @@ from instar.gateway.base import (
     bad_request,
     from_validation,
 )
-from instar.gateway.calls import Exchange
+from instar.gateway.calls import EngineCall
+from instar.gateway.client_headers import external_id, retry_evidence
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.dialects.messages import models_answer
-from instar.gateway.feedback import FeedbackDesk, FeedbackList, GiveFeedback
-from instar.gateway.identity import evidence, external_id
-from instar.gateway.incoming import Incoming
-from instar.gateway.routing import Routing
-from instar.gateway.sessions import Named, Sessions
+from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService
+from instar.gateway.process_stats import LoopLagMonitor, memory_mb
+from instar.gateway.request_reader import RequestReader
+from instar.gateway.responses import JSON, api_error, failure
+from instar.gateway.routing import ModelRouter
+from instar.gateway.sessions import SessionHints, Sessions
+from instar.gateway.token_api import read_generate, read_submission, write_submitted
 from instar.gateway.tokens import GenerateResponse, submit
-from instar.gateway.watch import LoopWatch, memory_mb
-from instar.gateway.whitebox import read_generate, read_submission, write_submitted
 from instar.record.chain import Hasher
 from instar.types import new_id
 
@@ -41,17 +41,17 @@ T = TypeVar("T")
 PREFIXES = ("/v1", "/s/{session}/v1")
 
 
-class Control:
+class ControlApi:
     def __init__(
         self,
         sessions: Sessions,
-        routing: Routing,
-        incoming: Incoming,
+        routing: ModelRouter,
+        incoming: RequestReader,
         hasher: Hasher,
-        watch: LoopWatch,
+        watch: LoopLagMonitor,
         policy_id: str,
         chat: Dialect,
-        desk: FeedbackDesk,
+        desk: FeedbackService,
     ) -> None:
         """``chat``: whose words are used where no dialect was chosen."""
         self._sessions = sessions
@@ -125,18 +125,18 @@ class Control:
         with self._incoming.admitted():
             body = await self._incoming.body_of(http)
         asked = read_generate(body, calls.engine.info.vocab_size)
-        named = Named(
+        named = SessionHints(
             http.path_params.get("session"), http.headers.get(SESSION_HEADER), external_id(http.headers, ())
         )
         state = await self._sessions.resolve(caller, named, None, ())
-        exchange = Exchange(
+        exchange = EngineCall(
             calls,
             state,
             asked.request,
             None,
             request_id=new_id("gen"),
             dialect="tokens",
-            evidence=evidence(http.headers),
+            evidence=retry_evidence(http.headers),
             stop_token_ids=asked.stop_token_ids,
         )
         return GenerateResponse(self._chat, exchange, self._incoming.count, self._incoming.patience)
@@ -181,17 +181,17 @@ class Control:
 
     async def feedback(self, http: HttpRequest) -> Response:
         caller = await self._incoming.caller(http)
-        asked = _decode(await self._incoming.body_of(http), GiveFeedback)
+        asked = _decode(await self._incoming.body_of(http), FeedbackBody)
         if session := http.path_params.get("session"):
             if asked.session_id not in (None, session):
                 raise ApiError(403, "The URL and the body name different sessions.", code="session_conflict")
             asked.session_id = session
-        given, is_new = await self._desk.give(caller, asked, evidence(http.headers).client_key)
+        given, is_new = await self._desk.add(caller, asked, retry_evidence(http.headers).client_key)
         return _struct(given, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
         await self._admin(http)
-        return _struct(FeedbackList(await self._desk.listed(http.query_params.get("session"))))
+        return _struct(FeedbackList(await self._desk.list_feedback(http.query_params.get("session"))))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return failure(self._chat, api_error(error))

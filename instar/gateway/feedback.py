@@ -15,7 +15,7 @@ from instar.config import ModelRoute
 from instar.errors import RenderError
 from instar.gateway.auth import Caller
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.routing import route_of
+from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import correction_ids
 from instar.record.redact import Redactor
@@ -40,7 +40,7 @@ FeedbackId = Annotated[str, msgspec.Meta(pattern="^[!-~]{1,200}$")]
 Text = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
-class GiveFeedback(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """On one of: a session, a call, an answer by the id that it came with. With a session's own key, the
     session where none is named."""
 
@@ -81,7 +81,7 @@ class FeedbackList(msgspec.Struct):
     feedback: list[FeedbackView]
 
 
-def view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
+def feedback_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
     return FeedbackView(
         feedback_id=feedback.feedback_id,
         session_id=feedback.session_id,
@@ -113,7 +113,7 @@ class Subject:
     call: Call | None
 
 
-class FeedbackDesk:
+class FeedbackService:
     def __init__(
         self,
         store: Store,
@@ -132,8 +132,8 @@ class FeedbackDesk:
         self._context = context
         self._models = models
 
-    async def give(
-        self, caller: Caller, asked: GiveFeedback, client_key: str | None = None
+    async def add(
+        self, caller: Caller, asked: FeedbackBody, client_key: str | None = None
     ) -> tuple[FeedbackView, bool]:
         """What is recorded, and whether it is new. ``client_key``: an idempotency key, which stands for an id
         within its session. Raises ApiError 409 where the id stands for other feedback."""
@@ -145,7 +145,7 @@ class FeedbackDesk:
         if value is not None:
             rewards.append(_reward(feedback, value, subject, caller))
         if await self._store.add_feedback(feedback, rewards):
-            return view(feedback, why), True
+            return feedback_view(feedback, why), True
         known = await self._store.feedback(self._run_id, session_id=feedback.session_id)
         there = next((one for one in known if one.feedback_id == feedback.feedback_id), None)
         if there is None or not _same(there, feedback, subject.call):
@@ -155,13 +155,13 @@ class FeedbackDesk:
                 code="conflict",
                 param="feedback_id",
             )
-        return view(there, why), False
+        return feedback_view(there, why), False
 
-    async def listed(self, session_id: str | None) -> list[FeedbackView]:
+    async def list_feedback(self, session_id: str | None) -> list[FeedbackView]:
         """Oldest first."""
-        return [view(one) for one in await self._store.feedback(self._run_id, session_id=session_id)]
+        return [feedback_view(one) for one in await self._store.feedback(self._run_id, session_id=session_id)]
 
-    def _check(self, asked: GiveFeedback) -> None:
+    def _check(self, asked: FeedbackBody) -> None:
         if asked.thumbs is None and asked.score is None and not asked.text and asked.correction is None:
             raise bad_request("Give at least one of thumbs, score, text, correction.", code="invalid_value")
         if asked.score is not None and not math.isfinite(asked.score):
@@ -171,7 +171,7 @@ class FeedbackDesk:
 
     # --- what it is about -------------------------------------------------------------------------
 
-    async def _subject(self, caller: Caller, asked: GiveFeedback) -> Subject:
+    async def _subject(self, caller: Caller, asked: FeedbackBody) -> Subject:
         call = await self._named_call(caller, asked)
         own = caller.session_id if call is None and asked.session_id is None else None
         session_id = call.session_id if call else asked.session_id or own
@@ -184,14 +184,14 @@ class FeedbackDesk:
         session = await self._session(session_id)
         if session is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
-        caller.may_touch(session)
+        caller.check_access(session)
         return Subject(session, call)
 
     async def _session(self, session_id: str) -> Session | None:
         session = await self._store.session(session_id)
         return session if session is not None and session.run_id == self._run_id else None
 
-    async def _named_call(self, caller: Caller, asked: GiveFeedback) -> Call | None:
+    async def _named_call(self, caller: Caller, asked: FeedbackBody) -> Call | None:
         if asked.call_id is not None:
             found = await self._store.call(asked.call_id)
             calls = [] if found is None else [found]
@@ -217,7 +217,7 @@ class FeedbackDesk:
         if session is None:
             return False
         try:
-            caller.may_touch(session)
+            caller.check_access(session)
         except ApiError:
             return False
         return True
@@ -225,7 +225,7 @@ class FeedbackDesk:
     # --- what it says -----------------------------------------------------------------------------
 
     async def _feedback(
-        self, subject: Subject, asked: GiveFeedback, client_key: str | None, caller: Caller
+        self, subject: Subject, asked: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
         """And why a correction in it cannot be trained on."""
         clean = self._redactor.text
@@ -269,7 +269,7 @@ class FeedbackDesk:
 
     def _lesson(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
         """The correction as tokens, or why there are none."""
-        route = route_of(self._models, call.model)
+        route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
             return None, "sessions of the val channel are not trained on"
         if route is not None and not route.trainable:

@@ -39,7 +39,7 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
-class Reply:
+class SampledReply:
     """One choice, while it comes and when it is whole."""
 
     params: SamplingParams
@@ -55,7 +55,7 @@ class Reply:
     untrainable: str | None = None
     """Why it cannot be trained on, where its own numbers do not say so."""
 
-    def take(self, chunk: TokenChunk) -> None:
+    def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
             self.first_token_at = time.time()
         self.ids += chunk.token_ids
@@ -66,7 +66,7 @@ class Reply:
         self.stop = chunk.stop
 
     @property
-    def whole(self) -> TokenChunk:
+    def complete_chunk(self) -> TokenChunk:
         """All of it, as if it had come at once."""
         return TokenChunk(
             token_ids=self.ids,
@@ -78,7 +78,7 @@ class Reply:
         )
 
     @property
-    def reason(self) -> str | None:
+    def untrainable_reason(self) -> str | None:
         """Why it is not trainable."""
         if self.untrainable is not None:
             return self.untrainable
@@ -89,9 +89,9 @@ class Reply:
         return None
 
 
-def replayed(call: Call) -> Reply:
+def reply_from_call(call: Call) -> SampledReply:
     """The reply of a recorded call, to be given once more."""
-    return Reply(
+    return SampledReply(
         params=call.params,
         message=call.reply,
         ids=call.sampled_ids.tolist(),
@@ -105,7 +105,7 @@ def replayed(call: Call) -> Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestMeta:
     """The request that replies are recorded under."""
 
     request_id: str
@@ -157,9 +157,9 @@ class Recorder:
         self,
         state: SessionState,
         graph: MessageGraph,
-        asked: Asked,
+        asked: RequestMeta,
         placement: Placement,
-        replies: Sequence[Reply],
+        replies: Sequence[SampledReply],
         *,
         aborted: str | None = None,
     ) -> list[str]:
@@ -182,7 +182,7 @@ class Recorder:
         self,
         state: SessionState,
         graph: MessageGraph,
-        asked: Asked,
+        asked: RequestMeta,
         placement: Placement,
         made: Sequence[_Recorded],
     ) -> None:
@@ -212,9 +212,9 @@ class Recorder:
     def _recorded(
         self,
         state: SessionState,
-        asked: Asked,
+        asked: RequestMeta,
         placement: Placement,
-        reply: Reply,
+        reply: SampledReply,
         first: _Recorded | None,
         aborted: str | None,
     ) -> _Recorded:
@@ -232,7 +232,7 @@ class Recorder:
         if first and first.redacted_at is not None and first.redacted_at < base_messages:
             redacted_at = first.redacted_at
         hides = redacted_at is not None
-        reason = aborted or reply.reason
+        reason = aborted or reply.untrainable_reason
         if reason is not None:
             reason = self._redactor.text(reason)  # providers name the key that they refuse
         if redacted_at is not None:
@@ -279,13 +279,13 @@ class Recorder:
         )
         return _Recorded(call, whole, sampled if hides else None, redacted_at)
 
-    def _digests(self, asked: Asked, since: int, whole: Chain | None, reply: Message) -> bytes:
+    def _digests(self, asked: RequestMeta, since: int, whole: Chain | None, reply: Message) -> bytes:
         if whole is not None:
             return whole.packed(since)
         prompt = asked.request.prompt
         return self._hasher.prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
-    def _holds_secret(self, asked: Asked, placement: Placement) -> bool:
+    def _holds_secret(self, asked: RequestMeta, placement: Placement) -> bool:
         """Whether a prompt of token ids does, in what is new of it."""
         prompt = asked.request.prompt
         if prompt is None or isinstance(prompt, str) or self._renderer is None:
@@ -296,7 +296,7 @@ class Recorder:
         text = parser.message["content"]
         return self._redactor.text(text) != text
 
-    def _clean_tools(self, asked: Asked) -> tuple[Tool, ...]:
+    def _clean_tools(self, asked: RequestMeta) -> tuple[Tool, ...]:
         """Looked through once: agents send the same tools with every call."""
         tools = asked.request.tools
         if not tools or asked.chain is None:

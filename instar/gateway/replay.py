@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from instar.gateway.identity import Evidence
+from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.sessions import Pending, SessionState
 from instar.record.graph import MessageGraph
 from instar.store.base import Store
 from instar.types import Call
 
 
-class Replay:
+class ReplayLookup:
     """Of one request: finds the answer that it asks for again, and lets others wait for its own."""
 
     def __init__(
@@ -22,7 +22,7 @@ class Replay:
         state: SessionState,
         graph: MessageGraph,
         key: bytes,
-        evidence: Evidence,
+        evidence: RetryEvidence,
         timeout: float,
     ) -> None:
         """``key``: of the request's placement. ``timeout``: for an answer that is still being made."""
@@ -60,7 +60,7 @@ class Replay:
     def _original(self) -> Pending | None:
         unkeyed = self._evidence.client_key is None
         for pending in reversed(self._state.pending.get(self._key, ())):
-            if self._evidence.means(pending.client_key) or (pending.client_gone and unkeyed):
+            if self._evidence.matches(pending.client_key) or (pending.client_gone and unkeyed):
                 return pending
         return None
 

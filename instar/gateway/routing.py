@@ -12,12 +12,12 @@ from instar.gateway.dialects.base import Request
 from instar.gateway.upstream.base import Upstream
 
 
-def route_of(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
+def match_model_route(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
     """The first whose pattern fits."""
     return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
 
 
-class Routing:
+class ModelRouter:
     def __init__(
         self,
         calls: Calls | None,
@@ -32,7 +32,7 @@ class Routing:
 
     def of(self, model: str) -> tuple[Upstream | None, bool]:
         """The upstream, or None for the engine; and whether its calls may be trained on."""
-        if (route := route_of(self._models, model)) is None:
+        if (route := match_model_route(self._models, model)) is None:
             return self._upstream, True
         return self._upstreams[route.upstream] if route.upstream else self._upstream, route.trainable
 

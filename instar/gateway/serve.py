@@ -10,7 +10,7 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from instar.gateway.protocol import BoundedProtocol
+from instar.gateway.http_protocol import LimitedHttpProtocol
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +50,7 @@ async def serve(
     within ``head_timeout``."""
     config = uvicorn.Config(
         app,
-        http=BoundedProtocol.within(max_head, head_timeout),
+        http=LimitedHttpProtocol.with_limits(max_head, head_timeout),
         ws="none",
         log_level="warning",
         access_log=False,

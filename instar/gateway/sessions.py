@@ -13,19 +13,19 @@ from itertools import islice
 from typing import TypeVar
 
 from instar.errors import Conflict
-from instar.gateway.auth import Caller, Keys, key_hash, new_key
+from instar.gateway.auth import Authenticator, Caller, hash_key, new_key
 from instar.gateway.base import (
     ApiError,
     CompleteSession,
     EndedSession,
     FailSession,
-    GivenReward,
     OpenSession,
+    RewardBody,
     SessionView,
     bad_request,
 )
-from instar.gateway.identity import Evidence
-from instar.gateway.known import Known, remember
+from instar.gateway.client_headers import RetryEvidence
+from instar.gateway.session_index import SessionIndex, remember
 from instar.gateway.views import check_sampling, reward_row, score_row, session_view
 from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
@@ -104,7 +104,7 @@ class Answering:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class SessionHints:
     """How a request names its session, apart from its key."""
 
     url: str | None = None
@@ -113,7 +113,7 @@ class Named:
     """What the agent itself calls it."""
     previous: str | None = None
     """The session of the answer that it continues."""
-    again: Evidence | None = None
+    again: RetryEvidence | None = None
     """Whether the client has asked this already."""
     prompt: str | None = None
     """What it asks, where that is no messages."""
@@ -123,7 +123,7 @@ class Sessions:
     def __init__(
         self,
         store: Store,
-        keys: Keys,
+        keys: Authenticator,
         hasher: Hasher,
         *,
         run_id: str,
@@ -142,7 +142,7 @@ class Sessions:
         self._limit = limit
         self._states: OrderedDict[str, SessionState] = OrderedDict()
         self._external: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._known = Known(hasher, 16 * limit)
+        self._known = SessionIndex(hasher, 16 * limit)
         self._openings: OrderedDict[tuple[str, bytes, str | None], str] = OrderedDict()
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class Sessions:
     # --- which session ----------------------------------------------------------------------------
 
     async def resolve(
-        self, caller: Caller, named: Named, chain: Chain | None, messages: Sequence[Message]
+        self, caller: Caller, named: SessionHints, chain: Chain | None, messages: Sequence[Message]
     ) -> SessionState:
         """The session of a model call: by URL, key or header, by the answer it continues, by the agent's own
         id for it, else by what is said; a fresh one when it is none of those."""
@@ -173,7 +173,7 @@ class Sessions:
             self._remember_opening(agent_id, chain, named.again, state)
         return state
 
-    def _chosen(self, caller: Caller, named: Named) -> str | None:
+    def _chosen(self, caller: Caller, named: SessionHints) -> str | None:
         """All that name a session of ours must agree."""
         names = [name for name in (named.url, caller.session_id, named.header) if name]
         if len(set(names)) > 1:
@@ -182,7 +182,7 @@ class Sessions:
 
     async def usable(self, session_id: str, caller: Caller) -> SessionState:
         state = await self.state(session_id)
-        caller.may_touch(state.session)
+        caller.check_access(state.session)
         if state.session.status is not SessionStatus.OPEN:
             raise ApiError(410, "This session has ended.", code="session_ended")
         return state
@@ -210,13 +210,15 @@ class Sessions:
         return state
 
     def _remember_opening(
-        self, agent_id: str, chain: Chain, again: Evidence | None, state: SessionState
+        self, agent_id: str, chain: Chain, again: RetryEvidence | None, state: SessionState
     ) -> None:
         for client_key in {again.client_key if again else None, None}:
             where = (agent_id, chain.key, client_key)
             remember(self._openings, where, state.session.session_id, 4 * self._limit)
 
-    async def _opened_by(self, agent_id: str, chain: Chain, again: Evidence | None) -> SessionState | None:
+    async def _opened_by(
+        self, agent_id: str, chain: Chain, again: RetryEvidence | None
+    ) -> SessionState | None:
         """The session that began with this very request, where its client asks again for the answer."""
         where = (agent_id, chain.key, again.client_key if again else None)
         state = await self._open_state(self._openings.get(where, ""))
@@ -286,7 +288,7 @@ class Sessions:
         calls = await self._store.calls_of_request(request_id)
         if calls:
             try:
-                caller.may_touch((await self.state(calls[0].session_id)).session)
+                caller.check_access((await self.state(calls[0].session_id)).session)
                 return calls
             except ApiError:
                 pass  # another's: as if it were not there
@@ -377,7 +379,7 @@ class Sessions:
             created_at=time.time(),
         )
         try:
-            await self._store.open_session(session, key_hash(key))
+            await self._store.open_session(session, hash_key(key))
         except Conflict as error:
             raise ApiError(409, str(error), code="conflict") from error
         self._states[session.session_id] = SessionState(session)
@@ -388,14 +390,14 @@ class Sessions:
         self, session_id: str, caller: Caller, asked: CompleteSession | FailSession
     ) -> EndedSession:
         state = await self.state(session_id)
-        caller.may_touch(state.session)
+        caller.check_access(state.session)
         said = asked.scores if isinstance(asked, CompleteSession) else []
         for name in ("rewards", "scores"):
             if getattr(asked, name, None) and caller.kind != "admin":
                 raise ApiError(403, f"Only the admin key gives '{name}'.", code="not_allowed", param=name)
         given = list(asked.rewards)
         if asked.reward is not None:
-            given.insert(0, GivenReward(value=asked.reward, source=RewardSource.AGENT))
+            given.insert(0, RewardBody(value=asked.reward, source=RewardSource.AGENT))
         for i, reward in enumerate(given):
             if not math.isfinite(reward.value):
                 raise bad_request("A reward must be a finite number.", f"rewards[{i}].value", "invalid_value")
@@ -421,7 +423,7 @@ class Sessions:
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
-        caller.may_touch((await self.state(session_id)).session)
+        caller.check_access((await self.state(session_id)).session)
         session = await self._store.session(session_id)
         assert session is not None, "sessions are never deleted"
         return session_view(

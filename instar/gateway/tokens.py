@@ -9,13 +9,13 @@ from dataclasses import replace
 import msgspec.structs
 from starlette.types import Receive, Scope, Send
 
-from instar.gateway.answers import Count, ModelResponse, api_error
 from instar.gateway.base import bad_request
-from instar.gateway.calls import Calls, Exchange
+from instar.gateway.calls import Calls, EngineCall
 from instar.gateway.dialects.base import Dialect, Request
-from instar.gateway.recording import Asked
+from instar.gateway.recording import RequestMeta
+from instar.gateway.responses import Count, ModelResponse, api_error
 from instar.gateway.sessions import SessionState
-from instar.gateway.whitebox import (
+from instar.gateway.token_api import (
     LINES,
     SubmittedCall,
     write_failure,
@@ -31,7 +31,7 @@ from instar.types import TokenChunk, new_id
 class GenerateResponse(ModelResponse):
     """Token ids, as they are sampled. The line that ends a reply leaves once the call is recorded."""
 
-    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count, patience: float) -> None:
+    def __init__(self, dialect: Dialect, exchange: EngineCall, count: Count, patience: float) -> None:
         super().__init__(dialect, exchange.session_id, count, patience)
         self._exchange = exchange
         self._begun = False
@@ -127,7 +127,7 @@ async def _record(
         tools=call.tools,
         prompt=None if chain else tuple(call.prompt_ids.tolist()),
     )
-    asked = Asked(new_id("sub"), request, chain, "tokens", call.client_key, time.time())
+    asked = RequestMeta(new_id("sub"), request, chain, "tokens", call.client_key, time.time())
     if call.parent_id is not None:
         placement = replace(placement, parent_id=call.parent_id)
     return await calls.recorder.record(state, graph, asked, placement, [reply])

@@ -10,11 +10,11 @@ from typing import Any
 from instar.gateway.base import (
     SAMPLING_KEYS,
     CallView,
-    GivenReward,
-    GivenScore,
+    RewardBody,
+    ScoreBody,
     SessionView,
     bad_request,
-    given_reward,
+    to_reward_body,
 )
 from instar.types import Call, Json, Reward, Score, Session
 
@@ -42,7 +42,7 @@ def session_view(session: Session, calls: Sequence[Call], rewards: Sequence[Rewa
         created_at=session.created_at,
         ended_at=session.ended_at,
         calls=[_call_view(call) for call in calls],
-        rewards=[given_reward(reward) for reward in rewards],
+        rewards=[to_reward_body(reward) for reward in rewards],
     )
 
 
@@ -59,11 +59,11 @@ def check_sampling(sampling: dict[str, Any]) -> None:
             raise bad_request(f"'sampling.{name}' is {value}, out of range.", f"sampling.{name}")
 
 
-def score_row(session_id: str, given: GivenScore, reason: str | None) -> Score:
+def score_row(session_id: str, given: ScoreBody, reason: str | None) -> Score:
     return Score(session_id, given.scorer, given.state, given.attempts, reason, time.time())
 
 
-def reward_row(session_id: str, given: GivenReward, detail: Json) -> Reward:
+def reward_row(session_id: str, given: RewardBody, detail: Json) -> Reward:
     return Reward(
         session_id=session_id,
         value=given.value,

@@ -16,11 +16,11 @@ from instar.gateway.base import (
     CompleteSession,
     EndedSession,
     FailSession,
-    GivenReward,
-    GivenScore,
     OpenedSession,
     OpenSession,
-    given_reward,
+    RewardBody,
+    ScoreBody,
+    to_reward_body,
 )
 from instar.rollout.base import AgentSession
 from instar.types import Channel, Reward, RewardSource, Score
@@ -87,14 +87,14 @@ class GatewayClient:
         """End the session well. One that has ended already stays as it is."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
-            rewards=[given_reward(reward) for reward in rewards],
-            scores=[GivenScore(s.scorer, s.state, s.attempts, s.reason) for s in scores],
+            rewards=[to_reward_body(reward) for reward in rewards],
+            scores=[ScoreBody(s.scorer, s.state, s.attempts, s.reason) for s in scores],
         )
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
         """End the session as failed; ``reward`` is recorded as a fallback."""
-        rewards = [] if reward is None else [GivenReward(reward, RewardSource.FALLBACK, "failed_reward")]
+        rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
         return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)
 

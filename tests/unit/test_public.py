@@ -134,5 +134,5 @@ def test_every_route_of_the_control_api_is_documented() -> None:
     for kind in (base.OpenSession, base.OpenedSession, base.CompleteSession, base.FailSession):
         for field in kind.__struct_fields__:
             assert re.search(rf"\b{field}\b", table), f"{kind.__name__}.{field}"
-    for field in (*base.GivenReward.__struct_fields__, *base.SAMPLING_KEYS):
+    for field in (*base.RewardBody.__struct_fields__, *base.SAMPLING_KEYS):
         assert re.search(rf"\b{field}\b", table), field

@@ -93,7 +93,7 @@ class CloudEngine(Engine):
         """The logprob of every token given those before; NaN at index 0."""
 
     @abstractmethod
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         """Let go of the connection, if there is one. Does not raise."""
 
     # --- the engine ------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class CloudEngine(Engine):
             if self._served is not None and self._served is not instead_of:
                 return self._served
             if instead_of is not None:
-                await self.hang_up()
+                await self.disconnect()
             version, path = self._wanted
             self._served = Served(version, path, await self.open_sampler(path))
             return self._served
@@ -232,7 +232,7 @@ class CloudEngine(Engine):
         except CloudFailure as failure:
             if failure.kind != "lost":
                 raise
-        await self.hang_up()
+        await self.disconnect()
         return await self.open_sampler(path)
 
     async def status(self) -> EngineStatus:
@@ -249,7 +249,7 @@ class CloudEngine(Engine):
             if not self._closed:
                 self._closed = True
                 self._served = None
-                await self.hang_up()
+                await self.disconnect()
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> frozenset[int]:

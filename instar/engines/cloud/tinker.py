@@ -66,7 +66,7 @@ class TinkerSampler(CloudEngine):
         asked = client.client.compute_logprobs_async(prompt_of(cloud.sdk, token_ids))
         return prompt_logprobs(await cloud.result("scoring", asked), len(token_ids))
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         cloud, self._cloud = self._cloud, None
         if cloud is not None:
             await cloud.close(finish=True)

@@ -65,7 +65,7 @@ class WeaverSampler(CloudEngine):
     async def score(self, client: AsyncSamplingClient, token_ids: Ids) -> Floats:
         return await self._patience.call("compute_logprobs", lambda: prompt_logprobs(client, token_ids))
 
-    async def hang_up(self) -> None:
+    async def disconnect(self) -> None:
         service, self._service = self._service, None
         if service is not None:
             await service.aclose()

@@ -9,7 +9,7 @@ import pytest
 
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
-from instar.gateway.auth import key_hash
+from instar.gateway.auth import hash_key
 from instar.store.factory import open_store
 from tests.unit.cli.conftest import Instar, Result
 
@@ -35,9 +35,9 @@ def test_a_key_is_printed_once_and_kept_as_its_hash(instar: Instar, config: RunC
         "laptop",
         None,
     )
-    assert row["key_hash"] == key_hash(key)
+    assert row["key_hash"] == hash_key(key)
     table = instar("keys", "ls", config.run_dir).out
-    assert key_hash(key)[:12] in table
+    assert hash_key(key)[:12] in table
     assert "laptop" in table
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from instar.errors import ConfigError
-from instar.gateway.auth import Keys, create_key, ensure_agent_key, given_admin_key, key_hash
+from instar.gateway.auth import Authenticator, create_agent_key, create_key, hash_key, resolve_admin_key
 from instar.gateway.base import ApiError
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Session
@@ -124,12 +124,12 @@ async def test_without_a_known_key_there_is_nothing(gateway: Served, sent: dict[
 async def test_known_keys_are_not_looked_up_again_each_time(tmp_path: Path) -> None:
     """Shown with a store that has gone: what was found before still holds, for its time."""
     store = SqliteStore(tmp_path / "store.db")
-    await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), key_hash("the session's"))
+    await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), hash_key("the session's"))
     await store.open_session(
-        Session("t", "elsewhere", "coder", "policy", Channel.LIVE), key_hash("another run's")
+        Session("t", "elsewhere", "coder", "policy", Channel.LIVE), hash_key("another run's")
     )
     agent = await create_key(store, "agent", "coder")
-    keys = Keys(store, ADMIN, "run")
+    keys = Authenticator(store, ADMIN, "run")
     for key in (agent, "the session's"):
         await keys.identify(key)
     with pytest.raises(ApiError, match="not known"):
@@ -141,8 +141,8 @@ async def test_known_keys_are_not_looked_up_again_each_time(tmp_path: Path) -> N
 
 async def test_the_agent_is_told_a_key_each_time_it_is_served(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
-    first, second = [await ensure_agent_key(store, "coder") for _ in range(2)]
-    keys = Keys(store, ADMIN, "run")
+    first, second = [await create_agent_key(store, "coder") for _ in range(2)]
+    keys = Authenticator(store, ADMIN, "run")
     for key in (first, second):
         caller = await keys.identify(key)
         assert (caller.kind, caller.agent_id, caller.session_id) == ("agent", "coder", None)
@@ -169,14 +169,14 @@ NAME = "INSTAR_ADMIN_KEY"
 )
 def test_an_admin_key_that_can_be_guessed_is_refused(host: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        given_admin_key({NAME: key}, NAME, host)
+        resolve_admin_key({NAME: key}, NAME, host)
     assert NAME in str(caught.value)
     assert len(key) < 15 or key.strip() not in str(caught.value)
 
 
 def test_the_admin_key_is_the_one_given_or_a_new_one() -> None:
-    assert given_admin_key({NAME: "x" * 16}, NAME, "localhost") == "x" * 16
-    assert given_admin_key({NAME: "x" * 32}, NAME, "0.0.0.0") == "x" * 32
-    one, other = given_admin_key({}, NAME, "0.0.0.0"), given_admin_key({}, NAME, "0.0.0.0")
+    assert resolve_admin_key({NAME: "x" * 16}, NAME, "localhost") == "x" * 16
+    assert resolve_admin_key({NAME: "x" * 32}, NAME, "0.0.0.0") == "x" * 32
+    one, other = resolve_admin_key({}, NAME, "0.0.0.0"), resolve_admin_key({}, NAME, "0.0.0.0")
     assert one != other
     assert len(one) > 40

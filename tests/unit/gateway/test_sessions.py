@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from instar.config import GatewayConfig
-from instar.gateway.auth import key_hash
+from instar.gateway.auth import hash_key
 from instar.types import Channel, Link, RewardSource, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
 
@@ -72,7 +72,7 @@ async def test_session_key_opens_its_session_and_nothing_else(gateway: Served) -
 
 async def test_only_the_hash_of_a_key_is_kept(gateway: Served) -> None:
     session = await gateway.open()
-    found = await gateway.store.session_by_key(key_hash(session.api_key))
+    found = await gateway.store.session_by_key(hash_key(session.api_key))
     assert found is not None
     assert found.session_id == session.session_id
     await gateway.store.close()

@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import EngineUnavailable
+from instar.gateway.client_headers import external_id
 from instar.gateway.dialects.base import Dialect
-from instar.gateway.identity import external_id
 from instar.record.base import Placement
 from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph

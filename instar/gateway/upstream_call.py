@@ -13,11 +13,11 @@ from instar.config import GatewayConfig, SamplingConfig
 from instar.errors import EngineError
 from instar.gateway.base import ApiError
 from instar.gateway.calls import whole_deltas
+from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.deadline import Deadline
 from instar.gateway.dialects.base import Choice, Request
-from instar.gateway.identity import Evidence
-from instar.gateway.recording import Asked, Recorder, Reply
-from instar.gateway.replay import Replay
+from instar.gateway.recording import Recorder, RequestMeta, SampledReply
+from instar.gateway.replay import ReplayLookup
 from instar.gateway.sessions import Pending, Sessions, SessionState
 from instar.gateway.upstream.base import Answer, Piece, Upstream
 from instar.record.base import Placement
@@ -28,7 +28,7 @@ from instar.types import Call, Channel, Message, SamplingParams
 Pass = Callable[[Piece], Awaitable[None]]
 
 
-class Forward:
+class UpstreamCall:
     """One request and its answer."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Forward:
         body: bytes,
         headers: Mapping[str, str],
         config: GatewayConfig,
-        evidence: Evidence,
+        evidence: RetryEvidence,
         trainable: bool = True,
         train_sampling: SamplingConfig,
     ) -> None:
@@ -81,7 +81,7 @@ class Forward:
             self._chain = graph.recognise(self._chain, self.request.messages)
             placement = graph.place(self._chain, self.request.messages, self.request.tools, None)
             store = self._recorder.store
-            replay = Replay(store, state, graph, placement.key, self._evidence, self._timeout)
+            replay = ReplayLookup(store, state, graph, placement.key, self._evidence, self._timeout)
             try:
                 if calls := await replay.calls(self.request.n):
                     await forward(self._replayed(graph, calls))
@@ -156,7 +156,7 @@ class Forward:
     ) -> None:
         if choices[0].prompt_ids is not None:
             placement = graph.settle(placement, choices[0].prompt_ids)
-        asked = Asked(
+        asked = RequestMeta(
             self.request_id,
             self.request,
             self._chain,
@@ -167,9 +167,9 @@ class Forward:
         replies = [self._reply(choice) for choice in choices]
         await self._recorder.record(self._state, graph, asked, placement, replies, aborted=aborted)
 
-    def _reply(self, choice: Choice) -> Reply:
+    def _reply(self, choice: Choice) -> SampledReply:
         params = _params(self.request, self._forced)
-        reply = Reply(params, choice.message, finish_reason=choice.finish_reason, stop=choice.stop)
+        reply = SampledReply(params, choice.message, finish_reason=choice.finish_reason, stop=choice.stop)
         reply.first_token_at, reply.ended_at = self._first_at, time.time()
         if choice.sampled_ids is None or choice.sampled_logprobs is None:
             reply.untrainable = "the provider returned no token ids"

@@ -22,7 +22,7 @@ import numpy as np
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Request
 from instar.gateway.dialects.openai_common import RANGES, check_ranges, decoded, stop_strings
-from instar.gateway.recording import Reply
+from instar.gateway.recording import SampledReply
 from instar.types import FinishReason, Ids, Json, Message, SamplingParams, TokenChunk, Tool, ToolCall
 
 LINES = "application/x-ndjson"
@@ -154,7 +154,7 @@ def read_generate(body: bytes, vocab_size: int) -> GenerateRequest:
     return GenerateRequest(request, tuple(given.stop_token_ids))
 
 
-def write_generated(request_id: str, replies: Sequence[Reply]) -> bytes:
+def write_generated(request_id: str, replies: Sequence[SampledReply]) -> bytes:
     choices = [
         GeneratedChoice(
             index=index,
@@ -201,7 +201,7 @@ def write_failure(error: ApiError) -> bytes:
 @dataclass(frozen=True, slots=True)
 class SubmittedCall:
     prompt_ids: Ids
-    reply: Reply
+    reply: SampledReply
     """Its ``message`` is the submitted one; an empty one where none was."""
     messages: tuple[Message, ...] | None
     """None: the prompt is only known as ids."""
@@ -259,7 +259,7 @@ def _submitted(call: CallBody, path: str, vocab_size: int, head_version: int) ->
     )
 
 
-def _reply(call: CallBody, path: str) -> Reply:
+def _reply(call: CallBody, path: str) -> SampledReply:
     given = call.params
     params = SamplingParams(
         max_tokens=given.max_tokens or len(call.sampled_ids),
@@ -270,7 +270,7 @@ def _reply(call: CallBody, path: str) -> Reply:
         stop=stop_strings(given.stop),
         stop_token_ids=tuple(given.stop_token_ids),
     )
-    reply = Reply(params)
+    reply = SampledReply(params)
     reply.ids = call.sampled_ids
     reply.versions = call.versions
     reply.finish_reason = call.finish_reason

@@ -42,7 +42,7 @@ class _Messages(msgspec.Struct):
     messages: list[msgspec.Raw]
 
 
-class Recall:
+class RequestCache:
     def __init__(self, hasher: Hasher, budget: int = 32 * 1024 * 1024) -> None:
         """``budget``: bytes of bodies kept."""
         self._hasher = hasher

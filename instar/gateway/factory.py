@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.engines.base import Engine
-from instar.gateway.app import HASH_KEY, create_app
+from instar.gateway.app import HASH_KEY_NAME, create_app
 from instar.gateway.upstream.base import Upstream
 from instar.gateway.upstream.http import HttpUpstream
 from instar.models import resolve_tokenizer
@@ -19,7 +19,7 @@ from instar.store.base import Store
 
 
 @asynccontextmanager
-async def gateway_app(
+async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[Starlette]:
     """Without an ``engine``, the config's upstream answers. Store and engine stay open on leaving."""
@@ -44,7 +44,7 @@ async def gateway_app(
             policy_id=config.name,
             config=config.gateway,
             admin_key=admin_key,
-            hash_key=await store.secret(HASH_KEY),
+            hash_key=await store.secret(HASH_KEY_NAME),
             train_sampling=config.rollout.sampling if config.rollout else None,
             upstream=connect(own, "engine") if isinstance(own, UpstreamEngineConfig) else None,
             upstreams={name: connect(s, f"upstreams.{name}") for name, s in config.upstreams.items()},

@@ -10,12 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from instar.config import GatewayConfig
-from instar.gateway.auth import Caller, Keys, bearer
+from instar.gateway.auth import Authenticator, Caller, extract_key
 from instar.gateway.base import ApiError
 
 
-class Incoming:
-    def __init__(self, keys: Keys, config: GatewayConfig) -> None:
+class RequestReader:
+    def __init__(self, keys: Authenticator, config: GatewayConfig) -> None:
         self._keys = keys
         self._config = config
         self.in_flight = 0
@@ -46,7 +46,7 @@ class Incoming:
         size = sum(map(len, headers)) + sum(map(len, headers.values()))
         if size > self._config.max_header:
             raise ApiError(431, f"The headers are larger than {self._config.max_header} bytes.")
-        return await self._keys.identify(bearer(headers))
+        return await self._keys.identify(extract_key(headers))
 
     async def body(self, headers: Mapping[str, str], receive: Receive, *, arrived: bool = False) -> bytes:
         """``arrived``: it is there already, and needs no deadline."""

@@ -13,7 +13,7 @@ _KEPT = 6000
 """Five minutes."""
 
 
-class LoopWatch:
+class LoopLagMonitor:
     """How late the event loop wakes what waits for it."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Known:
+class SessionIndex:
     def __init__(self, hasher: Hasher, limit: int) -> None:
         """``limit``: entries of each table."""
         self._hasher = hasher

@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong, RenderError, StoreError
 from instar.gateway.base import SESSION_HEADER, ApiError
-from instar.gateway.calls import Exchange
+from instar.gateway.calls import EngineCall
 from instar.gateway.dialects.base import Dialect, StreamWriter, TokenLogprob
-from instar.gateway.forward import Forward
-from instar.gateway.protocol import BoundedProtocol, connection
+from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
 from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.gateway.upstream_call import UpstreamCall
 from instar.record.base import Delta
 
 JSON = "application/json"
@@ -74,7 +74,7 @@ class ModelResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._count(1)
-        leaving = _Leaving()
+        leaving = DisconnectWatcher()
         leaving.watch(scope, receive)
         try:
             await self.answer(scope, receive, send)
@@ -98,7 +98,7 @@ class ModelResponse(Response):
     async def whole(self, scope: Scope, send: Send, content_type: bytes, body: bytes) -> None:
         """An answer that is not streamed."""
         headers = [(b"content-type", content_type), self._session]
-        if (link := connection(scope)) is not None:
+        if (link := get_connection(scope)) is not None:
             link.answer(headers, body)
             return
         headers.append((b"content-length", b"%d" % len(body)))
@@ -112,7 +112,7 @@ class ModelResponse(Response):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-class _Leaving:
+class DisconnectWatcher:
     """Cancels the running task when its client goes away."""
 
     def __init__(self) -> None:
@@ -120,11 +120,11 @@ class _Leaving:
         assert work is not None
         self._work = work
         self._gone = False
-        self._connection: BoundedProtocol | None = None
+        self._connection: LimitedHttpProtocol | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def watch(self, scope: Scope, receive: Receive) -> None:
-        self._connection = connection(scope)
+        self._connection = get_connection(scope)
         if self._connection is None:  # another server's
             self._watching = asyncio.create_task(self._wait(receive))
         elif self._connection.transport.is_closing():
@@ -154,7 +154,7 @@ class _Leaving:
 
 
 class CallResponse(ModelResponse):
-    def __init__(self, dialect: Dialect, exchange: Exchange, count: Count, patience: float) -> None:
+    def __init__(self, dialect: Dialect, exchange: EngineCall, count: Count, patience: float) -> None:
         super().__init__(dialect, exchange.session_id, count, patience)
         self._exchange = exchange
 
@@ -175,7 +175,7 @@ class CallResponse(ModelResponse):
 class EventStream:
     """A streamed answer. Headers leave with the first piece, so an early failure has its own status."""
 
-    def __init__(self, response: ModelResponse, exchange: Exchange, send: Send) -> None:
+    def __init__(self, response: ModelResponse, exchange: EngineCall, send: Send) -> None:
         self._response = response
         self._exchange = exchange
         self._send = send
@@ -210,7 +210,7 @@ class EventStream:
 class ForwardResponse(ModelResponse):
     """A provider's answer, passed on."""
 
-    def __init__(self, dialect: Dialect, forward: Forward, count: Count, patience: float) -> None:
+    def __init__(self, dialect: Dialect, forward: UpstreamCall, count: Count, patience: float) -> None:
         super().__init__(dialect, forward.session_id, count, patience)
         self._forward = forward
         self._writer: StreamWriter | None = None

@@ -20,12 +20,12 @@ _REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _NAME = "instar.connection"
 
 
-def connection(scope: Scope) -> BoundedProtocol | None:
+def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
     """Of a request, where this protocol serves it."""
     return scope.get("extensions", {}).get(_NAME)
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     max_head = 1 << 20
     """Bytes of a request's line and headers."""
     head_timeout = 60.0
@@ -62,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle.on_response()
 
     @classmethod
-    def within(cls, max_head: int, head_timeout: float) -> type[BoundedProtocol]:
+    def with_limits(cls, max_head: int, head_timeout: float) -> type[LimitedHttpProtocol]:
         """The protocol with these limits."""
         return type(cls.__name__, (cls,), {"max_head": max_head, "head_timeout": head_timeout})
 

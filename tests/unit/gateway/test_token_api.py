@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.recording import Reply
-from instar.gateway.whitebox import (
+from instar.gateway.recording import SampledReply
+from instar.gateway.token_api import (
     read_generate,
     read_submission,
     write_failure,
@@ -105,9 +105,9 @@ def test_bodies_that_are_no_request(body: bytes, submitted: bool) -> None:
 
 
 def test_answers_are_written() -> None:
-    reply = Reply(SamplingParams(temperature=0))
+    reply = SampledReply(SamplingParams(temperature=0))
     reply.message = {"role": "assistant", "content": "hi"}
-    reply.take(TokenChunk([5], [math.nan], [3], behavior_logprobs=[-0.5], finish_reason="stop"))
+    reply.append(TokenChunk([5], [math.nan], [3], behavior_logprobs=[-0.5], finish_reason="stop"))
     answer = json.loads(write_generated("gen-1", [reply]))
     assert answer["id"] == "gen-1"
     assert answer["choices"] == [
@@ -169,21 +169,22 @@ def test_calls_are_read() -> None:
     assert (plain.messages, plain.has_message, plain.parent_id, plain.client_key) == (None, False, None, None)
     assert plain.prompt_ids.tolist() == [1, 2, 99]
     assert (plain.reply.ids, plain.reply.logprobs, plain.reply.versions) == ([3, 4], [-0.5, 0.0], [6, 7])
-    assert (plain.reply.finish_reason, plain.reply.reason) == ("stop", None)
+    assert (plain.reply.finish_reason, plain.reply.untrainable_reason) == ("stop", None)
     assert call.messages is not None
     assert list(call.messages) == full["messages"]
     assert call.tools == ({"name": "f", "description": "", "parameters": {"type": "object"}},)
     assert (call.reply.message, call.has_message) == (full["reply"], True)
     assert (call.model, call.parent_id, call.client_key) == ("m", "call-1", "k")
     assert (
-        call.reply.reason == "sampled otherwise than at temperature 1, and the logprobs of that are missing"
+        call.reply.untrainable_reason
+        == "sampled otherwise than at temperature 1, and the logprobs of that are missing"
     )
 
 
 def test_a_call_without_a_logprob_is_not_trainable() -> None:
     (call,) = read_submission(submission({**CALL, "logprobs": [-0.5, None]}), VOCAB, HEAD)
     assert math.isnan(call.reply.logprobs[1])
-    assert call.reply.reason == "logprobs are missing"
+    assert call.reply.untrainable_reason == "logprobs are missing"
 
 
 TOOL_CALL = {"id": "1", "name": "f", "arguments": "{}"}

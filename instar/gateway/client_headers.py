@@ -40,7 +40,7 @@ def _kept(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RetryEvidence:
     """What tells that a client asks again for what it has asked already, rather than for another reply."""
 
     client_key: str | None = None
@@ -51,12 +51,12 @@ class Evidence:
     def __bool__(self) -> bool:
         return self.retried or self.client_key is not None
 
-    def means(self, client_key: str | None) -> bool:
+    def matches(self, client_key: str | None) -> bool:
         """Whether the same request with this idempotency key is the one that is asked for again."""
         return self.retried if self.client_key is None else self.client_key == client_key
 
 
-def evidence(headers: Mapping[str, str]) -> Evidence:
+def retry_evidence(headers: Mapping[str, str]) -> RetryEvidence:
     """OpenAI's and Anthropic's clients count their retries: that tells a replay from a second wish."""
     retried = headers.get("x-stainless-retry-count", "0") != "0"
-    return Evidence(headers.get("idempotency-key"), retried)
+    return RetryEvidence(headers.get("idempotency-key"), retried)

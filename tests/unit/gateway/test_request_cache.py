@@ -13,7 +13,7 @@ import pytest
 from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import Dialect, Request
 from instar.gateway.dialects.chat import ChatDialect
-from instar.gateway.recall import Recall
+from instar.gateway.request_cache import RequestCache
 from instar.record.chain import Chain, Hasher
 from instar.registry import names, resolve
 
@@ -49,7 +49,7 @@ def outcome(read: Callable[[], tuple[Request, Chain]]) -> Read:
 
 
 def plain(dialect: Dialect, body: bytes) -> Read:
-    return outcome(lambda: Recall(HASHER).read(dialect, "nobody", body))
+    return outcome(lambda: RequestCache(HASHER).read(dialect, "nobody", body))
 
 
 class Writer:
@@ -153,7 +153,7 @@ class Writer:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_same_as_read_anew(seed: int) -> None:
     rng = random.Random(seed)
-    recall = Recall(HASHER)
+    recall = RequestCache(HASHER)
     agents = [Writer(rng) for _ in range(3)]
     for _ in range(40):
         writer = rng.choice(agents)
@@ -167,7 +167,7 @@ def test_the_same_as_read_anew(seed: int) -> None:
 def test_every_dialect_reads_a_growing_history(name: str) -> None:
     """Also those that are not remembered."""
     dialect: Dialect = resolve("dialects", name)()
-    recall = Recall(HASHER)
+    recall = RequestCache(HASHER)
     turns: list[Any] = []
     for i in range(30):
         turns += [{"role": "user", "content": f"{i} " * 400}, {"role": "assistant", "content": f"a{i}"}]
@@ -196,14 +196,14 @@ def test_most_of_a_long_history_is_not_read_again() -> None:
             seen.append(len(body))
             return super().read(body)
 
-    recall, dialect = Recall(HASHER), Watched()
+    recall, dialect = RequestCache(HASHER), Watched()
     for body in growing(60):
         recall.read(dialect, "c", body)
     assert max(seen[20:]) < 3 * 2100
 
 
 def test_what_was_refused_is_not_kept() -> None:
-    recall = Recall(HASHER)
+    recall = RequestCache(HASHER)
     good = growing(8)[-1]
     part = b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
     refused = good[:-2] + part
@@ -222,7 +222,7 @@ def test_what_was_refused_is_not_kept() -> None:
 
 
 def test_callers_and_dialects_are_apart() -> None:
-    recall = Recall(HASHER)
+    recall = RequestCache(HASHER)
     for body in growing(12):
         recall.read(CHAT, "ann", body)
     assert outcome(lambda: recall.read(CHAT, "ben", growing(12)[-1])) == plain(CHAT, growing(12)[-1])
@@ -231,7 +231,7 @@ def test_callers_and_dialects_are_apart() -> None:
 @pytest.mark.parametrize("callers", [1, 50])
 def test_memory_is_bounded(callers: int) -> None:
     budget = 400_000
-    recall = Recall(HASHER, budget)
+    recall = RequestCache(HASHER, budget)
     for i in range(300):
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": f"{i}" + "w" * 20_000}]})
         recall.read(CHAT, i % callers, body.encode())
