@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from store_parts import million, reading, recording
 
-from instar.cluster.role import spare_the_collector
+from instar.cluster.role import tune_gc
 from instar.store.sqlite import SqliteStore
 
 console = Console(stderr=True)
@@ -88,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        spare_the_collector()
+        tune_gc()
         rates = uvloop.run(record(Path(folder), options.rounds))
         found = uvloop.run(read(Path(folder), options.calls))
     show(rates, found)
