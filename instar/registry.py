@@ -70,7 +70,7 @@ BUILTIN: dict[str, dict[str, str]] = {
 }
 
 
-def names(kind: str) -> list[str]:
+def list_names(kind: str) -> list[str]:
     """Every known name of a kind, built in and added by other packages."""
     return sorted({*BUILTIN[kind], *(e.name for e in entry_points(group=f"instar.{kind}"))})
 
@@ -81,10 +81,10 @@ def resolve(kind: str, name: str) -> Any:
         return load_object(target)
     for entry in entry_points(group=f"instar.{kind}", name=name):
         return entry.load()
-    raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}; known: {', '.join(names(kind))}")
+    raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}; known: {', '.join(list_names(kind))}")
 
 
-def variant(kind: str, section: Section) -> Any:
+def resolve_section(kind: str, section: Section) -> Any:
     """The class or function behind a section of the config: the one its ``type`` names, or a plugin."""
     if not isinstance(section, PluginConfig):
         return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has it

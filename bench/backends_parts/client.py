@@ -19,7 +19,7 @@ import numpy as np
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig, RunConfig
-from instar.registry import variant
+from instar.registry import resolve_section
 from instar.types import Sample
 
 
@@ -45,7 +45,7 @@ def make_batch(sequences: int, length: int, vocab: int, prompt: int = 16) -> lis
 
 
 async def serve(config: RunConfig, load: dict[str, Any]) -> None:
-    backend: Backend = variant("backends", config.backend)(config.model, config.backend, seed=0)
+    backend: Backend = resolve_section("backends", config.backend)(config.model, config.backend, seed=0)
     await backend.start()
     batch = make_batch(**load)
     print("ready", flush=True)

@@ -27,7 +27,7 @@ from instar.config import (
     VerlBackendConfig,
 )
 from instar.errors import ConfigError
-from instar.registry import variant
+from instar.registry import resolve_section
 
 NEUTRAL = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 """Values of the optimizer that do nothing; of another field that a backend does not honour, the default."""
@@ -35,7 +35,7 @@ NEUTRAL = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 def create_backend(config: RunConfig) -> Backend:
     """Loads the model: takes a while. Train with the settings that `settle` gives for it."""
-    made = variant("backends", config.backend)(config.model, config.backend, seed=config.seed)
+    made = resolve_section("backends", config.backend)(config.model, config.backend, seed=config.seed)
     backend = cast(Backend, made)
     settle(config, backend.capabilities)
     return backend

@@ -19,7 +19,7 @@ from instar.backends.factory import known_capabilities
 from instar.backends.packages import NEEDED, Installed, survey
 from instar.config import AutoBackendConfig, LossName, RunConfig
 from instar.errors import ConfigError
-from instar.registry import names
+from instar.registry import list_names
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[Row], str | None]:
     except ConfigError as error:
         conflict = str(error)
     there = survey()
-    known = [*there, *(other for other in names("backends") if other not in there)]
+    known = [*there, *(other for other in list_names("backends") if other not in there)]
     return [_row(name, there.get(name), name == chosen, clues.get(name)) for name in known], conflict
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from instar.cli.mistakes import explain, sections_in
 from instar.config import RunConfig
-from instar.config.data import LIVE, NAMED
+from instar.config.data import DATASET_PREFIX, LIVE
 from instar.errors import ConfigError
 from instar.types import Json
 
@@ -167,7 +167,7 @@ def _anchored_source(source: Any, folder: Path) -> Any:
     match source:
         case {"source": str() as path}:
             return {**cast(Json, source), "source": _anchored_source(path, folder)}
-        case str() if source != LIVE and not source.startswith(NAMED):
+        case str() if source != LIVE and not source.startswith(DATASET_PREFIX):
             return str(folder / Path(source).expanduser())
         case _:
             return source

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from instar.cli.run_store import store_of
-from instar.cluster.data import NAMES_FILE, open_names, open_names_in
+from instar.cluster.data import DATASET_INDEX_FILE, open_dataset_index, open_dataset_index_in
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.data.combine import Combine
@@ -156,7 +156,7 @@ def _check_name(name: str) -> None:
 
 @asynccontextmanager
 async def _names_of(config: RunConfig) -> AsyncGenerator[Store]:
-    names = open_names(config)
+    names = open_dataset_index(config)
     try:
         yield names
     finally:
@@ -167,7 +167,7 @@ async def _names_of(config: RunConfig) -> AsyncGenerator[Store]:
 async def _names(where: Path) -> AsyncGenerator[Store]:
     """``where``: the folder that runs are in, or one of the runs."""
     is_run = RunFolder(where).config_file.is_file()
-    names = open_names(RunFolder(where).read_config()) if is_run else open_names_in(where)
+    names = open_dataset_index(RunFolder(where).read_config()) if is_run else open_dataset_index_in(where)
     try:
         yield names
     finally:
@@ -176,7 +176,7 @@ async def _names(where: Path) -> AsyncGenerator[Store]:
 
 def run_ls(where: Path, *, as_json: bool) -> None:
     async def ls() -> list[DatasetRow]:
-        if not any((where / file).is_file() for file in (NAMES_FILE, "config.json")):
+        if not any((where / file).is_file() for file in (DATASET_INDEX_FILE, "config.json")):
             return []
         async with _names(where) as names:
             return await names.datasets()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cluster.control import Action, Request, RoleRow, ask
+from instar.cluster.control import Action, ControlRequest, RoleStatus, send_control_request
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 from instar.store.factory import open_store
@@ -24,36 +24,36 @@ def run_roles(
         raise InstarError(f"which role is to {action}? `instar roles {run_dir}` lists them")
     folder = RunFolder(run_dir)
     folder.read_config()  # says so where it is no run's folder
-    rows = asyncio.run(_ask(folder, Request(action or "list", name or "", timeout)))
+    rows = asyncio.run(_ask(folder, ControlRequest(action or "list", name or "", timeout)))
     if as_json:
         print(json.dumps([msgspec.to_builtins(row) for row in rows]), flush=True)
     else:
         _show(rows, Console())
 
 
-async def _ask(folder: RunFolder, request: Request) -> list[RoleRow]:
+async def _ask(folder: RunFolder, request: ControlRequest) -> list[RoleStatus]:
     try:
-        return await ask(folder.control, request)
+        return await send_control_request(folder.control_socket, request)
     except (FileNotFoundError, ConnectionError):
         if request.do != "list":
             raise InstarError(f"the run in {folder.path} is not up") from None
         return await _last_known(folder)
 
 
-async def _last_known(folder: RunFolder) -> list[RoleRow]:
+async def _last_known(folder: RunFolder) -> list[RoleStatus]:
     """What the roles of a run that is not up have said last."""
     config = folder.read_config()
     store = open_store(config, read_only=True)
     try:
         return [
-            RoleRow(entry.role, entry.name, "down", doing=entry.doing, address=entry.url, log=entry.log)
+            RoleStatus(entry.role, entry.name, "down", doing=entry.doing, address=entry.url, log=entry.log)
             for entry in await store.endpoints(config.name)
         ]
     finally:
         await store.close()
 
 
-def _show(rows: list[RoleRow], console: Console) -> None:
+def _show(rows: list[RoleStatus], console: Console) -> None:
     """Addresses and paths are to be copied: they are never cut short."""
     table = Table(
         Column("name", no_wrap=True),

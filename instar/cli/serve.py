@@ -15,7 +15,7 @@ from rich.console import Console
 from instar.backends.resolve import resolve_run
 from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import get_model
-from instar.cluster.run import serving
+from instar.cluster.run import serve_run
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_agent_key
 
@@ -53,7 +53,7 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     there = (config.run_dir / "config.json").is_file()
-    async with serving(config, resume=there, log=lambda text: console.print(text, highlight=False)) as run:
+    async with serve_run(config, resume=there, log=lambda text: console.print(text, highlight=False)) as run:
         base_url = f"{run.gateway_url}/v1"
         key = await create_agent_key(run.store, config.agent_id)
         if as_json:

@@ -84,7 +84,7 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         raise ConfigError("rollout: needed to simulate; name its group_size and concurrency")
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: given {max_staleness}; it is 0 when trainer.mode is sync")
-    if not config.live_groups_of(config.trainer.steps):
+    if not config.count_live_groups(config.trainer.steps):
         raise ConfigError("data: no group of the run's steps is `live`, so there is no queueing to simulate")
     return Plant(
         engines=engines or engine_count(config),
@@ -101,7 +101,7 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         failed_counts=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
         versions_per_token=versions_per_token(config),
-        live_groups_of=config.live_groups_of,
+        live_groups_of=config.count_live_groups,
     )
 
 

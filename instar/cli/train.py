@@ -71,7 +71,7 @@ def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
     async def amain() -> LiveRun:
         display = Display(console)
         try:
-            return await train(config, resume=resume, observe=display.attach, log=display.event)
+            return await train(config, resume=resume, on_started=display.attach, log=display.event)
         finally:
             await display.close()
 

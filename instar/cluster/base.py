@@ -13,23 +13,23 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
-FATAL = 70
+EXIT_FATAL = 70
 """Exit code of a role whose failure another start would not cure."""
-STOPPED = 75
+EXIT_STOPPED = 75
 """Exit code of a role that a signal ended before it was done."""
-DRAIN = signal.SIGUSR1
+DRAIN_SIGNAL = signal.SIGUSR1
 """Tells a role to begin nothing more, and to end with what is under way."""
-ENDLESS = frozenset({"engine", "teacher", "gateway", "rewards"})
+LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
 """Roles that are never done by themselves."""
-BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-FORGIVEN_AFTER = 120.0
+RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+RESTART_RESET_SECONDS = 120.0
 """Seconds of running after which earlier restarts are forgotten."""
 
-Address = tuple[str, int]
+ListenAddress = tuple[str, int]
 """Host and port to listen on; port 0 is any free one."""
 
 
-class Options(TypedDict, total=False):
+class RoleOptions(TypedDict, total=False):
     """Of a role's start."""
 
     name: str | None
@@ -37,15 +37,15 @@ class Options(TypedDict, total=False):
     python: str | None
     """The interpreter. Default: the running one."""
     env: Mapping[str, str]
-    without: Collection[str]
+    exclude_env: Collection[str]
     """Variables that it does not inherit."""
-    listen: Address | None
+    listen: ListenAddress | None
     """It is given a listening socket there that outlives it, so that a client which connects during a restart
     waits instead of being refused."""
 
 
 @dataclass(eq=False)
-class Role:
+class RoleHandle:
     """A role as its cluster knows it."""
 
     role: str
@@ -56,11 +56,11 @@ class Role:
     log: str = ""
     """Where its log file is, with the host before it where that is another one."""
     restarts: int = 0
-    stopping: bool = False
+    is_stopping: bool = False
     """Whether it was asked to end, so that it is not started again."""
-    over: bool = False
+    is_retired: bool = False
     """Whether what it was for has ended, so that nobody starts it again."""
-    exit: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    exit_code: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Its last exit code, once it has ended for good."""
 
 
@@ -73,20 +73,20 @@ class Cluster(ABC):
 
     @property
     @abstractmethod
-    def roles(self) -> Mapping[str, Role]:
+    def roles(self) -> Mapping[str, RoleHandle]:
         """By name, in the order they were started first."""
 
     @abstractmethod
-    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Role:
+    async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
         """Start a role, and again whenever it dies."""
 
-    def listens_on(self, host: str) -> str:
+    def describe_listen_host(self, host: str) -> str:
         """Where a role that is told to listen on ``host`` does, for people."""
         return host
 
     async def wait(self, name: str) -> int:
         """Until the role has ended for good. Raises the first cause when any role cannot go on."""
-        ended = self.roles[name].exit
+        ended = self.roles[name].exit_code
         await asyncio.wait({ended, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         self.raise_failure()
         return ended.result()
@@ -117,14 +117,14 @@ class Cluster(ABC):
     async def stop(self, name: str, timeout: float = 10.0) -> None:
         """Ask, wait, then kill the role and all it started."""
         found = self.roles.get(name)
-        if found is None or found.exit.done():
+        if found is None or found.exit_code.done():
             return
         self.signal(name)
         try:
-            await asyncio.wait_for(asyncio.shield(found.exit), timeout)
+            await asyncio.wait_for(asyncio.shield(found.exit_code), timeout)
         except TimeoutError:
             self.kill(name)
-            await found.exit
+            await found.exit_code
 
     @abstractmethod
     async def tail(self, name: str, lines: int = 12) -> str:
@@ -140,8 +140,8 @@ class Cluster(ABC):
             self.failure.cancel()
 
 
-def describe(code: int) -> str:
-    if code == STOPPED:
+def describe_exit(code: int) -> str:
+    if code == EXIT_STOPPED:
         return "a signal from outside the run"
     if code < 0:
         return f"signal {signal.Signals(-code).name}"

@@ -10,17 +10,17 @@ import time
 from collections.abc import Awaitable, Callable
 
 from instar.cluster.layout import RunFolder
-from instar.cluster.supervisor import HOST, LEASE, ROLE_URL, log_name
+from instar.cluster.supervisor import HOST_ENV, LEASE_ENV, ROLE_URL_ENV, log_location
 from instar.config import PostgresStoreConfig, RunConfig
 from instar.store.base import Store
 from instar.types import Endpoint
 
-ADMIN_KEY = "INSTAR_ADMIN_KEY"
-ENGINE_TOKEN = "INSTAR_ENGINE_TOKEN"
-HEARTBEAT = 0.5
+ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
+ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
+HEARTBEAT_SECONDS = 0.5
 
 
-class Context:
+class RoleContext:
     """What every role has at hand."""
 
     def __init__(self, role: str, folder: RunFolder, arguments: argparse.Namespace) -> None:
@@ -29,7 +29,7 @@ class Context:
         self.folder = folder
         self.config: RunConfig = folder.read_config()
         self.arguments = arguments
-        self.url = os.environ.get(ROLE_URL, "")
+        self.url = os.environ.get(ROLE_URL_ENV, "")
         """Where others reach it, if it listens."""
         self.stop = asyncio.Event()
         """To end soon."""
@@ -55,16 +55,16 @@ class Context:
         from instar.store.factory import open_store
 
         store, section = open_store(self.config), self.config.store
-        if isinstance(section, PostgresStoreConfig) and (name := section.password_variable(os.environ)):
+        if isinstance(section, PostgresStoreConfig) and (name := section.password_env_name(os.environ)):
             del os.environ[name]
-        await store.hold_lease(self.run_id, self.name, int(os.environ[LEASE]))
+        await store.hold_lease(self.run_id, self.name, int(os.environ[LEASE_ENV]))
         return store
 
     async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
         """Say what this role does, twice a second, until cancelled."""
         while True:
             await self.announce(store, doing())
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def announce(self, store: Store, doing: str) -> None:
         await store.put_endpoint(
@@ -75,13 +75,13 @@ class Context:
                 self.url,
                 os.getpid(),
                 doing,
-                log_name(os.environ.get(HOST, ""), self.folder.log(self.name)),
+                log_location(os.environ.get(HOST_ENV, ""), self.folder.log(self.name)),
                 time.time(),
             )
         )
 
 
-async def until_first(*parts: Awaitable[object]) -> None:
+async def run_until_first(*parts: Awaitable[object]) -> None:
     """Until the first part ends; its error is raised, the others are cancelled."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
@@ -94,14 +94,14 @@ async def until_first(*parts: Awaitable[object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until_any(*events: asyncio.Event) -> None:
-    await until_first(*(event.wait() for event in events))
+async def wait_any(*events: asyncio.Event) -> None:
+    await run_until_first(*(event.wait() for event in events))
 
 
-async def when(action: Callable[[], None], *events: asyncio.Event) -> None:
-    await until_any(*events)
+async def call_when_set(action: Callable[[], None], *events: asyncio.Event) -> None:
+    await wait_any(*events)
     action()
 
 
-async def forever() -> None:
+async def wait_forever() -> None:
     await asyncio.Event().wait()

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from instar.cluster.base import DRAIN, Cluster, Role, describe
+from instar.cluster.base import DRAIN_SIGNAL, Cluster, RoleHandle, describe_exit
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.types import Endpoint
@@ -32,14 +32,14 @@ LONGEST_PATH = 100
 """Bytes that the path of a Unix socket may have, on every system."""
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True):
+class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     do: Literal["list", "restart", "drain", "stop", "start"]
     name: str = ""
     timeout: float = DRAIN_SECONDS
     """Seconds that a drained role has; then it is stopped."""
 
 
-class RoleRow(msgspec.Struct):
+class RoleStatus(msgspec.Struct):
     role: str
     name: str
     state: str
@@ -52,12 +52,12 @@ class RoleRow(msgspec.Struct):
     restarts: int = 0
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
-    roles: list[RoleRow] = []
+class ControlResponse(msgspec.Struct, omit_defaults=True):
+    roles: list[RoleStatus] = []
     error: str | None = None
 
 
-class Control:
+class RoleController:
     """What a person does to the roles of a cluster. One that was stopped so is *held*: its end is not the end
     of what it was doing."""
 
@@ -71,9 +71,9 @@ class Control:
         """What is being done to a role, by name."""
         self._ending = False
 
-    async def ended(self, name: str) -> int:
+    async def wait_for_exit(self, name: str) -> int:
         """The role's exit code once it has ended, and not at a person's word: one that is held is waited for
-        until it is started and ends again, or `let_go` was called. Raises the first cause when any role
+        until it is started and ends again, or `release_all` was called. Raises the first cause when any role
         cannot go on."""
         while True:
             code = await self.cluster.wait(name)
@@ -84,7 +84,7 @@ class Control:
             waiting.cancel()
             self.cluster.raise_failure()
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Hold nothing any more, and start nothing: the run is to end."""
         self._ending = True
         for name in list(self._held):
@@ -93,34 +93,34 @@ class Control:
     def retire(self, name: str) -> None:
         """What the role was for has ended: it is held no more, and not started again."""
         if (role := self.cluster.roles.get(name)) is not None:
-            role.over = True
+            role.is_retired = True
         self._release(name)
 
-    async def do(self, request: Request) -> list[RoleRow]:
+    async def handle(self, request: ControlRequest) -> list[RoleStatus]:
         """Raises InstarError where it cannot be done."""
         if request.do != "list":
             await self._act(request.do, self._role(request.name), request.timeout)
-        return await self.rows()
+        return await self.list_roles()
 
-    async def rows(self) -> list[RoleRow]:
+    async def list_roles(self) -> list[RoleStatus]:
         told = {entry.name: entry for entry in await self._store.endpoints(self._run_id)}
         return [self._row(role, told.get(role.name)) for role in self.cluster.roles.values()]
 
     # --- what is done ------------------------------------------------------------------------------
 
-    async def _act(self, action: Action, role: Role, timeout: float) -> None:
+    async def _act(self, action: Action, role: RoleHandle, timeout: float) -> None:
         name = role.name
         if name in self._doing:
             raise InstarError(f"{name} is {self._doing[name]} already")
-        if action == "start" and not role.exit.done():
+        if action == "start" and not role.exit_code.done():
             raise InstarError(f"{name} is running")
-        if action in ("drain", "stop") and role.exit.done():
+        if action in ("drain", "stop") and role.exit_code.done():
             raise InstarError(f"{name} is not running")
         self._doing[name] = DOING[action]
         try:
             if action == "stop":
                 await self._stop(role)
-            elif action != "start" and not role.exit.done():
+            elif action != "start" and not role.exit_code.done():
                 await self._drain(role, timeout)
             # Its socket is still there, and whoever turned to it would wait.
             await self._store.remove_endpoint(self._run_id, role.role, name)
@@ -133,37 +133,39 @@ class Control:
         finally:
             self._doing.pop(name, None)
 
-    async def _drain(self, role: Role, timeout: float) -> None:
+    async def _drain(self, role: RoleHandle, timeout: float) -> None:
         self._hold(role)
         self.cluster.log(f"draining {role.name}")
-        self.cluster.signal(role.name, DRAIN)
+        self.cluster.signal(role.name, DRAIN_SIGNAL)
         await asyncio.wait(
-            {role.exit, self.cluster.failure}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            {role.exit_code, self.cluster.failure}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
         self.cluster.raise_failure()
-        if not role.exit.done():
+        if not role.exit_code.done():
             self.cluster.log(f"{role.name} has not ended after {timeout:g} s of draining; stopping it")
             await self._stop(role)
-        elif code := role.exit.result():
-            self.cluster.log(f"{role.name} ended with {describe(code)} while it was drained; see {role.log}")
+        elif code := role.exit_code.result():
+            self.cluster.log(
+                f"{role.name} ended with {describe_exit(code)} while it was drained; see {role.log}"
+            )
 
-    async def _stop(self, role: Role) -> None:
+    async def _stop(self, role: RoleHandle) -> None:
         self._hold(role)
         self._doing[role.name] = "stopping"
         self.cluster.log(f"stopping {role.name}")
         await self.cluster.stop(role.name, STOP_SECONDS)
 
-    def _hold(self, role: Role) -> None:
+    def _hold(self, role: RoleHandle) -> None:
         """Unless it could not be started again: who waits for its end would wait for ever."""
         if not self._why_over(role):
             self._held.setdefault(role.name, asyncio.Event())
 
-    def _why_over(self, role: Role) -> str:
+    def _why_over(self, role: RoleHandle) -> str:
         """Why the role is not to be started any more; empty: it may be."""
         if self._ending:
             return "the run is ending"
         replaced = self.cluster.roles.get(role.name) is not role
-        return "what it was for has ended" if role.over or replaced else ""
+        return "what it was for has ended" if role.is_retired or replaced else ""
 
     def _release(self, name: str) -> None:
         if released := self._held.pop(name, None):
@@ -171,24 +173,24 @@ class Control:
 
     # --- how they are ------------------------------------------------------------------------------
 
-    def _role(self, name: str) -> Role:
+    def _role(self, name: str) -> RoleHandle:
         roles = self.cluster.roles
         if name not in roles:
             raise InstarError(f"this run has no role called {name!r}; it has {', '.join(roles)}")
         return roles[name]
 
-    def _state(self, role: Role) -> str:
+    def _state(self, role: RoleHandle) -> str:
         if role.name in self._doing:
             return self._doing[role.name]
-        if not role.exit.done():
-            return "stopping" if role.stopping else "running"
+        if not role.exit_code.done():
+            return "stopping" if role.is_stopping else "running"
         if role.name in self._held:
             return "stopped"
-        return "failed" if role.exit.result() else "ended"
+        return "failed" if role.exit_code.result() else "ended"
 
-    def _row(self, role: Role, told: Endpoint | None) -> RoleRow:
-        up = not role.exit.done()
-        return RoleRow(
+    def _row(self, role: RoleHandle, told: Endpoint | None) -> RoleStatus:
+        up = not role.exit_code.done()
+        return RoleStatus(
             role=role.role,
             name=role.name,
             state=self._state(role),
@@ -204,12 +206,12 @@ class Control:
 
 
 @asynccontextmanager
-async def listening(control: Control, path: Path) -> AsyncGenerator[None]:
+async def serve_control_socket(control: RoleController, path: Path) -> AsyncGenerator[None]:
     """Answer at this path meanwhile."""
     tasks: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(_converse(control, reader, writer))
+        task = asyncio.create_task(_handle_connection(control, reader, writer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -243,7 +245,9 @@ def _bound(path: Path) -> Generator[socket.socket]:
         yield listener
 
 
-async def _converse(control: Control, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _handle_connection(
+    control: RoleController, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Answer line by line, until the other side has enough."""
     try:
         while line := await reader.readline():
@@ -257,16 +261,16 @@ async def _converse(control: Control, reader: asyncio.StreamReader, writer: asyn
             await writer.wait_closed()
 
 
-async def _answer(control: Control, line: bytes) -> Answer:
+async def _answer(control: RoleController, line: bytes) -> ControlResponse:
     try:
-        return Answer(await control.do(msgspec.json.decode(line, type=Request)))
+        return ControlResponse(await control.handle(msgspec.json.decode(line, type=ControlRequest)))
     except msgspec.DecodeError as error:
-        return Answer(error=f"not a request: {error}")
+        return ControlResponse(error=f"not a request: {error}")
     except (InstarError, OSError) as error:
-        return Answer(error=str(error))
+        return ControlResponse(error=str(error))
 
 
-async def ask(path: Path, request: Request) -> list[RoleRow]:
+async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
     """What the run that listens there answers. Raises InstarError for what it refuses, and ConnectionError or
     FileNotFoundError where no run is up."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
@@ -275,7 +279,7 @@ async def ask(path: Path, request: Request) -> list[RoleRow]:
         # Twice the time: what does not drain in it is stopped, and then perhaps started.
         async with asyncio.timeout(2 * request.timeout + 60):
             answer = msgspec.json.decode(
-                await reader.readline() or b'{"error": "the run ended"}', type=Answer
+                await reader.readline() or b'{"error": "the run ended"}', type=ControlResponse
             )
     except TimeoutError:
         raise InstarError(f"the run did not answer in {2 * request.timeout + 60:g} s") from None

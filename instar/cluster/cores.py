@@ -14,26 +14,26 @@ import os
 import time
 from collections.abc import Callable
 
-from instar.cluster.supervisor import HOST
+from instar.cluster.supervisor import HOST_ENV
 from instar.config import RunConfig
 from instar.models import usable_cores
 from instar.store.base import Store
 from instar.types import Endpoint
 
 INTERVAL = 0.25
-FRESH = 5.0
+HEARTBEAT_EXPIRY = 5.0
 """Seconds after which what a role said of itself no longer counts."""
-AT_REST = {"engine": "idle", "trainer": "finished"}
+IDLE_STATES = {"engine": "idle", "trainer": "finished"}
 """What a role says of itself when it leaves the cores to others."""
 
 
 def is_busy(endpoint: Endpoint, now: float) -> bool:
-    return endpoint.doing != AT_REST[endpoint.role] and now - endpoint.heartbeat < FRESH
+    return endpoint.doing != IDLE_STATES[endpoint.role] and now - endpoint.heartbeat < HEARTBEAT_EXPIRY
 
 
 def _is_here(endpoint: Endpoint) -> bool:
     """Whether it is on this machine, of several."""
-    host = os.environ.get(HOST)
+    host = os.environ.get(HOST_ENV)
     return host is None or endpoint.log.startswith(f"{host}:")
 
 

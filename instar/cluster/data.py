@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from instar.config import DataConfig, PostgresStoreConfig, RunConfig
-from instar.config.data import NAMED
+from instar.config.data import DATASET_PREFIX
 from instar.datasets.as_data import bring_as_data
 from instar.datasets.bring_in import check_content
 from instar.datasets.manifest import read_manifest
@@ -16,19 +16,19 @@ from instar.store.base import DatasetRow, Store
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
 
-NAMES_FILE = "datasets.db"
+DATASET_INDEX_FILE = "datasets.db"
 
 
-def open_names(config: RunConfig) -> Store:
+def open_dataset_index(config: RunConfig) -> Store:
     """What knows datasets by name: the server that runs share, or a file beside their folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
-    return open_names_in(config.run_dir.absolute().parent)
+    return open_dataset_index_in(config.run_dir.absolute().parent)
 
 
-def open_names_in(runs: Path) -> Store:
+def open_dataset_index_in(runs: Path) -> Store:
     runs.mkdir(parents=True, exist_ok=True)
-    return SqliteStore(runs / NAMES_FILE)
+    return SqliteStore(runs / DATASET_INDEX_FILE)
 
 
 async def pin_data(config: RunConfig, before: Sequence[DataConfig] = ()) -> RunConfig:
@@ -51,9 +51,9 @@ async def _known(config: RunConfig) -> list[DatasetRow]:
     if all(each.dataset is None for each in config.data):
         return []
     shared = isinstance(config.store, PostgresStoreConfig)
-    if not shared and not (config.run_dir.absolute().parent / NAMES_FILE).is_file():
+    if not shared and not (config.run_dir.absolute().parent / DATASET_INDEX_FILE).is_file():
         return []
-    names = open_names(config)
+    names = open_dataset_index(config)
     try:
         return await names.datasets()
     finally:
@@ -98,12 +98,12 @@ def _pin(section: DataConfig, before: DataConfig | None, rows: Sequence[DatasetR
         section = section.model_copy(update={"source": before.source, "content": before.content})
     row = _named(section, rows, path)
     try:
-        found = read_manifest(folder_of(section, row)).hash
+        found = read_manifest(dataset_folder(section, row)).hash
     except DataError as error:
         raise ConfigError(f"{path}.source: given {section.source!r}; {error}") from error
     if section.content not in (None, found):
         raise ConfigError(f"{path}.content: given {section.content}; what is there now is {found}")
-    source = section.source if row is None else f"{NAMED}{row.name}@{row.version}"
+    source = section.source if row is None else f"{DATASET_PREFIX}{row.name}@{row.version}"
     return section.model_copy(update={"source": source, "content": found})
 
 
@@ -121,11 +121,11 @@ def _named(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> Datase
     return found[-1]
 
 
-def folder_of(section: DataConfig, row: DatasetRow | None) -> Path:
+def dataset_folder(section: DataConfig, row: DatasetRow | None) -> Path:
     return Path(section.source if row is None else row.path)
 
 
-async def bring_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
+async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
     """Into the run's store. What is there already, from before a restart, is left alone."""
     if all(each.is_live for each in config.data):
         return
@@ -133,7 +133,7 @@ async def bring_data(store: Store, config: RunConfig, log: Callable[[str], None]
     for place, section in enumerate(config.data):
         if section.is_live:
             continue
-        folder = folder_of(section, _named(section, rows, f"data.{place}"))
+        folder = dataset_folder(section, _named(section, rows, f"data.{place}"))
         manifest = await asyncio.to_thread(check_content, folder)
         if manifest.hash != section.content:
             raise DataError(f"{folder} is no longer what the run began with: {section.content}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from instar.cluster.base import Cluster
-from instar.cluster.directory import Directory
+from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import Supervisor
 from instar.config import RunConfig
 
 
 async def create_cluster(
-    config: RunConfig, folder: RunFolder, directory: Directory, *, log: Callable[[str], None]
+    config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
 ) -> Cluster:
     if config.cluster.type == "ray":
         from instar.cluster.ray.cluster import RayCluster

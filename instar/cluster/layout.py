@@ -63,14 +63,14 @@ def _count(engine: EngineConfig) -> int:
     return 1 if isinstance(engine, PluginConfig | UpstreamEngineConfig) else engine.count
 
 
-def engine_of(config: RunConfig, place: int) -> RunConfig:
+def engine_process_config(config: RunConfig, place: int) -> RunConfig:
     """The run as the engine process at this place among the names sees it: its engine is its own part of a
     mixed one, its server its own among several."""
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:
             if place < _count(part):
-                return engine_of(config.model_copy(update={"engine": part}), place)
+                return engine_process_config(config.model_copy(update={"engine": part}), place)
             place -= _count(part)
     if isinstance(engine, VllmEngineConfig) and engine.servers:
         engine = engine.model_copy(update={"servers": [engine.servers[place]]})
@@ -90,7 +90,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.locks = path / "locks"
         self.report = path / "report"
-        self.control = path / "control.sock"
+        self.control_socket = path / "control.sock"
 
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"

@@ -20,20 +20,26 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instar.cluster.base import DRAIN, FATAL, STOPPED
+from instar.cluster.base import DRAIN_SIGNAL, EXIT_FATAL, EXIT_STOPPED
 from instar.cluster.context import (
-    ADMIN_KEY,
-    ENGINE_TOKEN,
-    HEARTBEAT,
-    Context,
-    forever,
-    until_any,
-    until_first,
-    when,
+    ADMIN_KEY_ENV,
+    ENGINE_TOKEN_ENV,
+    HEARTBEAT_SECONDS,
+    RoleContext,
+    call_when_set,
+    run_until_first,
+    wait_any,
+    wait_forever,
 )
 from instar.cluster.cores import share_cores
-from instar.cluster.layout import RunFolder, engine_names, engine_of, teacher_config, teacher_names
-from instar.cluster.scoring import Scorings, rewards
+from instar.cluster.layout import (
+    RunFolder,
+    engine_names,
+    engine_process_config,
+    teacher_config,
+    teacher_names,
+)
+from instar.cluster.scoring import RolloutScorers, rewards
 from instar.config import CloudEngineConfig, LocalClusterConfig
 from instar.errors import ConfigError, EngineUnavailable, InstarError, StoreFull
 from instar.store.base import Store
@@ -69,7 +75,7 @@ def main() -> None:
     except InstarError as error:
         traceback.print_exc()
         print(str(error).replace("\n", " "), file=sys.stderr, flush=True)
-        code = FATAL
+        code = EXIT_FATAL
     sys.exit(code)
 
 
@@ -77,14 +83,14 @@ def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
     import uvloop
 
     async def amain() -> int:
-        context = Context(role, folder, arguments)
+        context = RoleContext(role, folder, arguments)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, context.stop.set)
-        loop.add_signal_handler(DRAIN, context.drain.set)
+        loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
         await ROLES[role](context)
         # Whether anyone of the run had asked for that end, the supervisor knows.
-        return STOPPED if context.stop.is_set() or context.drain.is_set() else 0
+        return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 
     return uvloop.run(amain())
 
@@ -102,13 +108,13 @@ def _end_with_supervisor(lifeline: int) -> None:
 # --- the roles ----------------------------------------------------------------------------------
 
 
-async def engine(context: Context) -> None:
+async def engine(context: RoleContext) -> None:
     from instar.engines.factory import create_engine
 
     store = await context.open_store()
     await context.announce(store, "loading the model")
     place = engine_names(context.config).index(context.name)
-    served = create_engine(engine_of(context.config, place))
+    served = create_engine(engine_process_config(context.config, place))
     await served.bring_up(context.folder.log(context.name), context.log)
     head = await store.head(context.policy_id)
     if head.version > 0 and _is_at_hand(head):
@@ -116,7 +122,7 @@ async def engine(context: Context) -> None:
     await _serve_engine(context, store, served, "trainer", among=len(engine_names(context.config)))
 
 
-async def teacher(context: Context) -> None:
+async def teacher(context: RoleContext) -> None:
     """An engine that is asked only about given tokens. It computes while the trainer waits, and takes the
     trainer's place beside the engines."""
     from instar.engines.factory import create_engine
@@ -128,7 +134,7 @@ async def teacher(context: Context) -> None:
     if not isinstance(config.engine, CloudEngineConfig):  # a service's tokenizer is not at hand
         require_same_vocabulary(context.config.model, config.model)
     place = teacher_names(context.config).index(context.name)
-    served = create_engine(engine_of(config, place))
+    served = create_engine(engine_process_config(config, place))
     await served.bring_up(context.folder.log(context.name), context.log)
     if not served.info.scores:
         raise ConfigError(
@@ -138,7 +144,9 @@ async def teacher(context: Context) -> None:
     await _serve_engine(context, store, served, "engine", among=len(teacher_names(context.config)))
 
 
-async def _serve_engine(context: Context, store: Store, served: Engine, other: str, *, among: int) -> None:
+async def _serve_engine(
+    context: RoleContext, store: Store, served: Engine, other: str, *, among: int
+) -> None:
     """Until the role is stopped. ``other``: the role that it shares the cores with. ``among``: its processes.
     While one of several is drained, the others take what comes; what comes to the only one waits at the
     socket."""
@@ -159,11 +167,11 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
     async def drain() -> None:
         await context.drain.wait()
         await context.announce(store, doing())
-        await asyncio.sleep(HEARTBEAT)  # who had not read that yet has connected, and is answered
+        await asyncio.sleep(HEARTBEAT_SECONDS)  # who had not read that yet has connected, and is answered
         gate.close()
         await gate.empty.wait()
         context.stop.set()
-        await forever()
+        await wait_forever()
 
     async def refresh() -> None:
         nonlocal status, away
@@ -172,13 +180,13 @@ async def _serve_engine(context: Context, store: Store, served: Engine, other: s
                 status, away = await served.status(), ""
             except EngineUnavailable as error:  # it brings itself back, or raises another error in the end
                 away = str(error)
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    app = create_engine_app(served, os.environ[ENGINE_TOKEN], gate)
+    app = create_engine_app(served, os.environ[ENGINE_TOKEN_ENV], gate)
     alone = among == 1
-    await until_first(
+    await run_until_first(
         serve(app, listener, stop=context.stop, drain=context.drain if alone else None),
-        forever() if alone else drain(),
+        wait_forever() if alone else drain(),
         refresh(),
         share_cores(context.config, store, other, served.use_cores, among=among),
         context.heartbeat(store, doing),
@@ -196,7 +204,7 @@ def _is_at_hand(policy: Policy) -> bool:
     return artifact.kind != "live" and (artifact.expires_at is None or artifact.expires_at > time.time())
 
 
-async def gateway(context: Context) -> None:
+async def gateway(context: RoleContext) -> None:
     from instar.gateway.factory import open_gateway
     from instar.gateway.serve import serve
 
@@ -206,14 +214,14 @@ async def gateway(context: Context) -> None:
     async def head() -> Policy:
         return await store.head(context.policy_id)
 
-    connected, follow = None, forever
+    connected, follow = None, wait_forever
     if engine_names(context.config):
         connected, follow = await _connect(context, store, "engine", newest=head)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
-    async with open_gateway(context.config, store, connected, os.environ[ADMIN_KEY]) as app:
+    async with open_gateway(context.config, store, connected, os.environ[ADMIN_KEY_ENV]) as app:
         tune_gc()
-        await until_first(
+        await run_until_first(
             serve(
                 app,
                 context.socket(),
@@ -232,22 +240,22 @@ async def gateway(context: Context) -> None:
 
 
 async def _connect(
-    context: Context, store: Store, role: str, *, newest: Newest | None = None
+    context: RoleContext, store: Store, role: str, *, newest: Newest | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
     """The run's engines as one, and what is to run meanwhile so that they are found where they go, and when
     they return."""
-    from instar.cluster.directory import Directory, FollowedPool
+    from instar.cluster.endpoints import DiscoveredEnginePool, EndpointDirectory
     from instar.engines.remote import RemoteEngine
 
-    directory, token = Directory(store, context.run_id), os.environ[ENGINE_TOKEN]
+    directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:
         # It does not move, and while it is away what comes to it waits at its socket.
-        (url,) = (await directory.first_urls(role, timeout=300)).values()
-        return await RemoteEngine.connect(url, token, 300), forever
-    pool = FollowedPool(directory, token, role=role, newest=newest)
+        (url,) = (await directory.wait_for_urls(role, timeout=300)).values()
+        return await RemoteEngine.connect(url, token, 300), wait_forever
+    pool = DiscoveredEnginePool(directory, token, role=role, newest=newest)
     await pool.start()
-    return pool, pool.follow
+    return pool, pool.watch_endpoints
 
 
 def tune_gc() -> None:
@@ -258,9 +266,9 @@ def tune_gc() -> None:
     gc.set_threshold(50_000, 50, 1000)
 
 
-async def trainer(context: Context) -> None:
+async def trainer(context: RoleContext) -> None:
     from instar.backends.factory import create_backend, settle
-    from instar.cluster.directory import Directory, Engines
+    from instar.cluster.endpoints import EndpointDirectory, EngineConnections
     from instar.data.batcher import Batcher
     from instar.reference.factory import create_penalty
     from instar.sync.factory import create_sync
@@ -272,13 +280,13 @@ async def trainer(context: Context) -> None:
     await context.announce(store, "loading the model")
     backend = create_backend(config)
     config, warnings = settle(config, backend.capabilities)
-    engines = Engines(
-        Directory(store, context.run_id),
-        os.environ[ENGINE_TOKEN],
+    engines = EngineConnections(
+        EndpointDirectory(store, context.run_id),
+        os.environ[ENGINE_TOKEN_ENV],
         skip_silent=not isinstance(config.cluster, LocalClusterConfig),
     )
-    known = await engines.first()
-    teaching, follow = None, forever
+    known = await engines.wait_for_first()
+    teaching, follow = None, wait_forever
     if teacher_names(config):
         teaching, follow = await _connect(context, store, "teacher")
     finding = asyncio.create_task(follow())
@@ -300,13 +308,13 @@ async def trainer(context: Context) -> None:
         backend=backend,
         batcher=Batcher(store, context.run_id, config),
         sync=sync,
-        engines=engines.current,
+        engines=engines.list_current,
         monitor=monitor,
         penalty=penalty,
         log=context.log,
     )
     loop.rollout_finished = not config.trains_live
-    stopper = asyncio.create_task(when(loop.stop, context.stop, context.drain))
+    stopper = asyncio.create_task(call_when_set(loop.stop, context.stop, context.drain))
     watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
     sharing = asyncio.create_task(share_cores(config, store, "engine", backend.use_cores))
     beating = asyncio.create_task(context.heartbeat(store, lambda: loop.doing))
@@ -334,11 +342,11 @@ async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == FINISHED for e in endpoints):
             loop.rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
-        await asyncio.sleep(HEARTBEAT)
+        await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-async def rollout(context: Context) -> None:
-    from instar.cluster.directory import Directory
+async def rollout(context: RoleContext) -> None:
+    from instar.cluster.endpoints import EndpointDirectory
     from instar.data.combine import Combine
     from instar.rollout.agents import create_agent
     from instar.rollout.evaluate import Evaluator
@@ -352,15 +360,15 @@ async def rollout(context: Context) -> None:
     store = await context.open_store()
     await context.announce(store, "loading tasks")
     # Out of the environment before any agent's code runs: what that starts inherits the rest.
-    os.environ.pop(ENGINE_TOKEN)
-    directory = Directory(store, context.run_id)
-    (url,) = (await directory.first_urls("gateway")).values()
-    client = GatewayClient(url, os.environ.pop(ADMIN_KEY))
-    following = asyncio.create_task(directory.follow("gateway", client.move))
+    os.environ.pop(ENGINE_TOKEN_ENV)
+    directory = EndpointDirectory(store, context.run_id)
+    (url,) = (await directory.wait_for_urls("gateway")).values()
+    client = GatewayClient(url, os.environ.pop(ADMIN_KEY_ENV))
+    following = asyncio.create_task(directory.watch_url("gateway", client.move))
     agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None
-    scorings = Scorings(context, store)
+    scorings = RolloutScorers(context, store)
     try:
         if config.eval is not None:
             held_out = load_tasks(config.eval.tasks)
@@ -371,16 +379,16 @@ async def rollout(context: Context) -> None:
         if context.arguments.evaluate:
             assert evaluator is not None
             beating = asyncio.create_task(context.heartbeat(store, lambda: evaluator.doing))
-            await until_first(
-                evaluator.try_all(context.arguments.evaluate), until_any(context.stop, context.drain)
+            await run_until_first(
+                evaluator.try_all(context.arguments.evaluate), wait_any(context.stop, context.drain)
             )
         else:
             tasks = load_tasks(config.rollout.tasks)
             runner = RolloutRunner(config, store, client, tasks, agent, await scorings.start(tasks))
             runner.evaluator = evaluator
             beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
-            draining = asyncio.create_task(when(runner.drain, context.drain))
-            await until_first(runner.run(), context.stop.wait())
+            draining = asyncio.create_task(call_when_set(runner.drain, context.drain))
+            await run_until_first(runner.run(), context.stop.wait())
             draining.cancel()
         beating.cancel()
     finally:
@@ -394,7 +402,7 @@ async def rollout(context: Context) -> None:
     await store.close()
 
 
-ROLES: dict[str, Callable[[Context], Awaitable[None]]] = {
+ROLES: dict[str, Callable[[RoleContext], Awaitable[None]]] = {
     "engine": engine,
     "teacher": teacher,
     "gateway": gateway,

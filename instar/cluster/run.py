@@ -14,24 +14,24 @@ from typing import Any, Literal, Unpack
 
 from instar.backends.factory import check_run
 from instar.backends.resolve import Secrets, resolve_run, take_secrets
-from instar.cluster.base import Cluster, Options, Role
-from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, HEARTBEAT
-from instar.cluster.control import Control, listening
-from instar.cluster.data import bring_data, pin_data
-from instar.cluster.directory import Directory
+from instar.cluster.base import Cluster, RoleHandle, RoleOptions
+from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS
+from instar.cluster.control import RoleController, serve_control_socket
+from instar.cluster.data import import_data, pin_data
+from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.factory import create_cluster
 from instar.cluster.layout import (
     RunFolder,
     engine_names,
-    engine_of,
+    engine_process_config,
     engine_python,
     public_settings,
     teacher_config,
     teacher_names,
 )
 from instar.cluster.scoring import ROLE as REWARDS
-from instar.cluster.scoring import judge_keys
-from instar.cluster.supervisor import LEASE
+from instar.cluster.scoring import judge_key_variables
+from instar.cluster.supervisor import LEASE_ENV
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
@@ -61,7 +61,7 @@ class LiveRun:
     config: RunConfig
     folder: RunFolder
     cluster: Cluster
-    control: Control
+    control: RoleController
     store: Store
     engine_token: str = field(repr=False)
     admin_key: str = field(repr=False)
@@ -94,7 +94,7 @@ class LiveRun:
 
 
 @asynccontextmanager
-async def serving(
+async def serve_run(
     config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
     """Engines and gateway up, all answering; everything is stopped on leaving. ``live``: it is there for live
@@ -115,10 +115,10 @@ async def serving(
             await _check_name(config, store)
         folder.create(config)
         await _enter_run(config, store)
-        cluster = await create_cluster(config, folder, Directory(store, config.name), log=log)
+        cluster = await create_cluster(config, folder, EndpointDirectory(store, config.name), log=log)
         leaving.push_async_callback(cluster.close)
-        control = Control(cluster, store, config.name)
-        await leaving.enter_async_context(listening(control, folder.control))
+        control = RoleController(cluster, store, config.name)
+        await leaving.enter_async_context(serve_control_socket(control, folder.control_socket))
         run = LiveRun(
             config=config,
             folder=folder,
@@ -126,22 +126,27 @@ async def serving(
             control=control,
             store=store,
             engine_token=secrets.token_urlsafe(24),
-            admin_key=resolve_admin_key(os.environ, ADMIN_KEY, cluster.listens_on(config.gateway.host)),
+            admin_key=resolve_admin_key(
+                os.environ, ADMIN_KEY_ENV, cluster.describe_listen_host(config.gateway.host)
+            ),
             secrets=keys,
         )
         leaving.push_async_callback(_stop_watching, run)
         gateway = config.gateway
         await _at_once(
             *(
-                _start_engine(run, "engine", name, engine_python(engine_of(config, place)))
+                _start_engine(run, "engine", name, engine_python(engine_process_config(config, place)))
                 for place, name in enumerate(engine_names(config))
             ),
-            start_role(run, "gateway", env=environment(run), listen=(gateway.host, gateway.port)),
+            start_role(run, "gateway", env=role_environment(run), listen=(gateway.host, gateway.port)),
         )
         await _until_up(run, "engine", "gateway")
         if scored:
             await start_role(
-                run, REWARDS, env=environment(run), without=run.secrets.withheld - judge_keys(config)
+                run,
+                REWARDS,
+                env=role_environment(run),
+                exclude_env=run.secrets.withheld - judge_key_variables(config),
             )
         yield run
     run.phase = "done"
@@ -180,13 +185,13 @@ async def _stop_watching(run: LiveRun) -> None:
         await run.engine.close()
 
 
-async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[Options]) -> Role:
+async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
     """Start a role, in the place of any that had its name before, and let the others know where it is."""
     lease = await run.store.take_lease(run.run_id, options.get("name") or role)
-    options["env"] = {**options.get("env", {}), LEASE: str(lease)}
+    options["env"] = {**options.get("env", {}), LEASE_ENV: str(lease)}
     started = await run.cluster.start(role, *arguments, **options)
     if started.url:
-        await Directory(run.store, run.run_id).enter(started)
+        await EndpointDirectory(run.store, run.run_id).register(started)
     return started
 
 
@@ -208,8 +213,8 @@ async def _start_engine(run: LiveRun, role: str, name: str, python: str | None) 
         role,
         name=name,
         python=python,
-        env={**environment(run), **run.secrets.env},
-        without=run.secrets.withheld,
+        env={**role_environment(run), **run.secrets.env},
+        exclude_env=run.secrets.withheld,
         listen=("127.0.0.1", 0),
     )
 
@@ -224,12 +229,12 @@ def _check_folder(folder: RunFolder, config: RunConfig, resume: bool) -> None:
         raise ConfigError(f"nothing to resume: there is no run in {folder.path}")
 
 
-def environment(run: LiveRun) -> dict[str, str]:
+def role_environment(run: LiveRun) -> dict[str, str]:
     """What roles are told by the environment: keys. Threads that wait must not burn the cores that other
     roles compute on."""
     return {
-        ADMIN_KEY: run.admin_key,
-        ENGINE_TOKEN: run.engine_token,
+        ADMIN_KEY_ENV: run.admin_key,
+        ENGINE_TOKEN_ENV: run.engine_token,
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -244,7 +249,7 @@ async def _start_teacher(run: LiveRun) -> None:
 
 
 def _teacher_python(config: RunConfig, place: int) -> str | None:
-    teacher = engine_of(teacher_config(config), place)
+    teacher = engine_process_config(teacher_config(config), place)
     return config.backend.python if isinstance(teacher.engine, CloudEngineConfig) else engine_python(teacher)
 
 
@@ -277,7 +282,7 @@ async def train(
     config: RunConfig,
     *,
     resume: bool = False,
-    observe: Callable[[LiveRun], Any] | None = None,
+    on_started: Callable[[LiveRun], Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> LiveRun:
     """Run it to its end. ``observe`` is called once everything is up. Raises the first cause when the run
@@ -294,11 +299,11 @@ async def train(
     folder = RunFolder(config.run_dir.resolve())
     before = folder.read_config().data if resume and folder.config_file.is_file() else ()
     config = await pin_data(config, before)
-    async with serving(config, resume=resume, live=False, log=log) as run:
-        if observe is not None:
-            observe(run)
+    async with serve_run(config, resume=resume, live=False, log=log) as run:
+        if on_started is not None:
+            on_started(run)
         try:
-            await bring_data(run.store, run.config, log)
+            await import_data(run.store, run.config, log)
             await _start_teacher(run)
             stop = _interrupts(run)
             await _phases(run, stop)
@@ -374,14 +379,16 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
             run,
             "trainer",
             python=run.config.backend.python,
-            env={**environment(run), **secrets.env},
-            without=secrets.withheld,
+            env={**role_environment(run), **secrets.env},
+            exclude_env=secrets.withheld,
         )
     ]
     if run.config.trains_live:
-        starts.append(start_role(run, "rollout", env=environment(run), without=_kept_from_agents(run)))
+        starts.append(
+            start_role(run, "rollout", env=role_environment(run), exclude_env=_kept_from_agents(run))
+        )
     await _at_once(*starts)
-    ended = asyncio.create_task(run.control.ended("trainer"))
+    ended = asyncio.create_task(run.control.wait_for_exit("trainer"))
     try:
         if await _interrupted(run, ended, stop):
             cluster.signal("trainer")
@@ -398,9 +405,9 @@ async def _train(run: LiveRun, stop: asyncio.Event) -> None:
 
 async def _evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
     await start_role(
-        run, "rollout", f"--evaluate={label}", env=environment(run), without=_kept_from_agents(run)
+        run, "rollout", f"--evaluate={label}", env=role_environment(run), exclude_env=_kept_from_agents(run)
     )
-    ended = asyncio.create_task(run.control.ended("rollout"))
+    ended = asyncio.create_task(run.control.wait_for_exit("rollout"))
     if await _interrupted(run, ended, stop):
         await run.cluster.stop("rollout")
     await ended
@@ -414,12 +421,12 @@ async def _interrupted(run: LiveRun, ended: asyncio.Task[int], stop: asyncio.Eve
     stopped.cancel()
     if ended.done():
         return False
-    run.control.let_go()
+    run.control.release_all()
     return True
 
 
 def _kept_from_agents(run: LiveRun) -> set[str]:
-    return {*run.secrets.withheld, *judge_keys(run.config)}
+    return {*run.secrets.withheld, *judge_key_variables(run.config)}
 
 
 async def _end_scoring(run: LiveRun, stop: asyncio.Event) -> None:
@@ -427,13 +434,13 @@ async def _end_scoring(run: LiveRun, stop: asyncio.Event) -> None:
     if REWARDS not in run.cluster.roles or stop.is_set():
         return
     deadline = time.monotonic() + SCORING_SECONDS
-    await _pause(3 * HEARTBEAT, stop)  # what it said before the last session had ended is old by then
+    await _pause(3 * HEARTBEAT_SECONDS, stop)  # what it said before the last session had ended is old by then
     while time.monotonic() < deadline and not stop.is_set():
         run.cluster.raise_failure()
         told = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
-        if not told or told[0].startswith(IDLE) or run.cluster.roles[REWARDS].exit.done():
+        if not told or told[0].startswith(IDLE) or run.cluster.roles[REWARDS].exit_code.done():
             return
-        await _pause(HEARTBEAT, stop)
+        await _pause(HEARTBEAT_SECONDS, stop)
     run.cluster.log("some sessions are left without a score; --resume goes on with them")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from instar.cluster.context import ADMIN_KEY, ENGINE_TOKEN, Context, when
-from instar.cluster.directory import Directory
+from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, RoleContext, call_when_set
+from instar.cluster.endpoints import EndpointDirectory
 from instar.config import RunConfig
 from instar.rewards.base import Surroundings
 from instar.rewards.factory import HasScorer, background_scorers, create_scoring
@@ -19,16 +19,16 @@ GRACE = 5.0
 """Seconds that what is under way has when the role is to end soon."""
 
 
-def judge_keys(config: RunConfig) -> set[str]:
+def judge_key_variables(config: RunConfig) -> set[str]:
     """The variables that hold keys of judges: for this role, and for no agent."""
     named = (getattr(section, "api_key_env", None) for section in config.reward)
     return {name for name in named if name}
 
 
-class Scorings:
+class RolloutScorers:
     """What a rollout has its sessions scored by, for one set of tasks or another."""
 
-    def __init__(self, context: Context, store: Store) -> None:
+    def __init__(self, context: RoleContext, store: Store) -> None:
         self._context = context
         self._store = store
         self._started: list[InRollout] = []
@@ -44,14 +44,14 @@ class Scorings:
             await made.close()
 
 
-async def rewards(context: Context) -> None:
+async def rewards(context: RoleContext) -> None:
     store = await context.open_store()
     await context.announce(store, "starting")
     # Out of the environment before any rule's code runs: what that starts inherits the rest.
-    os.environ.pop(ENGINE_TOKEN)
-    admin_key = os.environ.pop(ADMIN_KEY)
-    directory = Directory(store, context.run_id)
-    (url,) = (await directory.first_urls("gateway")).values()
+    os.environ.pop(ENGINE_TOKEN_ENV)
+    admin_key = os.environ.pop(ADMIN_KEY_ENV)
+    directory = EndpointDirectory(store, context.run_id)
+    (url,) = (await directory.wait_for_urls("gateway")).values()
     found = background_scorers(context.config)
     used = [scorer for scorer in found.scorers if scorer.background or scorer in found.live]
     runner = ScoringRunner(store, context.run_id, used, context.config.scoring, on_live=found.live)
@@ -59,9 +59,9 @@ async def rewards(context: Context) -> None:
     around.move(url)
     for scorer in used:
         await scorer.start(around)
-    following = asyncio.create_task(directory.follow("gateway", around.move))
+    following = asyncio.create_task(directory.watch_url("gateway", around.move))
     beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
-    draining = asyncio.create_task(when(runner.drain, context.drain, context.stop))
+    draining = asyncio.create_task(call_when_set(runner.drain, context.drain, context.stop))
     try:
         await _run(context, runner)
     finally:
@@ -74,7 +74,7 @@ async def rewards(context: Context) -> None:
     await store.close()
 
 
-async def _run(context: Context, runner: ScoringRunner) -> None:
+async def _run(context: RoleContext, runner: ScoringRunner) -> None:
     """Until it is drained; told to stop, what is under way has a moment, and is scored anew another time."""
     running = asyncio.create_task(runner.run())
     stopping = asyncio.create_task(context.stop.wait())

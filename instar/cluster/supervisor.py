@@ -20,30 +20,30 @@ from pathlib import Path
 from typing import Unpack
 
 from instar.cluster.base import (
-    BACKOFF,
-    DRAIN,
-    ENDLESS,
-    FATAL,
-    FORGIVEN_AFTER,
-    STOPPED,
-    Address,
+    DRAIN_SIGNAL,
+    EXIT_FATAL,
+    EXIT_STOPPED,
+    LONG_RUNNING_ROLES,
+    RESTART_BACKOFF,
+    RESTART_RESET_SECONDS,
     Cluster,
-    Options,
-    Role,
-    describe,
+    ListenAddress,
+    RoleHandle,
+    RoleOptions,
+    describe_exit,
 )
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
-ROLE_URL = "INSTAR_ROLE_URL"
+ROLE_URL_ENV = "INSTAR_ROLE_URL"
 """Where a role listens itself, as others reach it."""
-LEASE = "INSTAR_LEASE"
+LEASE_ENV = "INSTAR_LEASE"
 """The lease that a role writes to the store under."""
-HOST = "INSTAR_HOST"
+HOST_ENV = "INSTAR_HOST"
 """The host's name before a role's log file, where there are several."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """A listening socket that children inherit."""
     from instar.gateway.serve import bind  # with uvicorn, which most verbs do without
 
@@ -55,7 +55,7 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
-def url_of(server: socket.socket) -> str:
+def listener_url(server: socket.socket) -> str:
     """As this machine reaches it."""
     host, port = server.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
@@ -63,13 +63,13 @@ def url_of(server: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def log_name(host: str, path: Path) -> str:
+def log_location(host: str, path: Path) -> str:
     """How people are told of a log file."""
     return f"{host}:{path}" if host else str(path)
 
 
 @dataclass(eq=False)
-class Child(Role):
+class ChildProcess(RoleHandle):
     """A role as a process of this machine."""
 
     argv: Sequence[str] = ()
@@ -77,14 +77,14 @@ class Child(Role):
     fds: Sequence[int] = ()
     server: socket.socket | None = None
     process: asyncio.subprocess.Process | None = None
-    restarting: bool = False
+    is_restarting: bool = False
     """Whether its end is wanted for a new start."""
-    asked: int = signal.SIGTERM
+    stop_signal: int = signal.SIGTERM
     """The last signal that it was to end by."""
 
-    def end_by(self, number: int) -> None:
+    def request_stop(self, number: int) -> None:
         """It is to end for good. A process that is just being started is sent the signal once it is there."""
-        self.stopping, self.restarting, self.asked = True, False, number
+        self.is_stopping, self.is_restarting, self.stop_signal = True, False, number
 
     def send(self, number: int) -> None:
         if self.process and self.process.returncode is None:
@@ -103,7 +103,7 @@ class Supervisor(Cluster):
         folder: RunFolder,
         *,
         log: Callable[[str], None],
-        url: Callable[[socket.socket], str] = url_of,
+        url: Callable[[socket.socket], str] = listener_url,
         host: str = "",
     ) -> None:
         """``url``: how others reach a socket of this machine. ``host``: its name, where there are several."""
@@ -111,19 +111,21 @@ class Supervisor(Cluster):
         self.folder = folder
         self._url = url
         self._host = host
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         # Nothing is ever written: a role that reads the end of it knows that this process is gone. Only
         # this process has the end to write to, so that holds however it ends.
         self._lifeline, self._alive = os.pipe()
 
     @property
-    def roles(self) -> Mapping[str, Child]:
+    def roles(self) -> Mapping[str, ChildProcess]:
         return self._children
 
-    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Child:
+    async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> ChildProcess:
         name = options.get("name") or role
-        child = Child(role, name, log=log_name(self._host, self.folder.log(name)), fds=[self._lifeline])
+        child = ChildProcess(
+            role, name, log=log_location(self._host, self.folder.log(name)), fds=[self._lifeline]
+        )
         argv = [
             options.get("python") or sys.executable,
             "-m",
@@ -137,31 +139,31 @@ class Supervisor(Cluster):
         told: dict[str, str] = {}
         if address := options.get("listen"):
             child.server = self._listen(name, address)
-            child.url = told[ROLE_URL] = self._url(child.server)
+            child.url = told[ROLE_URL_ENV] = self._url(child.server)
             argv.append(f"--fd={child.server.fileno()}")
             child.fds = [self._lifeline, child.server.fileno()]
-        inherited = {k: v for k, v in os.environ.items() if k not in options.get("without", ())}
+        inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
         child.argv, child.env = argv, {**inherited, **options.get("env", {}), **told}
         self._children[name] = child
         await self._run(child)
         return child
 
-    def _listen(self, name: str, address: Address) -> socket.socket:
+    def _listen(self, name: str, address: ListenAddress) -> socket.socket:
         """A role that is started anew keeps the socket of the one before."""
         before = self._children.get(name)
-        return before.server if before and before.server else listen(*address)
+        return before.server if before and before.server else open_listener(*address)
 
-    async def _run(self, child: Child) -> None:
+    async def _run(self, child: ChildProcess) -> None:
         try:
             await self._spawn(child)
         except BaseException as error:
-            child.exit.set_result(FATAL)  # nobody watches it
+            child.exit_code.set_result(EXIT_FATAL)  # nobody watches it
             if isinstance(error, OSError):
                 raise InstarError(f"{child.name} cannot be started: {error}") from error
             raise
         self._watchers[child.name] = asyncio.create_task(self._watch(child))
 
-    async def _spawn(self, child: Child) -> None:
+    async def _spawn(self, child: ChildProcess) -> None:
         with self.folder.log(child.name).open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
                 *child.argv,
@@ -172,30 +174,30 @@ class Supervisor(Cluster):
                 pass_fds=tuple(child.fds),
                 start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
             )
-        child.restarting = False
-        if child.stopping:
-            child.send(child.asked)
+        child.is_restarting = False
+        if child.is_stopping:
+            child.send(child.stop_signal)
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: ChildProcess) -> None:
         while True:
             assert child.process is not None
             began = time.monotonic()
             code = await child.process.wait()
-            if not child.restarting:
-                if child.stopping or (code == 0 and child.role not in ENDLESS):
-                    child.exit.set_result(_as_asked(code))
+            if not child.is_restarting:
+                if child.is_stopping or (code == 0 and child.role not in LONG_RUNNING_ROLES):
+                    child.exit_code.set_result(_as_asked(code))
                     return
-                if time.monotonic() - began > FORGIVEN_AFTER:
+                if time.monotonic() - began > RESTART_RESET_SECONDS:
                     child.restarts = 0
-                if code == FATAL or child.restarts >= len(BACKOFF):
+                if code == EXIT_FATAL or child.restarts >= len(RESTART_BACKOFF):
                     self._give_up(child, code)
                     return
-                pause = BACKOFF[child.restarts]
+                pause = RESTART_BACKOFF[child.restarts]
                 child.restarts += 1
-                self.log(f"{child.name} ended with {describe(code)}; starting it again")
+                self.log(f"{child.name} ended with {describe_exit(code)}; starting it again")
                 await asyncio.sleep(pause)
-                if child.stopping:
-                    child.exit.set_result(_as_asked(code))
+                if child.is_stopping:
+                    child.exit_code.set_result(_as_asked(code))
                     return
             try:
                 await self._spawn(child)
@@ -204,38 +206,38 @@ class Supervisor(Cluster):
                 self._give_up(child, code)
                 return
 
-    def _give_up(self, child: Child, code: int) -> None:
-        child.exit.set_result(code)
-        if code == FATAL:
+    def _give_up(self, child: ChildProcess, code: int) -> None:
+        child.exit_code.set_result(code)
+        if code == EXIT_FATAL:
             cause = f"{child.name}: {self._tail(child.name, 1)}\n(log: {child.log})"
         else:
-            again = f"{describe(code)}, and again after each restart"
+            again = f"{describe_exit(code)}, and again after each restart"
             cause = f"{child.name}: {again}\n(log: {child.log})\n{self._tail(child.name)}"
         self.fail(InstarError(cause))
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
         if child := self._children.get(name):
-            child.end_by(number)
+            child.request_stop(number)
             child.send(number)
 
     def kill(self, name: str) -> None:
         if child := self._children.get(name):
-            child.end_by(signal.SIGKILL)
+            child.request_stop(signal.SIGKILL)
             child.kill()
 
     async def restart(self, name: str, timeout: float = 10.0) -> None:
         child = self._children[name]
-        child.stopping = False
-        if child.exit.done():
-            child.exit = asyncio.get_running_loop().create_future()
+        child.is_stopping = False
+        if child.exit_code.done():
+            child.exit_code = asyncio.get_running_loop().create_future()
             await self._run(child)
             return
         before = child.process
-        child.restarting = True
+        child.is_restarting = True
         child.send(signal.SIGTERM)
         deadline = time.monotonic() + timeout
         # The watcher starts it again; one that waits out its pause does so too.
-        while child.process is before and not child.exit.done():
+        while child.process is before and not child.exit_code.done():
             if time.monotonic() > deadline:
                 child.kill()
             await asyncio.sleep(0.02)
@@ -263,4 +265,4 @@ class Supervisor(Cluster):
 def _as_asked(code: int) -> int:
     """The exit code of a role that was asked to end. A signal that it does not handle yet, or no more, ends
     it before it began anything or after it was done."""
-    return 0 if code in (STOPPED, -signal.SIGTERM, -DRAIN) else code
+    return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
-from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, by_word
+from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, type_shorthand
 
 
 class LoraConfig(Section):
@@ -118,7 +118,7 @@ BackendConfig = Annotated[
     | VerlBackendConfig
     | PluginConfig,
     Field(discriminator="type"),
-    by_word("local"),
+    type_shorthand("local"),
 ]
 
 

@@ -19,7 +19,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-def by_word(default: str) -> BeforeValidator:
+def type_shorthand(default: str) -> BeforeValidator:
     """A section with variants may be one word, its `type`; one that says no `type` is of ``default``."""
 
     def fill(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from instar.config.base import Positive, Seconds, Section, by_word
+from instar.config.base import Positive, Seconds, Section, type_shorthand
 
 RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "rewards"]
 
@@ -50,7 +50,7 @@ class RayClusterConfig(Section):
 
 
 ClusterConfig = Annotated[
-    LocalClusterConfig | RayClusterConfig, Field(discriminator="type"), by_word("local")
+    LocalClusterConfig | RayClusterConfig, Field(discriminator="type"), type_shorthand("local")
 ]
 
 RouteName = Literal["auto", "files", "ipc", "nccl", "ray"]

@@ -13,8 +13,8 @@ from pydantic import Field, field_validator, model_validator
 from instar.config.base import Positive, Section
 
 LIVE = "live"
-NAMED = "dataset:"
-FINEST = 10_000
+DATASET_PREFIX = "dataset:"
+MAX_SHARE_DENOMINATOR = 10_000
 
 
 class DataConfig(Section):
@@ -36,8 +36,8 @@ class DataConfig(Section):
     @field_validator("source")
     @classmethod
     def _is_named(cls, source: str) -> str:
-        name, at, version = source.removeprefix(NAMED).partition("@")
-        if not name or (source.startswith(NAMED) and at and not version.isdecimal()):
+        name, at, version = source.removeprefix(DATASET_PREFIX).partition("@")
+        if not name or (source.startswith(DATASET_PREFIX) and at and not version.isdecimal()):
             raise ValueError(f"given {source!r}; use live, dataset:NAME, dataset:NAME@VERSION or a folder")
         return source
 
@@ -54,16 +54,16 @@ class DataConfig(Section):
     @property
     def dataset(self) -> tuple[str, int | None] | None:
         """Name and version, where it has a name."""
-        if not self.source.startswith(NAMED):
+        if not self.source.startswith(DATASET_PREFIX):
             return None
-        name, _, version = self.source.removeprefix(NAMED).partition("@")
+        name, _, version = self.source.removeprefix(DATASET_PREFIX).partition("@")
         return name, int(version) if version else None
 
     @property
     def label(self) -> str:
         """What its groups are known by in the run: the name with its version, or the first of its hash."""
         if self.dataset is not None:
-            return self.source.removeprefix(NAMED)
+            return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
 
 
@@ -72,15 +72,15 @@ def group_prefix(run_id: str, label: str) -> str:
     return f"{run_id}/data/{label}/"
 
 
-def listed_data(value: Any) -> Any:
+def normalize_data(value: Any) -> Any:
     """A list may be left out where there is one, and a section where only its source is said."""
     given = cast(list[Any], value) if isinstance(value, list) else [value]
     return [{"source": each} if isinstance(each, str) else each for each in given]
 
 
-def check_data(given: Sequence[DataConfig]) -> None:
+def check_data_sources(given: Sequence[DataConfig]) -> None:
     for each in given:
-        if _exact(each.share).denominator > FINEST:
+        if _exact(each.share).denominator > MAX_SHARE_DENOMINATOR:
             raise ValueError(f"data: given a share of {each.share}; four digits behind the point at most")
     if sum(map(_exact, (each.share for each in given))) != 1:
         shares = " + ".join(f"{each.share:g}" for each in given)
@@ -89,7 +89,7 @@ def check_data(given: Sequence[DataConfig]) -> None:
         raise ValueError("data: a source stands there twice; give it one share")
 
 
-def turns(shares: Sequence[float], groups: int) -> list[int]:
+def count_groups(shares: Sequence[float], groups: int) -> list[int]:
     """How many of the first so many groups are each one's. The next place is always for whoever is furthest
     behind its share, so that it depends on nothing but the numbers."""
     order = _order(tuple(shares))

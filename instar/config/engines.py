@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, by_word
+from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, type_shorthand
 
 
 class LocalEngineConfig(Section):
@@ -136,7 +136,7 @@ class MixedEngineConfig(Section):
             Annotated[
                 LocalEngineConfig | ScriptedEngineConfig | VllmEngineConfig | PluginConfig,
                 Field(discriminator="type"),
-                by_word("local"),
+                type_shorthand("local"),
             ]
         ],
         Field(min_length=1),
@@ -160,5 +160,5 @@ EngineConfig = Annotated[
     | MixedEngineConfig
     | PluginConfig,
     Field(discriminator="type"),
-    by_word("local"),
+    type_shorthand("local"),
 ]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from instar.config.base import DType, Positive, Seconds, Section, by_word
+from instar.config.base import DType, Positive, Seconds, Section, type_shorthand
 
 
 class ModelConfig(Section):
@@ -61,11 +61,11 @@ class PostgresStoreConfig(Section):
             )
         return url
 
-    def password_variable(self, environment: Mapping[str, str]) -> str | None:
+    def password_env_name(self, environment: Mapping[str, str]) -> str | None:
         """The one that holds the password, where one does. No agent is to have it."""
         return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
 
 StoreConfig = Annotated[
-    SqliteStoreConfig | PostgresStoreConfig, Field(discriminator="type"), by_word("sqlite")
+    SqliteStoreConfig | PostgresStoreConfig, Field(discriminator="type"), type_shorthand("sqlite")
 ]

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
 from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
-from instar.config.data import DataConfig, check_data, listed_data, turns
+from instar.config.data import DataConfig, check_data_sources, count_groups, normalize_data
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
 from instar.config.gateway import GatewayConfig, ModelRoute
 from instar.config.model import ModelConfig, SqliteStoreConfig, StoreConfig
@@ -51,7 +51,7 @@ class RunConfig(Section):
     rollout: RolloutConfig | None = None
     """Agents to run on tasks. `instar train` needs it, unless all its data was exported before;
     `instar serve` does not."""
-    data: Annotated[list[DataConfig], BeforeValidator(listed_data)] = [DataConfig()]
+    data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """What to train on: what agents do in this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]
     """What scores a session: one, or a list of several."""
@@ -89,7 +89,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _data_is_whole(self) -> Self:
-        check_data(self.data)
+        check_data_sources(self.data)
         return self
 
     @model_validator(mode="after")
@@ -138,12 +138,12 @@ class RunConfig(Section):
     def trains(self) -> bool:
         return self.trains_live or any(not each.is_live for each in self.data)
 
-    def groups_of(self, steps: int) -> list[int]:
+    def groups_per_source(self, steps: int) -> list[int]:
         """How many groups each of `data` has in the first so many steps, all being there."""
-        return turns([each.share for each in self.data], steps * self.trainer.groups_per_step)
+        return count_groups([each.share for each in self.data], steps * self.trainer.groups_per_step)
 
-    def live_groups_of(self, steps: int) -> int:
-        counts = zip(self.data, self.groups_of(steps), strict=True)
+    def count_live_groups(self, steps: int) -> int:
+        counts = zip(self.data, self.groups_per_source(steps), strict=True)
         return sum(count for each, count in counts if each.is_live)
 
     @property

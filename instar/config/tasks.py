@@ -41,7 +41,7 @@ class Gsm8kTasksConfig(Section):
         return self
 
 
-class GymPart(Section):
+class ReasoningGymPart(Section):
     """One of reasoning-gym's datasets."""
 
     dataset: str
@@ -60,7 +60,7 @@ class ReasoningGymTasksConfig(Section):
     """Name of the dataset, `basic_arithmetic` for one."""
     args: dict[str, Any] = {}
     """Further settings of the dataset."""
-    parts: list[GymPart] = []
+    parts: list[ReasoningGymPart] = []
     """Several datasets instead of one, mixed by their weights."""
     size: Positive = 500
     """How many to generate."""

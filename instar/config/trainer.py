@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from instar.config.backends import AdamConfig, LossConfig, LossName
-from instar.config.base import NonNegative, Positive, Seconds, Section, Unit, by_word
+from instar.config.base import NonNegative, Positive, Seconds, Section, Unit, type_shorthand
 from instar.config.engines import EngineConfig, LocalEngineConfig
 from instar.config.model import ModelConfig
 
@@ -72,7 +72,7 @@ class EngineReferenceConfig(Section):
 ReferenceConfig = Annotated[
     BaseReferenceConfig | CompletionsReferenceConfig | EngineReferenceConfig,
     Field(discriminator="type"),
-    by_word("base"),
+    type_shorthand("base"),
 ]
 
 

@@ -22,7 +22,7 @@ from instar.config import CloudEngineConfig, LocalEngineConfig, ModelConfig, Run
 from instar.conformance.scenes import Stage, scenes
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
-from instar.registry import variant
+from instar.registry import resolve_section
 from instar.types import Artifact, Json
 
 SCENE_DEADLINE = 180.0
@@ -41,7 +41,9 @@ class Shown(msgspec.Struct):
 async def play(
     config: RunConfig, folder: Path, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Shown, dict[str, Any]]:
-    backend: Backend = variant("backends", config.backend)(config.model, config.backend, seed=config.seed)
+    backend: Backend = resolve_section("backends", config.backend)(
+        config.model, config.backend, seed=config.seed
+    )
     stage = Stage(backend, lambda: _engine(config), folder, config.model.max_context)
     shown = Shown(sorted(backend.capabilities.losses), [], {}, stage.artifacts)
     try:

@@ -36,11 +36,11 @@ class Mixture:
         self._begun = {}
 
     def live_places(self, step: int) -> int:
-        return self.config.live_groups_of(step) - self.config.live_groups_of(step - 1)
+        return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick(self, step: int) -> list[Picked]:
         """Those of a step, from what no step has claimed."""
-        before, after = self.config.groups_of(step - 1), self.config.groups_of(step)
+        before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[Picked] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
             if not section.is_live:

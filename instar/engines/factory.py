@@ -8,18 +8,18 @@ from instar.config import CloudEngineConfig, LocalClusterConfig, RunConfig, Vllm
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, Newest
 from instar.engines.remote import RemoteEngine
-from instar.registry import variant
+from instar.registry import resolve_section
 from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
     """Call its ``bring_up`` before anything else."""
     if isinstance(config.engine, CloudEngineConfig):
-        return variant("samplers", config.backend)(config.model, config.backend, config.engine)
+        return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
         settle_vllm(config.engine, config) if isinstance(config.engine, VllmEngineConfig) else config.engine
     )
-    return variant("engines", section)(config.model, section)
+    return resolve_section("engines", section)(config.model, section)
 
 
 def settle_vllm(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:

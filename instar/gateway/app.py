@@ -36,7 +36,7 @@ from instar.gateway.upstream_call import UpstreamCall, as_message
 from instar.record.base import Renderer
 from instar.record.chain import Chain, Hasher
 from instar.record.redact import Redactor
-from instar.registry import names, resolve
+from instar.registry import list_names, resolve
 from instar.store.base import Store
 from instar.types import new_id
 
@@ -171,7 +171,7 @@ class Gateway:
         self._recall = RequestCache(hasher)
         self._config = config
         self._train_sampling = train_sampling
-        dialects = [cast(Dialect, resolve("dialects", name)()) for name in names("dialects")]
+        dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self._paths = {f"/v1{path}": d for d in dialects for path in (d.path, d.count_path) if path}
 
     @property

@@ -74,7 +74,7 @@ class _NoTasks:
 
 
 def _create(section: RewardConfig, taskset: HasScorer | None) -> Scorer:
-    made = registry.variant("rewards", section)
+    made = registry.resolve_section("rewards", section)
     if section.type == "rule":
         return made(section, taskset.scorer if taskset else None)
     return made(section)

@@ -36,7 +36,7 @@ class Admission:
         self.store = store
         self.run_id = run_id
         self.steps = config.trainer.steps
-        self.groups_of = config.live_groups_of
+        self.groups_of = config.count_live_groups
         self.steps_ahead = config.max_staleness + 1
         self._last: Admitted | None = None
         self._looked = 0.0

@@ -27,7 +27,7 @@ SECRETS = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL
 
 
 def create_agent(config: AgentConfig) -> Agent:
-    return registry.variant("agents", config)(config)
+    return registry.resolve_section("agents", config)(config)
 
 
 # --- a function ---------------------------------------------------------------------------------

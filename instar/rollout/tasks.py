@@ -32,7 +32,7 @@ class TaskSet:
 
 def load_tasks(config: TasksConfig) -> TaskSet:
     """Read or generate the tasks. Raises ConfigError when there are none, or two share an id."""
-    taskset: TaskSet = registry.variant("tasks", config)(config)
+    taskset: TaskSet = registry.resolve_section("tasks", config)(config)
     if not taskset.tasks:
         raise ConfigError(f"tasks ({config.type}): there are none")
     seen: set[str] = set()

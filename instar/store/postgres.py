@@ -38,7 +38,7 @@ class PostgresStore(SqlStore):
     def from_config(cls, config: RunConfig, *, read_only: bool = False) -> Self:
         section = config.store
         assert isinstance(section, PostgresStoreConfig)
-        variable = section.password_variable(os.environ)
+        variable = section.password_env_name(os.environ)
         password = os.environ[variable] if variable else None
         server = Server(section.url, section.db_schema, section.timeout, password)
         return cls(server, readers=section.pool, read_only=read_only)

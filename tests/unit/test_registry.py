@@ -57,7 +57,7 @@ def test_another_package_adds_a_variant_by_an_entry_point(tmp_path: Path) -> Non
     (tmp_path / "instar_extra.py").write_text("class ExtraEngine: pass\n")
     code = (
         "from instar import registry\n"
-        "print(registry.names('engines'), registry.resolve('engines', 'extra').__name__)"
+        "print(registry.list_names('engines'), registry.resolve('engines', 'extra').__name__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
@@ -67,7 +67,9 @@ def test_another_package_adds_a_variant_by_an_entry_point(tmp_path: Path) -> Non
 
 def test_a_config_names_a_plugin_by_entry_point_or_path() -> None:
     by_path = PluginConfig(type="plugin", name="instar.engines.scripted:ScriptedEngine")
-    assert registry.variant("engines", by_path).__name__ == "ScriptedEngine"
-    assert registry.variant("engines", ScriptedEngineConfig()) is registry.variant("engines", by_path)
+    assert registry.resolve_section("engines", by_path).__name__ == "ScriptedEngine"
+    assert registry.resolve_section("engines", ScriptedEngineConfig()) is registry.resolve_section(
+        "engines", by_path
+    )
     with pytest.raises(ConfigError, match="unknown engine 'nowhere'"):
-        registry.variant("engines", PluginConfig(type="plugin", name="nowhere"))
+        registry.resolve_section("engines", PluginConfig(type="plugin", name="nowhere"))

@@ -18,15 +18,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from instar.cluster.base import BACKOFF, FORGIVEN_AFTER, Cluster, Options, Role
-from instar.cluster.directory import Directory
+from instar.cluster.base import RESTART_BACKOFF, RESTART_RESET_SECONDS, Cluster, RoleHandle, RoleOptions
+from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.layout import RunFolder
-from instar.cluster.ray.connect import OWN, address_of, connect, in_thread
-from instar.cluster.ray.environment import handed_on
-from instar.cluster.ray.host import Order, Placed, Report, RoleHost
-from instar.cluster.ray.metrics import MetricsCopy
-from instar.cluster.ray.placement import Node, check_room, nodes_of, placement_of, wanted_of
-from instar.cluster.supervisor import LEASE
+from instar.cluster.ray.connect import LOCAL_CLUSTER, connect, resolve_address, run_in_thread
+from instar.cluster.ray.environment import forwarded_env
+from instar.cluster.ray.host import PlacedRole, RoleHost, RoleReport, RoleSpec
+from instar.cluster.ray.metrics import MetricsMirror
+from instar.cluster.ray.placement import (
+    ClusterNode,
+    check_capacity,
+    parse_nodes,
+    plan_placement,
+    requested_resources,
+)
+from instar.cluster.supervisor import LEASE_ENV
 from instar.config import RayClusterConfig, RunConfig, SqliteStoreConfig
 from instar.errors import ConfigError, InstarError
 from instar.gateway.auth import is_loopback
@@ -39,19 +45,19 @@ PLACE_SECONDS = 60.0
 """For one actor to be placed and to start its role."""
 PLACE_TRIES = 5
 SHUTDOWN_SECONDS = 30.0
-GONE = -int(signal.SIGKILL)
+EXIT_LOST = -int(signal.SIGKILL)
 """Exit code of a role that was lost with its node."""
 
 
-class Lost(Exception):
+class ActorLostError(Exception):
     """The actor is gone, or cannot be reached for too long."""
 
 
 @dataclass(eq=False)
-class Actor(Role):
+class RoleActor(RoleHandle):
     """A role as an actor somewhere."""
 
-    order: Order | None = None
+    spec: RoleSpec | None = None
     handle: Any = None
     host: str = ""
     node_id: str = ""
@@ -68,7 +74,7 @@ class RayCluster(Cluster):
         ray: Any,
         config: RunConfig,
         folder: RunFolder,
-        directory: Directory,
+        directory: EndpointDirectory,
         *,
         log: Callable[[str], None],
     ) -> None:
@@ -78,24 +84,24 @@ class RayCluster(Cluster):
         self.folder = folder
         self._section = config.cluster
         self._ray = ray
-        self._alone = address_of(config.cluster) == OWN
+        self._alone = resolve_address(config.cluster) == LOCAL_CLUSTER
         self._directory = directory
-        self._actors: dict[str, Actor] = {}
+        self._actors: dict[str, RoleActor] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
         """Nodes that could not be reached, by id."""
-        self._metrics = MetricsCopy(folder.path)
+        self._metrics = MetricsMirror(folder.path)
         self._hosts = folder.path / "hosts.json"
         self._mark = secrets.token_hex(16)
         (folder.path / "driver").write_text(self._mark)
 
     @classmethod
     async def connect(
-        cls, config: RunConfig, folder: RunFolder, directory: Directory, *, log: Callable[[str], None]
+        cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
         """Raises ConfigError where the cluster is not there, or the config does not suit it."""
         assert isinstance(config.cluster, RayClusterConfig)
-        ray = await connect(address_of(config.cluster))
+        ray = await connect(resolve_address(config.cluster))
         made = cls(ray, config, folder, directory, log=log)
         try:
             nodes = await made.nodes()
@@ -105,57 +111,57 @@ class RayCluster(Cluster):
                     "nodes; use postgres"
                 )
             for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
-                check_room(role, placement_of(role, config, nodes), nodes)
+                check_capacity(role, plan_placement(role, config, nodes), nodes)
         except BaseException:
             await made.close()
             raise
         log(f"Ray: {len(nodes)} node(s), {', '.join(sorted(node.host for node in nodes))}")
         return made
 
-    async def nodes(self) -> list[Node]:
+    async def nodes(self) -> list[ClusterNode]:
         """Those that are alive."""
         try:
-            return nodes_of(await in_thread(self._ray.nodes, HEAD_SECONDS))
+            return parse_nodes(await run_in_thread(self._ray.nodes, HEAD_SECONDS))
         except TimeoutError as error:
             raise InstarError(f"the head of the Ray cluster did not answer in {HEAD_SECONDS:g} s") from error
 
     @property
-    def roles(self) -> Mapping[str, Actor]:
+    def roles(self) -> Mapping[str, RoleActor]:
         return self._actors
 
-    def listens_on(self, host: str) -> str:
+    def describe_listen_host(self, host: str) -> str:
         return "the address of its node" if is_loopback(host) and not self._alone else host
 
     # --- starting -------------------------------------------------------------------------------
 
-    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Actor:
+    async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleActor:
         name = options.get("name") or role
         if (before := self._actors.get(name)) is not None:
             self._dismiss(before)
-        without = frozenset(options.get("without", ()))
-        order = Order(
+        exclude_env = frozenset(options.get("exclude_env", ()))
+        order = RoleSpec(
             role=role,
             name=name,
             arguments=arguments,
             python=options.get("python"),
             config=self.config.model_dump_json(),
             folder=self.folder.path,
-            mark=self._mark,
+            driver_token=self._mark,
             cwd=Path.cwd(),
-            env={**handed_on(self.config, os.environ, without), **options.get("env", {})},
-            without=without,
+            env={**forwarded_env(self.config, os.environ, exclude_env), **options.get("env", {})},
+            exclude_env=exclude_env,
             listen=options.get("listen"),
-            alone=self._alone,
-            patience=self._section.node_timeout,
+            is_single_machine=self._alone,
+            driver_timeout=self._section.node_timeout,
         )
-        actor = Actor(role, name, order=order)
+        actor = RoleActor(role, name, spec=order)
         actor.host = before.host if before else self._host_before(name)
         self._actors[name] = actor
         await self._place(actor)
         self._begin_watching(actor)
         return actor
 
-    def _begin_watching(self, actor: Actor) -> None:
+    def _begin_watching(self, actor: RoleActor) -> None:
         watcher = asyncio.create_task(self._watch(actor))
         watcher.add_done_callback(self._end_watching)
         self._watchers[actor.name] = watcher
@@ -165,19 +171,19 @@ class RayCluster(Cluster):
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self.fail(InstarError(f"{type(error).__name__}: {error}"))
 
-    async def _place(self, actor: Actor) -> None:
+    async def _place(self, actor: RoleActor) -> None:
         """Have Ray find a node for it; one that is told to end meanwhile has ended then. Raises InstarError
         when there is no node."""
         last = ""
         for _ in range(PLACE_TRIES):
             await self._create(actor)
-            assert actor.order is not None
+            assert actor.spec is not None
             try:
-                placed: Placed = await self._ask(actor.handle.start.remote(actor.order), PLACE_SECONDS)
+                placed: PlacedRole = await self._ask(actor.handle.start.remote(actor.spec), PLACE_SECONDS)
             except InstarError as error:
                 self._dismiss(actor)
                 raise InstarError(f"{actor.name}: {_cause(error)}") from error
-            except (Lost, TimeoutError) as error:
+            except (ActorLostError, TimeoutError) as error:
                 last = str(error) or f"no node had room for it within {PLACE_SECONDS:g} s"
                 self._dismiss(actor)
                 if self._end_if_stopping(actor):
@@ -190,12 +196,12 @@ class RayCluster(Cluster):
             self._note_host(actor)
             self._end_if_stopping(actor)
             return
-        wanted = wanted_of(placement_of(actor.role, self.config, await self.nodes()))
+        wanted = requested_resources(plan_placement(actor.role, self.config, await self.nodes()))
         raise InstarError(f"{actor.name} could not be placed on the Ray cluster (it wants {wanted}): {last}")
 
-    async def _create(self, actor: Actor) -> None:
+    async def _create(self, actor: RoleActor) -> None:
         nodes = await self.nodes()
-        placement = placement_of(actor.role, self.config, nodes)
+        placement = plan_placement(actor.role, self.config, nodes)
         options: dict[str, Any] = {
             "num_cpus": placement.cpus,
             "num_gpus": placement.gpus,
@@ -211,7 +217,7 @@ class RayCluster(Cluster):
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(unsure))})"}
         actor.handle = self._ray.remote(RoleHost).options(**options).remote()
 
-    def _bound_to(self, actor: Actor, nodes: list[Node]) -> Node | None:
+    def _bound_to(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
         """The node that it has to be on. The trainer finds its checkpoints where it was; a store that is a
         file is where this process is."""
         if isinstance(self.config.store, SqliteStoreConfig):
@@ -226,7 +232,7 @@ class RayCluster(Cluster):
         """Where it was when this run was last under way."""
         return json.loads(self._hosts.read_text()).get(name, "") if self._hosts.is_file() else ""
 
-    def _note_host(self, actor: Actor) -> None:
+    def _note_host(self, actor: RoleActor) -> None:
         hosts = json.loads(self._hosts.read_text()) if self._hosts.is_file() else {}
         scratch = self._hosts.with_suffix(".partial")
         scratch.write_text(json.dumps({**hosts, actor.name: actor.host}))
@@ -234,37 +240,37 @@ class RayCluster(Cluster):
 
     # --- watching -------------------------------------------------------------------------------
 
-    async def _watch(self, actor: Actor) -> None:
+    async def _watch(self, actor: RoleActor) -> None:
         """As long as there is an actor: one whose role has ended keeps its socket and tells of its log."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
-            except Lost as lost:
+            except ActorLostError as lost:
                 try:
                     await self._move(actor, str(lost))
                 except InstarError as error:
-                    self._end(actor, GONE)
+                    self._end(actor, EXIT_LOST)
                     self.fail(error)
 
-    async def _follow(self, actor: Actor) -> None:
-        """Raises Lost when it is."""
+    async def _follow(self, actor: RoleActor) -> None:
+        """Raise ActorLostError when the actor is lost."""
         heard = time.monotonic()
         patience = min(ANSWER_SECONDS, self._section.node_timeout / 3)
         while actor.handle is not None:
             try:
-                report: Report = await self._ask(actor.handle.report.remote(), patience)
+                report: RoleReport = await self._ask(actor.handle.report.remote(), patience)
                 await self._take(actor, report)
             except TimeoutError as error:
                 silent = time.monotonic() - heard
                 if silent > self._section.node_timeout:
                     self._lost.add(actor.node_id)
-                    raise Lost(f"no word from {actor.host} for {silent:.0f} s") from error
+                    raise ActorLostError(f"no word from {actor.host} for {silent:.0f} s") from error
                 continue
             heard = time.monotonic()
             self._lost.discard(actor.node_id)
             await asyncio.sleep(REPORT_EVERY)
 
-    async def _take(self, actor: Actor, report: Report) -> None:
+    async def _take(self, actor: RoleActor, report: RoleReport) -> None:
         for event in report.events:
             self.log(event)
         actor.restarts = actor.moves + report.restarts
@@ -275,54 +281,54 @@ class RayCluster(Cluster):
             )
         if report.failure is not None:
             self.fail(InstarError(report.failure))
-        if report.exit is not None and report.generation >= actor.generation:
-            self._end(actor, report.exit)
+        if report.exit_code is not None and report.generation >= actor.generation:
+            self._end(actor, report.exit_code)
 
-    async def _move(self, actor: Actor, why: str) -> None:
+    async def _move(self, actor: RoleActor, why: str) -> None:
         self._dismiss(actor)
-        if self._end_if_stopping(actor) or actor.exit.done():
+        if self._end_if_stopping(actor) or actor.exit_code.done():
             return
-        if time.monotonic() - actor.placed_at > FORGIVEN_AFTER:
+        if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
             actor.moves = 0
-        if actor.moves >= len(BACKOFF):
+        if actor.moves >= len(RESTART_BACKOFF):
             raise InstarError(f"{actor.name} was lost again and again: {why}\n(log: {actor.log})")
         self.log(f"{actor.name} is lost ({why}); starting it again where there is room")
-        await asyncio.sleep(BACKOFF[actor.moves])
+        await asyncio.sleep(RESTART_BACKOFF[actor.moves])
         actor.moves += 1
         if not self._end_if_stopping(actor):
             await self._replace(actor)
 
-    async def _replace(self, actor: Actor) -> None:
+    async def _replace(self, actor: RoleActor) -> None:
         """A new actor for it, whatever has become of the one before, which may write nothing more."""
         await self._renew_lease(actor)
         await self._place(actor)
         if actor.handle is not None and actor.url:
-            await self._directory.enter(actor)
+            await self._directory.register(actor)
 
-    async def _renew_lease(self, actor: Actor) -> None:
-        assert actor.order is not None
-        lease = await self._directory.lease(actor.name)
-        actor.order = replace(actor.order, env={**actor.order.env, LEASE: lease})
+    async def _renew_lease(self, actor: RoleActor) -> None:
+        assert actor.spec is not None
+        lease = await self._directory.take_lease(actor.name)
+        actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
-    def _end_if_stopping(self, actor: Actor) -> bool:
+    def _end_if_stopping(self, actor: RoleActor) -> bool:
         """Whether it was told to end while it was lost, or placed: then it has ended."""
-        if actor.stopping:
+        if actor.is_stopping:
             self._dismiss(actor)
-            self._end(actor, GONE)
-        return actor.stopping
+            self._end(actor, EXIT_LOST)
+        return actor.is_stopping
 
-    def _end(self, actor: Actor, code: int) -> None:
-        if not actor.exit.done():
-            actor.exit.set_result(code)
+    def _end(self, actor: RoleActor, code: int) -> None:
+        if not actor.exit_code.done():
+            actor.exit_code.set_result(code)
 
-    def _dismiss(self, actor: Actor) -> None:
+    def _dismiss(self, actor: RoleActor) -> None:
         handle, actor.handle = actor.handle, None
         if handle is not None:
             self._ray.kill(handle)
 
     async def _ask(self, answer: Any, seconds: float) -> Any:
-        """An actor's answer. Raises Lost where the actor is no more, TimeoutError where it cannot be
-        reached, and what it raised itself."""
+        """Return an actor's answer. Raise ActorLostError if the actor is gone, TimeoutError if it cannot be
+        reached, and what the actor itself raised."""
         errors = self._ray.exceptions
         try:
             async with asyncio.timeout(seconds):
@@ -333,26 +339,26 @@ class RayCluster(Cluster):
         except errors.RayTaskError:
             raise  # of the actor's own code
         except errors.RayError as error:
-            raise Lost(_first_line(error)) from error
+            raise ActorLostError(_first_line(error)) from error
 
     # --- control --------------------------------------------------------------------------------
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
         if (actor := self._actors.get(name)) is not None:
-            actor.stopping = True
+            actor.is_stopping = True
             if actor.handle is not None:
                 actor.handle.signal.remote(number)
 
     def kill(self, name: str) -> None:
         if (actor := self._actors.get(name)) is not None:
-            actor.stopping = True
-            if actor.handle is not None and not actor.exit.done():
+            actor.is_stopping = True
+            if actor.handle is not None and not actor.exit_code.done():
                 actor.handle.kill.remote()
-            self._end(actor, GONE)
+            self._end(actor, EXIT_LOST)
 
     async def restart(self, name: str, timeout: float = 10.0) -> None:
         actor = self._actors[name]
-        actor.stopping = False
+        actor.is_stopping = False
         if actor.handle is None:
             await self._replace(actor)
             if self._end_if_stopping(actor):
@@ -363,10 +369,10 @@ class RayCluster(Cluster):
                 actor.generation = await self._ask(
                     actor.handle.restart.remote(timeout), timeout + ANSWER_SECONDS
                 )
-            except (Lost, TimeoutError) as error:
+            except (ActorLostError, TimeoutError) as error:
                 raise InstarError(f"{name} on {actor.host} cannot be reached") from error
-        if actor.exit.done():
-            actor.exit = asyncio.get_running_loop().create_future()
+        if actor.exit_code.done():
+            actor.exit_code = asyncio.get_running_loop().create_future()
 
     async def tail(self, name: str, lines: int = 12) -> str:
         actor = self._actors[name]
@@ -374,7 +380,7 @@ class RayCluster(Cluster):
             return ""
         try:
             return await self._ask(actor.handle.tail.remote(lines), ANSWER_SECONDS)
-        except (Lost, TimeoutError):
+        except (ActorLostError, TimeoutError):
             return ""
 
     async def close(self) -> None:
@@ -383,7 +389,7 @@ class RayCluster(Cluster):
             watcher.cancel()
         await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         try:
-            await in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
+            await run_in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
         except TimeoutError:  # it ends with this process; how the run went counts
             self.log(f"Ray did not shut down in {SHUTDOWN_SECONDS:g} s")
 

@@ -14,16 +14,16 @@ from instar.config import RayClusterConfig
 from instar.errors import ConfigError, InstarError
 
 T = TypeVar("T")
-OWN = "local"
+LOCAL_CLUSTER = "local"
 """Stands for a cluster of our own on this machine."""
 REACH_SECONDS = 10.0
 CONNECT_SECONDS = 90.0
-HANDED_ON = ("PYTHONPATH",)
+FORWARDED_VARIABLES = ("PYTHONPATH",)
 """Variables that Ray's own workers need to find our code. They are no secrets: Ray shows them."""
 
 
-def address_of(section: RayClusterConfig) -> str:
-    return section.address or os.environ.get("RAY_ADDRESS") or OWN
+def resolve_address(section: RayClusterConfig) -> str:
+    return section.address or os.environ.get("RAY_ADDRESS") or LOCAL_CLUSTER
 
 
 async def connect(address: str) -> Any:
@@ -38,18 +38,18 @@ async def connect(address: str) -> Any:
             "with `auto` or host:port"
         )
     await _check_answers(address)
-    env = {name: os.environ[name] for name in HANDED_ON if os.environ.get(name)}
+    env = {name: os.environ[name] for name in FORWARDED_VARIABLES if os.environ.get(name)}
     options: dict[str, Any] = {
         "address": address,
         "log_to_driver": False,
         "logging_level": "ERROR",
         "runtime_env": {"env_vars": env} if env else None,
     }
-    if address == OWN:
+    if address == LOCAL_CLUSTER:
         options["include_dashboard"] = False
     try:
         # A cluster that is started here ends with the thread that started it.
-        await in_thread(lambda: ray.init(**options), CONNECT_SECONDS, stays=True)
+        await run_in_thread(lambda: ray.init(**options), CONNECT_SECONDS, keep_thread=True)
     except TimeoutError as error:
         raise InstarError(f"cluster.address: {address} did not answer in {CONNECT_SECONDS:g} s") from error
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -70,7 +70,7 @@ async def _check_answers(address: str) -> None:
     writer.close()
 
 
-async def in_thread(work: Callable[[], T], seconds: float, *, stays: bool = False) -> T:
+async def run_in_thread(work: Callable[[], T], seconds: float, *, keep_thread: bool = False) -> T:
     """What blocks, off the event loop. After ``seconds`` it is left behind, and does not hold up the end of
     the process. ``stays``: its thread is there as long as the process."""
     loop = asyncio.get_running_loop()
@@ -94,7 +94,7 @@ async def in_thread(work: Callable[[], T], seconds: float, *, stays: bool = Fals
             loop.call_soon_threadsafe(settle, result, failed)
         except RuntimeError:
             return  # the loop is closed: nobody waits any more
-        if stays:
+        if keep_thread:
             threading.Event().wait()
 
     threading.Thread(target=run, daemon=True, name="ray").start()

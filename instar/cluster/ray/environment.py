@@ -10,15 +10,17 @@ from instar.config import PostgresStoreConfig, RayClusterConfig, RunConfig
 ALWAYS = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
 
 
-def handed_on(config: RunConfig, environment: Mapping[str, str], without: frozenset[str]) -> dict[str, str]:
+def forwarded_env(
+    config: RunConfig, environment: Mapping[str, str], exclude: frozenset[str]
+) -> dict[str, str]:
     """Those that any role may need, those that the config names, and those that `cluster.env` lists."""
     assert isinstance(config.cluster, RayClusterConfig)
     names = {*ALWAYS, *_named(config.model_dump(mode="json")), *config.cluster.env}
     if isinstance(config.store, PostgresStoreConfig) and (
-        password := config.store.password_variable(environment)
+        password := config.store.password_env_name(environment)
     ):
         names.add(password)
-    return {name: environment[name] for name in sorted(names - without) if name in environment}
+    return {name: environment[name] for name in sorted(names - exclude) if name in environment}
 
 
 def _named(settings: Mapping[str, Any]) -> Iterator[str]:

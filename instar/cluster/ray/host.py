@@ -16,14 +16,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from instar.cluster.base import Address
+from instar.cluster.base import ListenAddress
 from instar.cluster.layout import RunFolder
-from instar.cluster.supervisor import HOST, Supervisor
+from instar.cluster.supervisor import HOST_ENV, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError
 from instar.gateway.auth import is_loopback
 
-OF_THE_WORKER = (
+WORKER_VARIABLES = (
     "OMP_NUM_THREADS",
     "RAY_CLIENT_MODE",
     "RAY_JOB_ID",
@@ -31,15 +31,15 @@ OF_THE_WORKER = (
     "RAY_RAYLET_PID",
 )
 """Variables that Ray gives its worker, and that mean something else in the role's process."""
-WITH_RAY = ("engine", "teacher", "trainer")
+ROLES_USING_RAY = ("engine", "teacher", "trainer")
 """Roles that may use the cluster themselves, to carry weights."""
-OF_THE_CLUSTER = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables that let a process in; what an agent starts inherits none."""
-LOOK_EVERY = 0.5
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Order:
+class RoleSpec:
     """What to run, as the driver sends it. It holds keys, so it is only ever an argument of a call."""
 
     role: str
@@ -49,22 +49,22 @@ class Order:
     config: str = field(repr=False)
     """The run's config, as JSON."""
     folder: Path
-    mark: str
+    driver_token: str
     """What the folder's `driver` file holds where it is the driver's own folder."""
     cwd: Path
     env: Mapping[str, str] = field(repr=False)
-    without: frozenset[str]
-    listen: Address | None
+    exclude_env: frozenset[str]
+    listen: ListenAddress | None
     """Where to listen. A loopback address stands for the node's own, which the others can reach, unless there
     are no others."""
-    alone: bool
+    is_single_machine: bool
     """Whether the cluster is this machine alone."""
-    patience: float
+    driver_timeout: float
     """Seconds without a word from the driver after which to end."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedRole:
     host: str
     node_id: str
     url: str
@@ -74,11 +74,11 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Report:
+class RoleReport:
     generation: int
     """How often it was told to start."""
     restarts: int
-    exit: int | None
+    exit_code: int | None
     """Once it has ended for good."""
     failure: str | None
     """Why the run cannot go on."""
@@ -96,13 +96,13 @@ class RoleHost:
         self._heard = time.monotonic()
         self._ending: asyncio.Task[None] | None = None
 
-    async def start(self, order: Order) -> Placed:
-        host = "127.0.0.1" if order.alone else node_address()
+    async def start(self, order: RoleSpec) -> PlacedRole:
+        host = "127.0.0.1" if order.is_single_machine else node_address()
         listen = order.listen
         if listen is not None and is_loopback(listen[0]):
             listen = (host, listen[1])
         self._heard = time.monotonic()
-        self._ending = asyncio.create_task(self._end_when_alone(order.patience))
+        self._ending = asyncio.create_task(self._end_when_alone(order.driver_timeout))
         self._name, self._folder = order.name, RunFolder(order.folder)
         shares = self._prepare_folder(order)
         os.chdir(order.cwd if order.cwd.is_dir() else order.folder)
@@ -114,15 +114,17 @@ class RoleHost:
             *order.arguments,
             name=order.name,
             python=order.python,
-            env={**order.env, HOST: host, **_way_in(order.role)},
-            without=order.without | (set(OF_THE_WORKER) - order.env.keys()) | _withheld(order.role),
+            env={**order.env, HOST_ENV: host, **_ray_address_env(order.role)},
+            exclude_env=order.exclude_env
+            | (set(WORKER_VARIABLES) - order.env.keys())
+            | _withheld(order.role),
             listen=listen,
         )
-        return Placed(host, _node_id(), role.url, role.log, shares)
+        return PlacedRole(host, _node_id(), role.url, role.log, shares)
 
-    def _prepare_folder(self, order: Order) -> bool:
+    def _prepare_folder(self, order: RoleSpec) -> bool:
         mark = order.folder / "driver"
-        if mark.is_file() and mark.read_text() == order.mark:
+        if mark.is_file() and mark.read_text() == order.driver_token:
             return True
         try:
             self._folder.create(RunConfig.model_validate_json(order.config))
@@ -130,17 +132,17 @@ class RoleHost:
             raise InstarError(f"cannot make {order.folder} on {node_address()}: {error.strerror}") from error
         return False
 
-    async def report(self) -> Report:
+    async def report(self) -> RoleReport:
         """How it is; to be asked for all the time."""
         self._heard = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
         failed = self._supervisor.failure
         events, self._events[:] = tuple(self._events), []
-        return Report(
+        return RoleReport(
             generation=self._generation,
             restarts=role.restarts,
-            exit=role.exit.result() if role.exit.done() else None,
+            exit_code=role.exit_code.result() if role.exit_code.done() else None,
             failure=str(failed.exception()) if failed.done() else None,
             events=events,
         )
@@ -175,7 +177,7 @@ class RoleHost:
 
     async def _end_when_alone(self, patience: float) -> None:
         while time.monotonic() - self._heard < patience:  # noqa: ASYNC110 - the driver's calls move it on
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_SECONDS)
         if self._supervisor is not None:
             self._supervisor.kill(self._name)
         os._exit(1)
@@ -190,13 +192,13 @@ def _node_id() -> str:
     return str(_ray_context().get_node_id())
 
 
-def _way_in(role: str) -> dict[str, str]:
+def _ray_address_env(role: str) -> dict[str, str]:
     """The address of the cluster, for a role that uses it itself."""
-    return {"RAY_ADDRESS": str(_ray_context().gcs_address)} if role in WITH_RAY else {}
+    return {"RAY_ADDRESS": str(_ray_context().gcs_address)} if role in ROLES_USING_RAY else {}
 
 
 def _withheld(role: str) -> frozenset[str]:
-    return frozenset() if role in WITH_RAY else frozenset(OF_THE_CLUSTER)
+    return frozenset() if role in ROLES_USING_RAY else frozenset(CLUSTER_VARIABLES)
 
 
 def _ray_context() -> Any:

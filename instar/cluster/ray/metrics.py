@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 
-class MetricsCopy:
+class MetricsMirror:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
         self._there = set(self._path.read_bytes().splitlines()) if self._path.is_file() else set[bytes]()

@@ -25,23 +25,23 @@ FINEST = 100
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     node_id: str
     host: str
     resources: Mapping[str, float]
     """In all, used or not."""
 
 
-def nodes_of(told: Iterable[Mapping[str, Any]]) -> list[Node]:
+def parse_nodes(told: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
     """The nodes that are alive, from what `ray.nodes` tells."""
     return [
-        Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node.get("Resources") or {}))
+        ClusterNode(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node.get("Resources") or {}))
         for node in told
         if node["Alive"]
     ]
 
 
-def placement_of(role: str, config: RunConfig, nodes: Iterable[Node]) -> PlacementConfig:
+def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -> PlacementConfig:
     """As configured; else a core, or less where the cluster has few, and a GPU or a part of one."""
     section = config.cluster
     assert isinstance(section, RayClusterConfig)
@@ -86,9 +86,9 @@ def _floor(share: float) -> float:
     return float(int(share)) if share >= 1 else int(share * FINEST) / FINEST
 
 
-def check_room(role: str, placement: PlacementConfig, nodes: Iterable[Node]) -> None:
+def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[ClusterNode]) -> None:
     """Raises ConfigError where no node could ever hold it."""
-    wanted = wanted_of(placement)
+    wanted = requested_resources(placement)
     for node in nodes:
         if all(node.resources.get(name, 0.0) >= amount for name, amount in wanted.items()):
             return
@@ -96,6 +96,6 @@ def check_room(role: str, placement: PlacementConfig, nodes: Iterable[Node]) -> 
     raise ConfigError(f"cluster.placement.{role}: given {{{told}}}, which no node of the cluster has")
 
 
-def wanted_of(placement: PlacementConfig) -> dict[str, float]:
+def requested_resources(placement: PlacementConfig) -> dict[str, float]:
     wanted = {"CPU": placement.cpus, "GPU": placement.gpus, **placement.resources}
     return {name: amount for name, amount in wanted.items() if amount}

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from instar.config import ReasoningGymTasksConfig
-from instar.config.tasks import GymPart
+from instar.config.tasks import ReasoningGymPart
 from instar.errors import ConfigError
 from instar.rewards.base import Evaluating
 from instar.rollout.tasks import TaskSet
@@ -18,7 +18,7 @@ from instar.types import Json, Task
 
 def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
-    parts = config.parts or [GymPart(dataset=config.dataset or "", args=config.args)]
+    parts = config.parts or [ReasoningGymPart(dataset=config.dataset or "", args=config.args)]
     order = mixed([part.weight for part in parts], config.size)
     sizes = [max(1, order.count(place)) for place in range(len(parts))]
     datasets = [_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
@@ -42,7 +42,7 @@ class GymScorer(Evaluating):
     def __init__(
         self,
         config: ReasoningGymTasksConfig,
-        parts: Sequence[GymPart],
+        parts: Sequence[ReasoningGymPart],
         sizes: Sequence[int],
         datasets: Sequence[Any],
         origins: Mapping[str, tuple[int, int]],
@@ -79,7 +79,7 @@ def mixed(weights: Sequence[float], size: int) -> list[int]:
     return order
 
 
-def _dataset(part: GymPart, size: int, seed: int) -> Any:
+def _dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
     gym = needed("reasoning_gym", "reasoning_gym", "pip install reasoning-gym")
     try:
         return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
@@ -87,7 +87,7 @@ def _dataset(part: GymPart, size: int, seed: int) -> Any:
         raise ConfigError(f"tasks.dataset: reasoning-gym refuses {part.dataset!r}: {error}") from error
 
 
-def _names(parts: Sequence[GymPart]) -> list[str]:
+def _names(parts: Sequence[ReasoningGymPart]) -> list[str]:
     """A dataset may be there twice, with other settings."""
     names = [part.dataset for part in parts]
     return names if len({*names}) == len(names) else [f"{place}-{name}" for place, name in enumerate(names)]

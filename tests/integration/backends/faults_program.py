@@ -28,7 +28,7 @@ from instar.config import AdamConfig, BackendConfig, CloudEngineConfig, LossConf
 from instar.conformance.batches import make_sample
 from instar.engines.base import Engine
 from instar.errors import BackendError, EngineError, InstarError
-from instar.registry import load_object, variant
+from instar.registry import load_object, resolve_section
 from instar.types import Policy, Sample, SamplingParams
 from tests.integration.backends.bad_line import EVERYWHERE, FAULTS, LASTING, BadLine, Fault
 
@@ -216,7 +216,7 @@ class Player:
     ) -> dict[str, Any]:
         given = {"type": self.service, "base_url": line.url, "rank": 4, "deadline": deadline}
         section = TypeAdapter[Any](BackendConfig).validate_python(given)
-        backend: Backend = variant("backends", section)(self.model, section, seed=7)
+        backend: Backend = resolve_section("backends", section)(self.model, section, seed=7)
         sampler: Any = load_object(SAMPLERS[self.service])
         engine: Engine = sampler(self.model, section, CloudEngineConfig())
         folder = self.folder / name

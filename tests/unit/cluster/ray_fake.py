@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from instar.cluster.base import Role
-from instar.cluster.directory import Directory
+from instar.cluster.base import RoleHandle
+from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.layout import RunFolder
 from instar.cluster.ray.cluster import RayCluster
-from instar.cluster.ray.host import Order, Placed, Report
+from instar.cluster.ray.host import PlacedRole, RoleReport, RoleSpec
 from instar.config import RunConfig
 
 
@@ -35,15 +35,15 @@ class Actor:
             remote = SimpleNamespace(remote=lambda *a, method=method: asyncio.ensure_future(method(*a)))
             setattr(self, method.__name__[1:], remote)
 
-    async def _start(self, order: Order) -> Placed:
+    async def _start(self, order: RoleSpec) -> PlacedRole:
         self._ray.started.append(order)
         await self._ray.on_start()
-        return Placed("h", "n1", "http://h:1", "h:log", self._ray.shares_folder)
+        return PlacedRole("h", "n1", "http://h:1", "h:log", self._ray.shares_folder)
 
-    async def _report(self) -> Report:
+    async def _report(self) -> RoleReport:
         if not self.alive:
             raise RayError("the actor died")
-        return Report(1, 0, None, None, ())
+        return RoleReport(1, 0, None, None, ())
 
     async def _read_metrics(self, offset: int) -> bytes:
         await asyncio.sleep(0.05)
@@ -60,7 +60,7 @@ class FakeRay:
 
     def __init__(self, *, shares_folder: bool = True) -> None:
         self.shares_folder = shares_folder
-        self.started: list[Order] = []
+        self.started: list[RoleSpec] = []
         self.actors: list[Actor] = []
         self.on_start: Callable[[], Any] = lambda: asyncio.sleep(0)
         """Awaited while a role starts."""
@@ -83,18 +83,18 @@ class FakeRay:
         self.on_shutdown()
 
 
-class FakeDirectory(Directory):
+class FakeDirectory(EndpointDirectory):
     """Without a store."""
 
     def __init__(self) -> None:
         self.leases = 1
         self.entered: list[str] = []
 
-    async def lease(self, name: str) -> str:
+    async def take_lease(self, name: str) -> str:
         self.leases += 1
         return str(self.leases)
 
-    async def enter(self, role: Role) -> None:
+    async def register(self, role: RoleHandle) -> None:
         self.entered.append(role.name)
 
 

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from instar.cluster.control import Control, Request, RoleRow, ask, listening
+from instar.cluster.control import (
+    ControlRequest,
+    RoleController,
+    RoleStatus,
+    send_control_request,
+    serve_control_socket,
+)
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import Supervisor
 from instar.config import RunConfig
@@ -29,14 +35,16 @@ WAIT = "echo up >> $FOLDER/said; while :; do sleep 0.02; done"
 
 
 class House:
-    def __init__(self, control: Control, cluster: Supervisor, folder: RunFolder, log: list[str]) -> None:
+    def __init__(
+        self, control: RoleController, cluster: Supervisor, folder: RunFolder, log: list[str]
+    ) -> None:
         self.control = control
         self.cluster = cluster
         self.folder = folder
         self.log = log
 
-    async def ask(self, do: str, name: str = "", timeout: float = 20.0) -> list[RoleRow]:
-        return await ask(self.folder.control, Request(do, name, timeout))  # type: ignore[arg-type]
+    async def ask(self, do: str, name: str = "", timeout: float = 20.0) -> list[RoleStatus]:
+        return await send_control_request(self.folder.control_socket, ControlRequest(do, name, timeout))  # type: ignore[arg-type]
 
     async def state(self, name: str) -> str:
         return next(row.state for row in await self.ask("list") if row.name == name)
@@ -54,8 +62,8 @@ async def house(tmp_path: Path) -> AsyncGenerator[House]:
     await store.put_run(Run("run", "run", {}))
     log: list[str] = []
     cluster = Supervisor(folder, log=log.append)
-    control = Control(cluster, store, "run")
-    async with listening(control, folder.control):
+    control = RoleController(cluster, store, "run")
+    async with serve_control_socket(control, folder.control_socket):
         yield House(control, cluster, folder, log)
     await cluster.close()
     await store.close()
@@ -70,7 +78,7 @@ async def test_a_role_is_drained_and_started_again_while_its_end_is_waited_for(
     house: House, script: Script
 ) -> None:
     await start(house, script)
-    waiting = asyncio.create_task(house.control.ended("rollout"))
+    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
     (row,) = await house.ask("drain", "rollout")
     assert (row.name, row.state, row.pid) == ("rollout", "stopped", 0)
     await asyncio.sleep(0.1)
@@ -85,7 +93,7 @@ async def test_a_role_is_drained_and_started_again_while_its_end_is_waited_for(
 
 async def test_restart_drains_first(house: House, script: Script) -> None:
     await start(house, script)
-    waiting = asyncio.create_task(house.control.ended("rollout"))
+    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
     (row,) = await house.ask("restart", "rollout")
     assert row.state == "running"
     await until(lambda: house.said() == ["up", "drained", "up"])
@@ -117,9 +125,9 @@ async def test_a_role_is_stopped(house: House, script: Script) -> None:
 
 async def test_a_run_that_ends_waits_for_nobody(house: House, script: Script) -> None:
     await start(house, script)
-    waiting = asyncio.create_task(house.control.ended("rollout"))
+    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
     await house.ask("stop", "rollout")
-    house.control.let_go()
+    house.control.release_all()
     assert await asyncio.wait_for(waiting, 5) == 0
     with pytest.raises(InstarError, match="the run is ending"):
         await house.ask("start", "rollout")
@@ -128,10 +136,10 @@ async def test_a_run_that_ends_waits_for_nobody(house: House, script: Script) ->
 async def test_a_run_that_ends_holds_nothing(house: House, script: Script) -> None:
     body = f"trap '' USR1; trap 'sleep 1; exit 0' TERM; {WAIT}"
     await start(house, script, name="trainer", body=body)
-    waiting = asyncio.create_task(house.control.ended("trainer"))
+    waiting = asyncio.create_task(house.control.wait_for_exit("trainer"))
     asking = asyncio.create_task(house.ask("drain", "trainer", timeout=0.5))
     await until(lambda: "draining trainer" in house.log)
-    house.control.let_go()
+    house.control.release_all()
     house.cluster.signal("trainer")
     assert await asyncio.wait_for(waiting, 10) == 0
     await asking
@@ -146,7 +154,7 @@ async def test_what_a_role_was_for_ends_while_it_is_drained(house: House, script
     await house.cluster.start("rollout", python=script("exit 0"))
     with pytest.raises(InstarError, match="rollout is not started: what it was for has ended"):
         await asking
-    assert await asyncio.wait_for(house.control.ended("rollout"), 10) == 0, "the next one is not held"
+    assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0, "the next one is not held"
     assert house.said().count("up") == 1
 
 
@@ -157,7 +165,7 @@ async def test_a_role_that_was_held_when_its_work_ended_holds_up_nobody(house: H
     with pytest.raises(InstarError, match="what it was for has ended"):
         await house.ask("start", "rollout")
     await house.cluster.start("rollout", python=script("exit 0"))
-    assert await asyncio.wait_for(house.control.ended("rollout"), 10) == 0
+    assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0
 
 
 async def test_of_two_starts_at_once_one_is_refused(house: House, script: Script) -> None:
@@ -171,7 +179,7 @@ async def test_of_two_starts_at_once_one_is_refused(house: House, script: Script
     child = house.cluster.roles["rollout"]
     assert child.process is not None
     os.kill(child.process.pid, signal.SIGHUP)
-    assert await asyncio.wait_for(house.control.ended("rollout"), 10) == 0, "what ended well is done"
+    assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0, "what ended well is done"
 
 
 async def test_a_role_that_cannot_be_started_is_said_to_whom_asked(house: House, script: Script) -> None:
@@ -184,7 +192,7 @@ async def test_a_role_that_cannot_be_started_is_said_to_whom_asked(house: House,
 
 async def test_another_role_that_cannot_go_on_is_told_to_who_waits(house: House, script: Script) -> None:
     await start(house, script)
-    waiting = asyncio.create_task(house.control.ended("rollout"))
+    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
     await house.ask("stop", "rollout")
     await house.cluster.start("engine", python=script("echo the cause; exit 70"))
     with pytest.raises(InstarError, match="engine: the cause"):
@@ -214,9 +222,9 @@ async def test_a_role_that_is_down_is_not_drained(house: House, script: Script) 
 
 
 async def test_only_its_owner_opens_the_socket_and_nonsense_is_answered(house: House, script: Script) -> None:
-    mode = stat.S_IMODE(house.folder.control.stat().st_mode)
+    mode = stat.S_IMODE(house.folder.control_socket.stat().st_mode)
     assert mode == 0o600
-    reader, writer = await asyncio.open_unix_connection(house.folder.control.resolve())
+    reader, writer = await asyncio.open_unix_connection(house.folder.control_socket.resolve())
     writer.write(b'{"do": "explode"}\nnonsense\n{"do": "list"}\n')
     answers = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(3)]
     assert [sorted(answer) for answer in answers] == [["error"], ["error"], []]
@@ -235,9 +243,9 @@ async def test_a_folder_whose_path_is_too_long_for_a_socket(tmp_path: Path, hous
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
     path = deep / "control.sock"
-    async with listening(house.control, path):
+    async with serve_control_socket(house.control, path):
         assert path.is_symlink()
-        assert await ask(path, Request("list")) == []
+        assert await send_control_request(path, ControlRequest("list")) == []
         private = path.resolve().parent
     assert not path.is_symlink()
     assert not private.exists()
@@ -245,4 +253,4 @@ async def test_a_folder_whose_path_is_too_long_for_a_socket(tmp_path: Path, hous
 
 async def test_nobody_answers_once_the_run_is_over(house: House, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        await ask(tmp_path / "elsewhere.sock", Request("list"))
+        await send_control_request(tmp_path / "elsewhere.sock", ControlRequest("list"))

@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from instar.cli.display import roles_table
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names
-from instar.cluster.run import LiveRun, engine_status, serving, train
-from instar.cluster.supervisor import Child
+from instar.cluster.run import LiveRun, engine_status, serve_run, train
+from instar.cluster.supervisor import ChildProcess
 from instar.config import RolloutConfig, RunConfig
 from instar.engines.remote import RemoteEngine
 from instar.errors import ConfigError
@@ -42,7 +42,7 @@ def config_in(folder: Path, **engine: object) -> RunConfig:
 
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[LiveRun]:
-    async with serving(config_in(tmp_path, count=2), log=lambda _: None) as live:
+    async with serve_run(config_in(tmp_path, count=2), log=lambda _: None) as live:
         yield live
 
 
@@ -75,7 +75,7 @@ async def test_one_of_two_engines_dies_and_returns(run: LiveRun) -> None:
     async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=60) as http:
         await until(both_answer)
         role = run.cluster.roles["engine-0"]
-        assert isinstance(role, Child)
+        assert isinstance(role, ChildProcess)
         assert role.process is not None
         os.kill(role.process.pid, signal.SIGKILL)
         for n in range(20):

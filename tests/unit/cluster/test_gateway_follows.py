@@ -6,13 +6,13 @@ from pathlib import Path
 
 import httpx
 
-from instar.cluster.control import Action, Request
-from instar.cluster.run import LiveRun, serving
+from instar.cluster.control import Action, ControlRequest
+from instar.cluster.run import LiveRun, serve_run
 from tests.unit.cluster.test_engines import ask, config_in, until
 
 
 async def test_a_gateway_that_began_while_an_engine_was_away_finds_it(tmp_path: Path) -> None:
-    async with serving(config_in(tmp_path, count=2), log=print) as run:
+    async with serve_run(config_in(tmp_path, count=2), log=print) as run:
         await do(run, "drain", "engine-1")
         await do(run, "restart", "gateway")
         await until(lambda: says(run, "gateway", "serving"))
@@ -25,7 +25,7 @@ async def test_a_gateway_that_began_while_an_engine_was_away_finds_it(tmp_path: 
 
 
 async def do(run: LiveRun, action: Action, name: str) -> None:
-    await run.control.do(Request(action, name, 60.0))
+    await run.control.handle(ControlRequest(action, name, 60.0))
 
 
 async def says(run: LiveRun, name: str, doing: str) -> bool:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from instar.cluster.ray.cluster import GONE, Actor, RayCluster
-from instar.cluster.supervisor import LEASE
+from instar.cluster.ray.cluster import EXIT_LOST, RayCluster, RoleActor
+from instar.cluster.supervisor import LEASE_ENV
 from instar.errors import InstarError
 from tests.unit.cluster.ray_fake import FakeRay, RayError, cluster_on
 
@@ -35,18 +35,18 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def lose(ray: FakeRay, role: Actor) -> None:
+async def lose(ray: FakeRay, role: RoleActor) -> None:
     """Until the cluster has noticed, and is about to start it elsewhere."""
     ray.actors[-1].alive = False
     await until(lambda: role.handle is None)
 
 
 async def test_a_lost_role_is_started_again_under_a_new_lease(ray: FakeRay, cluster: RayCluster) -> None:
-    role = await cluster.start("rollout", env={LEASE: "1"})
+    role = await cluster.start("rollout", env={LEASE_ENV: "1"})
     await lose(ray, role)
     await until(lambda: len(ray.started) == 2)
-    assert [order.env[LEASE] for order in ray.started] == ["1", "2"]
-    assert not role.exit.done()
+    assert [order.env[LEASE_ENV] for order in ray.started] == ["1", "2"]
+    assert not role.exit_code.done()
 
 
 @pytest.mark.parametrize("end", [RayCluster.signal, RayCluster.kill])
@@ -57,7 +57,7 @@ async def test_a_lost_role_that_is_told_to_end_is_not_started_again(
     await lose(ray, role)
     end(cluster, "rollout")
     async with asyncio.timeout(5):
-        assert await role.exit == GONE
+        assert await role.exit_code == EXIT_LOST
     await asyncio.sleep(0.5)
     assert len(ray.started) == 1
 
@@ -74,7 +74,7 @@ async def test_a_role_that_is_told_to_end_while_it_is_placed_has_ended(
     ray.on_start = told_meanwhile
     await lose(ray, role)
     async with asyncio.timeout(5):
-        assert await role.exit == GONE
+        assert await role.exit_code == EXIT_LOST
     await until(lambda: role.handle is None)
     assert not ray.actors[1].alive
     assert len(ray.started) == 2
@@ -82,7 +82,7 @@ async def test_a_role_that_is_told_to_end_while_it_is_placed_has_ended(
     await cluster.restart("rollout")  # at a person's word
     assert len(ray.started) == 3
     assert ray.actors[2].alive
-    assert not role.exit.done()
+    assert not role.exit_code.done()
 
 
 async def test_a_start_whose_answer_is_lost_holds_no_lease(ray: FakeRay, cluster: RayCluster) -> None:
@@ -91,8 +91,8 @@ async def test_a_start_whose_answer_is_lost_holds_no_lease(ray: FakeRay, cluster
             raise RayError("the node died")
 
     ray.on_start = lost_once
-    await cluster.start("rollout", env={LEASE: "1"})
-    assert [order.env[LEASE] for order in ray.started] == ["1", "2"]
+    await cluster.start("rollout", env={LEASE_ENV: "1"})
+    assert [order.env[LEASE_ENV] for order in ray.started] == ["1", "2"]
 
 
 async def test_a_role_that_is_replaced_is_no_failure(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ async def test_a_role_that_is_replaced_is_no_failure(tmp_path: Path) -> None:
     await cluster.start("trainer")
     await cluster.start("rollout")
     for _ in range(30):
-        cluster.roles["rollout"].exit.set_result(0)
+        cluster.roles["rollout"].exit_code.set_result(0)
         await cluster.start("rollout")
         await asyncio.sleep(0.037)
         cluster.raise_failure()

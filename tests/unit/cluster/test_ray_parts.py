@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from instar.cluster.ray.connect import connect
-from instar.cluster.ray.environment import handed_on
-from instar.cluster.ray.host import Order
-from instar.cluster.ray.metrics import MetricsCopy
-from instar.cluster.ray.placement import Node, check_room, nodes_of, placement_of
+from instar.cluster.ray.environment import forwarded_env
+from instar.cluster.ray.host import RoleSpec
+from instar.cluster.ray.metrics import MetricsMirror
+from instar.cluster.ray.placement import ClusterNode, check_capacity, parse_nodes, plan_placement
 from instar.config import PlacementConfig, RunConfig
 from instar.errors import ConfigError
 
@@ -21,12 +21,12 @@ def config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate({"cluster": {"type": "ray"}, **changes})
 
 
-def node(**resources: float) -> Node:
-    return Node("id", "10.0.0.1", resources)
+def node(**resources: float) -> ClusterNode:
+    return ClusterNode("id", "10.0.0.1", resources)
 
 
-def placed(role: str, run: RunConfig, *nodes: Node) -> tuple[float, float]:
-    found = placement_of(role, run, nodes)
+def placed(role: str, run: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
+    found = plan_placement(role, run, nodes)
     return found.cpus, found.gpus
 
 
@@ -35,13 +35,13 @@ def test_dead_nodes_do_not_count() -> None:
         {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 4.0}},
         {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {}},
     ]
-    assert nodes_of(told) == [Node("a", "10.0.0.1", {"CPU": 4.0})]
+    assert parse_nodes(told) == [ClusterNode("a", "10.0.0.1", {"CPU": 4.0})]
 
 
 def test_a_role_gets_what_the_config_says() -> None:
     placement = {"engine": {"cpus": 3, "gpus": 2, "resources": {"big": 1}}}
     run = config(cluster={"type": "ray", "placement": placement})
-    assert placement_of("engine", run, [node(CPU=64, GPU=8)]).resources == {"big": 1}
+    assert plan_placement("engine", run, [node(CPU=64, GPU=8)]).resources == {"big": 1}
     assert placed("engine", run, node(CPU=64, GPU=8)) == (3, 2)
 
 
@@ -64,9 +64,9 @@ def test_roles_share_what_is_scarce() -> None:
 
 def test_what_no_node_has_is_refused_by_its_path() -> None:
     wanted = PlacementConfig(cpus=1, resources={"fast": 1})
-    check_room("engine", wanted, [node(CPU=1), node(CPU=1, fast=1)])
+    check_capacity("engine", wanted, [node(CPU=1), node(CPU=1, fast=1)])
     with pytest.raises(ConfigError, match=r"cluster\.placement\.engine: given \{CPU: 1, fast: 1\}"):
-        check_room("engine", wanted, [node(CPU=1), node(CPU=0.5, fast=1)])
+        check_capacity("engine", wanted, [node(CPU=1), node(CPU=0.5, fast=1)])
 
 
 def test_roles_elsewhere_get_what_the_config_names_and_no_more() -> None:
@@ -77,21 +77,22 @@ def test_roles_elsewhere_get_what_the_config_names_and_no_more() -> None:
     )
     names = ("PYTHONPATH", "CUDA_HOME", "MINE", "PG_PASSWORD", "OTHER_KEY", "HOME", "AWS_SECRET_ACCESS_KEY")
     here = {name: f"value of {name}" for name in names}
-    passed = handed_on(run, here, frozenset({"OTHER_KEY"}))
+    passed = forwarded_env(run, here, frozenset({"OTHER_KEY"}))
     assert passed == {name: here[name] for name in sorted(names[:4])}
 
 
 def test_roles_elsewhere_get_the_password_of_the_store() -> None:
     run = config(store={"type": "postgres", "url": "postgresql://u@h/db"})
-    assert handed_on(run, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
+    assert forwarded_env(run, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
 
 
 def test_an_order_does_not_print_its_keys() -> None:
-    order = Order(
-        role="trainer", name="trainer", arguments=(), python=None, config="sk-1", folder=Path("/r"), mark="m",
-        cwd=Path("/"), env={"K": "sk-2"}, without=frozenset(), listen=None, alone=False, patience=1,
+    spec = RoleSpec(
+        role="trainer", name="trainer", arguments=(), python=None, config="sk-1", folder=Path("/r"),
+        driver_token="m", cwd=Path("/"), env={"K": "sk-2"}, exclude_env=frozenset(), listen=None,
+        is_single_machine=False, driver_timeout=1,
     )  # fmt: skip
-    assert "sk-" not in repr(order)
+    assert "sk-" not in repr(spec)
 
 
 async def test_metrics_of_other_nodes_are_brought_here_once(tmp_path: Path) -> None:
@@ -104,15 +105,15 @@ async def test_metrics_of_other_nodes_are_brought_here_once(tmp_path: Path) -> N
 
         return read
 
-    async def both(copy: MetricsCopy) -> None:
+    async def both(copy: MetricsMirror) -> None:
         # Two roles of one node bring the same file.
         await asyncio.gather(*(copy.fetch(host, reading(host)) for host in ("b", "c", "b")))
 
-    copy = MetricsCopy(tmp_path)
+    copy = MetricsMirror(tmp_path)
     await both(copy)
     there["b"] += b": 3}\n"
     await both(copy)
-    await both(MetricsCopy(tmp_path))  # another driver, later
+    await both(MetricsMirror(tmp_path))  # another driver, later
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert sorted(lines) == ['{"m": 1}', '{"n": 1}', '{"n": 2}', '{"n": 3}']
 

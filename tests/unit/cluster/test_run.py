@@ -10,11 +10,11 @@ from typing import Unpack
 import pytest
 
 from instar.backends.resolve import Secrets
-from instar.cluster.base import Options
-from instar.cluster.control import Control, Request
+from instar.cluster.base import RoleOptions
+from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
 from instar.cluster.run import LiveRun, _end_scoring, _evaluate, _note_failure, _phases, _train
-from instar.cluster.supervisor import Child, Supervisor
+from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError, StoreFull
 from instar.store.base import Run
@@ -31,7 +31,7 @@ ENDS = "trap 'exit 75' USR1 TERM; echo $* >> $FOLDER/said; while [ ! -e $FOLDER/
 class Scripted(Supervisor):
     programs: dict[str, str]
 
-    async def start(self, role: str, *arguments: str, **options: Unpack[Options]) -> Child:
+    async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> ChildProcess:
         options["python"] = self.programs[role]
         return await super().start(role, *arguments, **options)
 
@@ -56,7 +56,7 @@ async def run(tmp_path: Path, script: Script) -> AsyncGenerator[LiveRun]:
     log: list[str] = []
     cluster = Scripted(folder, log=log.append)
     cluster.programs = {"trainer": script(SLEEP), "rollout": script(ENDS), "rewards": script(SLEEP)}
-    control = Control(cluster, store, "run")
+    control = RoleController(cluster, store, "run")
     yield LiveRun(config, folder, cluster, control, store, "token", "key", Secrets({}, frozenset()))
     await cluster.close()
     await store.close()
@@ -74,13 +74,13 @@ async def test_a_stop_as_the_trainer_starts_is_no_failure(run: LiveRun) -> None:
     stop.set()
     await asyncio.wait_for(training, 20)
     with pytest.raises(InstarError, match="trainer is not started"):
-        await run.control.do(Request("start", "trainer"))
+        await run.control.handle(ControlRequest("start", "trainer"))
 
 
 async def test_rollout_is_restarted_in_an_evaluation(run: LiveRun) -> None:
     evaluating = asyncio.create_task(_evaluate(run, "before", asyncio.Event()))
     await until(lambda: len(said(run)) == 1)
-    await run.control.do(Request("restart", "rollout"))
+    await run.control.handle(ControlRequest("restart", "rollout"))
     await until(lambda: len(said(run)) == 2)
     assert not evaluating.done()
     assert all("--evaluate=before" in line for line in said(run))
@@ -92,7 +92,7 @@ async def test_a_stop_ends_an_evaluation_that_is_held(run: LiveRun) -> None:
     stop = asyncio.Event()
     evaluating = asyncio.create_task(_evaluate(run, "before", stop))
     await until(lambda: len(said(run)) == 1)
-    await run.control.do(Request("drain", "rollout"))
+    await run.control.handle(ControlRequest("drain", "rollout"))
     assert not evaluating.done()
     stop.set()
     await asyncio.wait_for(evaluating, 20)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from instar.cluster.base import DRAIN, FATAL, STOPPED
+from instar.cluster.base import DRAIN_SIGNAL, EXIT_FATAL, EXIT_STOPPED
 from instar.cluster.layout import RunFolder
-from instar.cluster.supervisor import Child, Supervisor, listen, url_of
+from instar.cluster.supervisor import ChildProcess, Supervisor, listener_url, open_listener
 from instar.config import RunConfig
 from instar.errors import InstarError
 
@@ -72,7 +72,9 @@ async def test_a_fatal_end_is_the_first_cause_and_not_tried_again(
 ) -> None:
     sleeper = script("exec sleep 60")
     await supervisor.start("engine", python=sleeper)
-    program = script(f"echo x >> $FOLDER/starts; echo Traceback; echo 'the cause in a line'; exit {FATAL}")
+    program = script(
+        f"echo x >> $FOLDER/starts; echo Traceback; echo 'the cause in a line'; exit {EXIT_FATAL}"
+    )
     await supervisor.start("rollout", python=program)
     with pytest.raises(InstarError, match="rollout: the cause in a line") as raised:
         async with asyncio.timeout(10):
@@ -104,7 +106,7 @@ async def test_a_role_that_does_not_stop_is_killed_with_all_it_started(
     began = time.monotonic()
     await supervisor.stop("gateway", timeout=0.3)
     assert time.monotonic() - began < 3
-    assert await role.exit == -signal.SIGKILL
+    assert await role.exit_code == -signal.SIGKILL
     await until(lambda: not is_alive(int(child.read_text())))
 
 
@@ -134,13 +136,13 @@ async def test_a_role_is_restarted_alone_and_that_is_no_failure(
         await asyncio.sleep(0.1)  # the trap is set
         await supervisor.restart("gateway")
         assert ends.read_text() == times * "x\n"
-    assert (role.restarts, role.exit.done()) == (0, False)
+    assert (role.restarts, role.exit_code.done()) == (0, False)
     await until(lambda: starts.read_text() == 3 * "x\n")
     await supervisor.stop("gateway")
-    assert role.exit.done()
+    assert role.exit_code.done()
     await supervisor.restart("gateway")  # from its end, too
     await until(lambda: starts.read_text() == 4 * "x\n")
-    assert not role.exit.done()
+    assert not role.exit_code.done()
 
 
 async def test_a_role_that_does_not_end_is_killed_and_restarted(
@@ -161,7 +163,7 @@ async def test_a_role_that_cannot_be_started_is_over(supervisor: Supervisor, scr
         await supervisor.start("engine", python="/no/such/python")
     role = await supervisor.start("trainer", python=script("exit 0"))
     async with asyncio.timeout(10):
-        await role.exit
+        await role.exit_code
     role.argv = ["/no/such/python"]
     with pytest.raises(InstarError, match="trainer cannot be started"):
         await supervisor.restart("trainer")
@@ -180,7 +182,7 @@ async def test_a_role_whose_start_is_cancelled_is_over(supervisor: Supervisor, s
         await supervisor.stop("engine")
 
 
-@pytest.mark.parametrize(("role", "code"), [("engine", 0), ("gateway", 0), ("trainer", STOPPED)])
+@pytest.mark.parametrize(("role", "code"), [("engine", 0), ("gateway", 0), ("trainer", EXIT_STOPPED)])
 async def test_an_end_that_nobody_asked_for_is_a_death(
     supervisor: Supervisor, script: Script, tmp_path: Path, role: str, code: int
 ) -> None:
@@ -191,19 +193,19 @@ async def test_an_end_that_nobody_asked_for_is_a_death(
     assert child.process is not None
     os.kill(child.process.pid, signal.SIGTERM)
     await until(lambda: starts.read_text() == "x\n" * 2)
-    assert (child.restarts, child.exit.done()) == (1, False)
+    assert (child.restarts, child.exit_code.done()) == (1, False)
     await supervisor.stop(role)
-    assert await child.exit == 0, "asked for, it is a good end"
+    assert await child.exit_code == 0, "asked for, it is a good end"
 
 
 async def test_a_signal_before_the_role_handles_any_is_a_good_end(
     supervisor: Supervisor, script: Script
 ) -> None:
-    for number in (signal.SIGTERM, DRAIN):
+    for number in (signal.SIGTERM, DRAIN_SIGNAL):
         child = await supervisor.start("trainer", python=script("exec sleep 60"))
         supervisor.signal("trainer", number)
         async with asyncio.timeout(10):
-            assert await child.exit == 0
+            assert await child.exit_code == 0
 
 
 class Meddled(Supervisor):
@@ -211,7 +213,7 @@ class Meddled(Supervisor):
 
     meddle: Callable[[], object] | None = None
 
-    async def _spawn(self, child: Child) -> None:
+    async def _spawn(self, child: ChildProcess) -> None:
         spawning = asyncio.create_task(super()._spawn(child))
         await asyncio.sleep(0)
         if self.meddle is not None:
@@ -219,7 +221,7 @@ class Meddled(Supervisor):
         await spawning
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, DRAIN, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, DRAIN_SIGNAL, signal.SIGKILL])
 async def test_a_signal_during_a_new_start_reaches_the_new_process(
     supervisor: Supervisor, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -237,16 +239,16 @@ async def test_a_signal_during_a_new_start_reaches_the_new_process(
     )
     (tmp_path / "exit").touch()
     async with asyncio.timeout(60):
-        await child.exit
-    assert child.stopping
+        await child.exit_code
+    assert child.is_stopping
     await made.close()
 
 
 def test_a_port_in_use_is_said_to_be() -> None:
-    taken = listen("127.0.0.1", 0)
-    port = int(url_of(taken).rsplit(":", 1)[1])
+    taken = open_listener("127.0.0.1", 0)
+    port = int(listener_url(taken).rsplit(":", 1)[1])
     with pytest.raises(InstarError, match=f"gateway.port: cannot listen on 127.0.0.1:{port}"):
-        listen("127.0.0.1", port)
+        open_listener("127.0.0.1", port)
     taken.close()
 
 
@@ -255,6 +257,6 @@ def test_a_port_in_use_is_said_to_be() -> None:
     [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
 )
 def test_all_addresses_are_reached_by_the_loopback(host: str, url: str) -> None:
-    server = listen(host, 0)
-    assert url_of(server).startswith(url)
+    server = open_listener(host, 0)
+    assert listener_url(server).startswith(url)
     server.close()

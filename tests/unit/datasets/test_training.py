@@ -10,7 +10,7 @@ import pytest
 
 from instar.cli.plan import make_plan
 from instar.config import RunConfig
-from instar.config.data import turns
+from instar.config.data import count_groups
 from instar.data.batcher import Batch, Batcher
 from instar.datasets.as_data import bring_as_data
 from instar.datasets.bring_in import bring_back
@@ -166,7 +166,7 @@ async def test_live_and_exported_data_have_their_shares(store: Store, empty: Sto
     seen = [places(await train(empty, batcher, step)) for step in (1, 2, 3, 4)]
     live = [sum(name.startswith("train/") for name, _ in step) for step in seen]
     assert sum(live) == 6
-    assert [config.live_groups_of(step) for step in range(5)] == np.cumsum([0, *live]).tolist()
+    assert [config.count_live_groups(step) for step in range(5)] == np.cumsum([0, *live]).tolist()
     assert [name for step in seen for name, _ in step if name.startswith("data/")] == [
         "data/golden@1/000000",
         "data/golden@1/000001",
@@ -256,7 +256,7 @@ async def test_missing_logprobs_are_for_cross_entropy_alone(
 def test_nobody_is_ever_a_place_behind_its_share(shares: tuple[float, ...]) -> None:
     before = [0] * len(shares)
     for groups in range(1, 300):
-        counts = turns(shares, groups)
+        counts = count_groups(shares, groups)
         assert sum(counts) == groups
         assert all(new >= old for new, old in zip(counts, before, strict=True))
         assert all(abs(count - share * groups) < 1 for count, share in zip(counts, shares, strict=True))

@@ -21,7 +21,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from instar.cluster.layout import engine_names, engine_of, engine_python
+from instar.cluster.layout import engine_names, engine_process_config, engine_python
 from instar.config import RunConfig, VllmEngineConfig
 from instar.engines.factory import settle_vllm
 from instar.engines.pool import EnginePool
@@ -294,7 +294,7 @@ def test_every_process_has_its_own_part() -> None:
     ]
     config = RunConfig.model_validate({"engine": {"type": "mixed", "parts": parts}})
     assert engine_names(config) == [f"engine-{place}" for place in range(5)]
-    own = [engine_of(config, place) for place in range(5)]
+    own = [engine_process_config(config, place) for place in range(5)]
     assert [part.engine.type for part in own] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
     assert [part.engine.servers for part in own[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
     assert [engine_python(part) for part in own] == ["p", "p", None, None, None]

@@ -15,7 +15,7 @@ from instar.gateway.dialects.base import Dialect, Request
 from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.request_cache import RequestCache
 from instar.record.chain import Chain, Hasher
-from instar.registry import names, resolve
+from instar.registry import list_names, resolve
 
 HASHER = Hasher(b"key")
 CHAT = ChatDialect()
@@ -163,7 +163,7 @@ def test_the_same_as_read_anew(seed: int) -> None:
         assert found == plain(CHAT, body), body
 
 
-@pytest.mark.parametrize("name", names("dialects"))
+@pytest.mark.parametrize("name", list_names("dialects"))
 def test_every_dialect_reads_a_growing_history(name: str) -> None:
     """Also those that are not remembered."""
     dialect: Dialect = resolve("dialects", name)()

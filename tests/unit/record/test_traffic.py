@@ -28,7 +28,7 @@ from instar.record.graph import MessageGraph
 from instar.record.nodes import plain_id
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call
-from instar.registry import names, resolve
+from instar.registry import list_names, resolve
 from instar.types import Call, CallStatus, Json, Link, Message, new_id
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
@@ -67,7 +67,8 @@ SESSIONS = {
     "qwen-code-subagents": 3,
 }
 DIALECTS: dict[str, Dialect] = {
-    f"/v1{dialect.path}": dialect for dialect in (resolve("dialects", name)() for name in names("dialects"))
+    f"/v1{dialect.path}": dialect
+    for dialect in (resolve("dialects", name)() for name in list_names("dialects"))
 }
 
 

@@ -85,7 +85,7 @@ def test_live_groups_are_those_of_the_run() -> None:
     data = [{"source": "live", "share": 0.3}, {"source": "folder", "share": 0.7}]
     mixed = config(data=data)
     assert [plant_of(mixed).live_groups(steps) for steps in range(7)] == [
-        mixed.live_groups_of(steps) for steps in range(7)
+        mixed.count_live_groups(steps) for steps in range(7)
     ]
     assert plant_of(mixed).live_groups(5) == 3
     assert plant_of(config()).live_groups(5) == 10

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from instar.cluster.base import Role
-from instar.cluster.context import HEARTBEAT
+from instar.cluster.base import RoleHandle
+from instar.cluster.context import HEARTBEAT_SECONDS
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, Newest
 from instar.engines.remote import RemoteEngine
@@ -17,28 +17,28 @@ from instar.types import Endpoint
 
 DRAINING = "draining"
 """So begins what a role says of itself that is drained."""
-LOOK_EVERY = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two looks at where the roles are."""
 ANSWER_SECONDS = 2.0
 """That one engine may keep others waiting."""
 
 
-class Directory:
+class EndpointDirectory:
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
 
-    async def enter(self, role: Role) -> None:
+    async def register(self, role: RoleHandle) -> None:
         """Say where a role is, before it does so itself."""
         await self._store.put_endpoint(
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
 
-    async def lease(self, name: str) -> str:
+    async def take_lease(self, name: str) -> str:
         """A new one for the role of this name; who has an earlier one is out."""
         return str(await self._store.take_lease(self._run_id, name))
 
-    async def urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
+    async def list_urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
         """Those of the role's processes that listen, by name. ``draining``: also of those that are about to
         end."""
         entries = await self._store.endpoints(self._run_id)
@@ -48,29 +48,29 @@ class Directory:
             if entry.role == role and entry.url and (draining or not entry.doing.startswith(DRAINING))
         }
 
-    async def first_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
+    async def wait_for_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
         """Once there are any. Raises EngineUnavailable where there are none in time."""
         deadline = time.monotonic() + timeout
-        while not (found := await self.urls(role)):
+        while not (found := await self.list_urls(role)):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"the run has no {role} yet")
             await asyncio.sleep(0.1)
         return found
 
-    async def follow(self, role: str, tell: Callable[[str], None]) -> None:
+    async def watch_url(self, role: str, tell: Callable[[str], None]) -> None:
         """Tell again and again where a role is that there is one of."""
         while True:
-            for url in (await self.urls(role)).values():
+            for url in (await self.list_urls(role)).values():
                 tell(url)
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-class Engines:
+class EngineConnections:
     """The engines of a run, wherever they are. A connection is kept for as long as its engine is at its
     address."""
 
     def __init__(
-        self, directory: Directory, token: str, role: str = "engine", *, skip_silent: bool = False
+        self, directory: EndpointDirectory, token: str, role: str = "engine", *, skip_silent: bool = False
     ) -> None:
         """``skip_silent``: leave out those that do not answer, as long as others do."""
         self._skip_silent = skip_silent
@@ -80,10 +80,10 @@ class Engines:
         self._known: dict[str, RemoteEngine] = {}
         """By address."""
 
-    async def current(self) -> list[Engine]:
+    async def list_current(self) -> list[Engine]:
         """Those that have answered since they came to where they are, also when they do not just now. Not
         those that are drained: soon nobody would answer."""
-        urls = await self._directory.urls(self._role, draining=False)
+        urls = await self._directory.list_urls(self._role, draining=False)
         await self._forget_all_but(urls)
         fresh = [url for url in urls.values() if url not in self._known]
         await asyncio.gather(*map(self._meet, fresh))
@@ -93,10 +93,10 @@ class Engines:
         answers = await asyncio.gather(*map(_answers, known))
         return [engine for engine, answered in zip(known, answers, strict=True) if answered] or known
 
-    async def first(self, timeout: float = 300.0) -> list[Engine]:
+    async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
         """The current ones, as soon as one has answered. Raises EngineUnavailable where none does in time."""
         deadline = time.monotonic() + timeout
-        while not (found := await self.current()):
+        while not (found := await self.list_current()):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"no {self._role} of the run has answered within {timeout:g} s")
             await asyncio.sleep(0.1)
@@ -129,11 +129,11 @@ async def _answers(engine: Engine) -> bool:
     return True
 
 
-class FollowedPool(EnginePool):
+class DiscoveredEnginePool(EnginePool):
     """The engines of a run as one, wherever they are."""
 
     def __init__(
-        self, directory: Directory, token: str, *, role: str = "engine", newest: Newest | None = None
+        self, directory: EndpointDirectory, token: str, *, role: str = "engine", newest: Newest | None = None
     ) -> None:
         super().__init__([], newest=newest)
         self._directory = directory
@@ -142,18 +142,18 @@ class FollowedPool(EnginePool):
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def start(self, timeout: float = 300.0) -> None:
-        following = asyncio.create_task(self.follow())
+        following = asyncio.create_task(self.watch_endpoints())
         try:
-            await self._directory.first_urls(self._role, timeout)
+            await self._directory.wait_for_urls(self._role, timeout)
             await super().start(timeout)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
-    async def follow(self) -> None:
+    async def watch_endpoints(self) -> None:
         """Keep up with the store, until cancelled."""
         while True:
-            urls = (await self._directory.urls(self._role)).values()
+            urls = (await self._directory.list_urls(self._role)).values()
             self._by_url = {url: self._by_url.get(url) or RemoteEngine(url, self._token) for url in urls}
             await self.replace(list(self._by_url.values()))
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(POLL_SECONDS)

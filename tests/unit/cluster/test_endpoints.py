@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from instar.cluster.base import Role
-from instar.cluster.directory import Directory, Engines, FollowedPool
+from instar.cluster.base import RoleHandle
+from instar.cluster.endpoints import DiscoveredEnginePool, EndpointDirectory, EngineConnections
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable
 from instar.store.base import Store
@@ -33,39 +33,39 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await made.close()
 
 
-def at(url: str, name: str = "engine-0") -> Role:
-    return Role("engine", name, url=url)
+def at(url: str, name: str = "engine-0") -> RoleHandle:
+    return RoleHandle("engine", name, url=url)
 
 
 async def test_the_trainers_engines_are_where_the_store_says(store: Store, tiny: Path) -> None:
-    directory = Directory(store, "run")
-    engines = Engines(directory, TOKEN)
+    directory = EndpointDirectory(store, "run")
+    engines = EngineConnections(directory, TOKEN)
     with pytest.raises(EngineUnavailable, match="no engine of the run"):
-        await engines.first(timeout=0.1)
+        await engines.wait_for_first(timeout=0.1)
     async with served(scripted_engine(tiny), TOKEN) as one, served(scripted_engine(tiny), TOKEN) as two:
-        await directory.enter(at(one))
-        (first,) = await engines.first(5)
-        assert await engines.current() == [first], "a connection is kept"
-        await directory.enter(at("http://127.0.0.1:9", "engine-1"))
-        assert await engines.current() == [first], "one that has not answered yet is left out"
-        await directory.enter(at(two))
-        (moved,) = await engines.current()
+        await directory.register(at(one))
+        (first,) = await engines.wait_for_first(5)
+        assert await engines.list_current() == [first], "a connection is kept"
+        await directory.register(at("http://127.0.0.1:9", "engine-1"))
+        assert await engines.list_current() == [first], "one that has not answered yet is left out"
+        await directory.register(at(two))
+        (moved,) = await engines.list_current()
         assert moved is not first
         assert (await moved.status()).version == 0
-    assert await engines.current() == [moved], "one that was there and is away is kept"
+    assert await engines.list_current() == [moved], "one that was there and is away is kept"
     await engines.close()
 
 
 async def test_an_engine_that_is_silent_keeps_nobody_waiting(store: Store, tiny: Path) -> None:
-    directory = Directory(store, "run")
-    engines = Engines(directory, TOKEN, skip_silent=True)
+    directory = EndpointDirectory(store, "run")
+    engines = EngineConnections(directory, TOKEN, skip_silent=True)
     async with served(scripted_engine(tiny), TOKEN) as one:
         async with served(scripted_engine(tiny), TOKEN) as two:
-            await directory.enter(at(one))
-            await directory.enter(at(two, "engine-1"))
-            first, second = await engines.current()
-        assert await engines.current() == [first]
-    assert await engines.current() == [first, second], "the last ones are not given up"
+            await directory.register(at(one))
+            await directory.register(at(two, "engine-1"))
+            first, second = await engines.list_current()
+        assert await engines.list_current() == [first]
+    assert await engines.list_current() == [first, second], "the last ones are not given up"
     await engines.close()
 
 
@@ -77,16 +77,16 @@ async def answers(engine: Engine) -> bool:
 
 
 async def test_the_pool_follows_an_engine_that_moves(store: Store, tiny: Path) -> None:
-    directory = Directory(store, "run")
-    pool = FollowedPool(directory, TOKEN)
+    directory = EndpointDirectory(store, "run")
+    pool = DiscoveredEnginePool(directory, TOKEN)
     starting = asyncio.create_task(pool.start(10))
     async with served(scripted_engine(tiny), TOKEN) as one:
-        await directory.enter(at(one))
+        await directory.register(at(one))
         await starting
-        following = asyncio.create_task(pool.follow())
+        following = asyncio.create_task(pool.watch_endpoints())
         assert await answers(pool)
     async with served(scripted_engine(tiny), TOKEN) as two:
-        await directory.enter(at(two))
+        await directory.register(at(two))
         async with asyncio.timeout(10):
             while not await answers(pool):  # noqa: ASYNC110 - it looks now and then
                 await asyncio.sleep(0.05)
