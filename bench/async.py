@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 from instar.cli.config_file import load_config
-from instar.cli.simulate import as_record, plant_of, work_of
+from instar.cli.simulate import as_record, cluster_from_config, load_workload
 from instar.conformance.tiny import make_tiny_model
-from instar.simulate.bound import bound
+from instar.simulate.bound import upper_bound
 from instar.simulate.pipeline import simulate
 from instar.simulate.sessions import read_workload, write_workload
 
@@ -105,9 +105,9 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> Plan:
 def predict(folder: Path, mode: Mode) -> dict[str, Any]:
     """What the simulator makes of a run, from what was measured in it."""
     config = load_config(folder / f"{mode}.yaml")
-    work = asyncio.run(work_of(config, measured=folder / mode, seed=config.seed))
-    plant = plant_of(config)
-    return as_record(simulate(work, plant, seed=config.seed), bound(work, plant), None, plant)
+    work = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
+    plant = cluster_from_config(config)
+    return as_record(simulate(work, plant, seed=config.seed), upper_bound(work, plant), None, plant)
 
 
 def measure(plan: Plan, folder: Path, only: str | None, seed: int, out: Path | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from instar.clouds.base import SERVICES
 from instar.config import ModelConfig
-from instar.conformance.served import PROTOCOLS, served
+from instar.conformance.server import PROTOCOLS, run_server
 from instar.conformance.tiny import make_tiny_model
 from instar.models import resolve_model
 
@@ -93,7 +93,7 @@ def measure(
         section = {"type": "local", "lora": {"rank": RANK, "alpha": 32.0}}
         clients = [stack.enter_context(client("local", model, section, load, folder, sys.executable, {}))]
         for name, python in pythons.items():
-            server = stack.enter_context(served(PROTOCOLS[name], model, folder / name))
+            server = stack.enter_context(run_server(PROTOCOLS[name], model, folder / name))
             section = {"type": name, "rank": RANK, "base_url": server.url}
             env = {SERVICES[name].key_env: server.key}
             clients.append(stack.enter_context(client(name, model, section, load, folder, python, env)))

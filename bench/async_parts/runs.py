@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from instar.cli.run_store import store_of
-from instar.simulate.sessions import Session, Turn
+from instar.simulate.sessions import SimulatedSession, SimulatedTurn
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import Channel
 
@@ -54,18 +54,20 @@ class Plan:
     """Seconds that a run may take."""
 
 
-def scaled(sessions: list[Session], plan: Plan) -> list[Session]:
+def scaled(sessions: list[SimulatedSession], plan: Plan) -> list[SimulatedSession]:
     """The workload in the bench's time. The agent ends a session that outgrows the model's context."""
     share = plan.scale * plan.speed / DECODE
     return [_shorter(session, share, plan) for session in sessions]
 
 
-def _shorter(session: Session, share: float, plan: Plan) -> Session:
-    turns: list[Turn] = []
+def _shorter(session: SimulatedSession, share: float, plan: Plan) -> SimulatedSession:
+    turns: list[SimulatedTurn] = []
     for turn in session.turns:
         tokens = min(plan.context // 4, max(1, round(share * turn.generated)))
-        turns.append(Turn(round(PROMPTS * share * turn.prompt), tokens, plan.scale * turn.tool))
-    return Session(tuple(turns))
+        turns.append(
+            SimulatedTurn(round(PROMPTS * share * turn.prompt), tokens, plan.scale * turn.tool_seconds)
+        )
+    return SimulatedSession(tuple(turns))
 
 
 def settings(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:

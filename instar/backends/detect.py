@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from instar.backends.packages import survey_of
-from instar.clouds.base import SERVICES, Service, configured_key
+from instar.clouds.base import SERVICES, CloudService, configured_key
 from instar.config import AutoBackendConfig, BackendConfig
 from instar.errors import ConfigError
 
@@ -82,7 +82,7 @@ def _in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Clues:
     return clues
 
 
-def _named_by_url(url: str) -> list[Service]:
+def _named_by_url(url: str) -> list[CloudService]:
     """By the host, else by the path: a service may speak another one's protocol under a path of that name."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     for text in (parts.hostname or "", parts.path):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from instar.backends.detect import detect
 from instar.backends.packages import check_installed
-from instar.clouds.base import SERVICES, access, configured_key
+from instar.clouds.base import SERVICES, configured_key, resolve_access
 from instar.config import (
     AutoBackendConfig,
     BackendConfig,
@@ -54,7 +54,7 @@ def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
     """Raises ConfigError when the backend's package is missing where it will run, or its service's key."""
     check_installed(config.backend)
     if isinstance(config.backend, CloudConfig):
-        access(config.backend, config.model, env)
+        resolve_access(config.backend, config.model, env)
 
 
 def _concrete(section: BackendConfig, env: Mapping[str, str]) -> tuple[BackendConfig, list[str]]:

@@ -30,10 +30,10 @@ from instar.backends.base import (
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import clip_bounds, loss_and_metrics
-from instar.clouds.base import BEGINNINGS, SERVICES
-from instar.clouds.failures import CloudFailure
-from instar.clouds.tinker import TinkerCloud
-from instar.clouds.tinker_training import Inputs, TrainingSession
+from instar.clouds.base import MAX_SESSION_STARTS, SERVICES
+from instar.clouds.errors import CloudError
+from instar.clouds.tinker import TinkerConnection
+from instar.clouds.tinker_training import LossInputs, TinkerTrainingSession
 from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
 from instar.errors import BackendError, BackendLost, NonFinite
 from instar.models import resolve_tokenizer
@@ -55,7 +55,7 @@ class TinkerBackend(Backend):
         self._vocab_size: int | None = None
         self._order = asyncio.Lock()
         """Its waiters are served in turn, so calls are sent in the order they were made."""
-        self._session: TrainingSession | None = None
+        self._session: TinkerTrainingSession | None = None
         self._gradient = _Gradient()
         self._closed = False
 
@@ -68,7 +68,7 @@ class TinkerBackend(Backend):
     async def start(self) -> None:
         config = self._config
 
-        def create(cloud: TinkerCloud) -> Any:
+        def create(cloud: TinkerConnection) -> Any:
             return cloud.client.create_lora_training_client(
                 base_model=cloud.access.base_model,
                 rank=config.rank,
@@ -83,45 +83,49 @@ class TinkerBackend(Backend):
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         saved = self._read_state(path)
 
-        def create(cloud: TinkerCloud) -> Any:
+        def create(cloud: TinkerConnection) -> Any:
             if optimizer:
                 return cloud.client.create_training_client_from_state_with_optimizer(saved)
             return cloud.client.create_training_client_from_state(saved)
 
         await self._begin(f"loading {saved}", create)
 
-    async def _begin(self, what: str, create: Callable[[TinkerCloud], Any]) -> None:
+    async def _begin(self, what: str, create: Callable[[TinkerConnection], Any]) -> None:
         """Clients are made in a thread: the SDK blocks while it makes them."""
         async with self._order:
             self._check_open()
             if self._session is not None:
                 before, self._session = self._session, None
-                await before.give_up()
+                await before.abandon()
             if self._vocab_size is None:
                 self._vocab_size = await asyncio.to_thread(_vocab_size, self._model.name)
-            session = TrainingSession(*await self._connect(what, create))
+            session = TinkerTrainingSession(*await self._connect(what, create))
             if self._closed:  # meanwhile
-                await session.cloud.close(finish=True)
+                await session.connection.close(finish=True)
             self._check_open()
             self._session, self._gradient = session, _Gradient()
 
-    async def _connect(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
+    async def _connect(
+        self, what: str, create: Callable[[TinkerConnection], Any]
+    ) -> tuple[TinkerConnection, Any]:
         """Again where the service loses it while it begins, as one does that is restarted. When that goes on,
         what was asked for is not there."""
         lost = ""
-        for _ in range(BEGINNINGS):
+        for _ in range(MAX_SESSION_STARTS):
             try:
                 return await self._connect_once(what, create)
-            except CloudFailure as failure:
+            except CloudError as failure:
                 if failure.kind != "lost":
-                    raise failure.for_backend() from None
+                    raise failure.to_backend_error() from None
                 lost = str(failure)
         raise BackendError(lost)
 
-    async def _connect_once(self, what: str, create: Callable[[TinkerCloud], Any]) -> tuple[TinkerCloud, Any]:
-        cloud = await TinkerCloud.connect(self._config, self._model)
+    async def _connect_once(
+        self, what: str, create: Callable[[TinkerConnection], Any]
+    ) -> tuple[TinkerConnection, Any]:
+        cloud = await TinkerConnection.connect(self._config, self._model)
         try:
-            return cloud, await cloud.in_thread(what, lambda: create(cloud))
+            return cloud, await cloud.run_in_thread(what, lambda: create(cloud))
         except BaseException:
             await cloud.close(finish=False)
             raise
@@ -131,19 +135,19 @@ class TinkerBackend(Backend):
         self._closed = True
         if self._session is not None:
             session, self._session = self._session, None
-            session.lost = session.lost or "the backend was closed"
-            await session.cloud.close(finish=False)
+            session.lost_reason = session.lost_reason or "the backend was closed"
+            await session.connection.close(finish=False)
 
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed")
 
-    def _live(self) -> TrainingSession:
+    def _live(self) -> TinkerTrainingSession:
         self._check_open()
         if self._session is None:
             raise BackendLost("there is no training session: start one, or load a state")
-        if self._session.lost is not None:
-            raise BackendLost(self._session.lost)
+        if self._session.lost_reason is not None:
+            raise BackendLost(self._session.lost_reason)
         return self._session
 
     # --- training --------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ class TinkerBackend(Backend):
             async with self._order:
                 answer = await self._live().send_forward(sequences)
         else:
-            answer = self._live().score(sequences)
+            answer = self._live().base_logprobs(sequences)
         for i, found in zip(asked, await _answered(answer), strict=True):
             results[i] = found
         return results
@@ -198,7 +202,7 @@ class TinkerBackend(Backend):
             gradient.calls += 1
         try:
             logprobs = await answer
-        except CloudFailure as failure:
+        except CloudError as failure:
             if failure.kind == "refused":
                 gradient.calls -= 1
             raise _translated(failure) from None
@@ -206,7 +210,7 @@ class TinkerBackend(Backend):
         return logprobs
 
     async def _held(
-        self, session: TrainingSession, samples: Sequence[Sample], loss: LossConfig
+        self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
         """Old logprobs for the tokens that are not trained on: a service knows no mask. Where they do not
         count, zeros; dro would draw such tokens towards them, so they are what the model gives them now."""
@@ -231,7 +235,7 @@ class TinkerBackend(Backend):
         if grad_norm is None:
             return OptimStep(math.nan, {"lr": adam.lr, **metrics})
         if not math.isfinite(grad_norm):
-            session.lost = "a gradient that is not finite may have been applied at the service"
+            session.lost_reason = "a gradient that is not finite may have been applied at the service"
             raise NonFinite(f"the gradient norm is {grad_norm}")
         clipped = 0.0 < adam.grad_clip_norm < grad_norm
         return OptimStep(grad_norm, {**metrics, "lr": adam.lr, "grad_clipped": float(clipped)})
@@ -268,11 +272,11 @@ class TinkerBackend(Backend):
         await asyncio.to_thread(write_folder, path, fill)
 
     async def discard_state(self, path: Path) -> None:
-        cloud, saved = self._live().cloud, self._read_state(path)
+        cloud, saved = self._live().connection, self._read_state(path)
         try:
-            deleted = cloud.checkpoints().delete_checkpoint_from_tinker_path_async(saved)
-            await cloud.result(f"deleting {saved}", deleted)
-        except CloudFailure as failure:
+            deleted = cloud.rest_client().delete_checkpoint_from_tinker_path_async(saved)
+            await cloud.await_result(f"deleting {saved}", deleted)
+        except CloudError as failure:
             raise BackendError(str(failure)) from None
 
     async def _saved(self, what: str, submit: Callable[[Any], Any]) -> str:
@@ -310,17 +314,17 @@ class _Gradient:
 async def _answered(answer: Awaitable[T]) -> T:
     try:
         return await answer
-    except CloudFailure as failure:
+    except CloudError as failure:
         raise _translated(failure) from None
 
 
-def _translated(failure: CloudFailure) -> Exception:
+def _translated(failure: CloudError) -> Exception:
     if failure.kind == "refused" and _NOT_FINITE.search(str(failure)):
         return NonFinite(str(failure))
-    return failure.for_backend()
+    return failure.to_backend_error()
 
 
-def _inputs(sample: Sample, loss: LossConfig, held: Floats) -> Inputs:
+def _inputs(sample: Sample, loss: LossConfig, held: Floats) -> LossInputs:
     """What the loss takes, without a NaN: no weight under mask 0."""
     trained = sample.mask > 0
     weights = np.where(trained, sample.mask * sample.advantages, 0)
@@ -339,14 +343,14 @@ def _loss_config(loss: LossConfig) -> dict[str, float] | None:
 
 
 def _check_finite(
-    session: TrainingSession, loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
+    session: TinkerTrainingSession, loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> None:
     """A service adds such a gradient all the same, and cannot take it back: the session is spoilt."""
     for sample, found in zip(samples, logprobs, strict=True):
         with np.errstate(over="ignore", invalid="ignore"):
             value, _ = loss_and_metrics(loss, [sample], [found])
         if not math.isfinite(value):
-            session.lost = "a loss that is not finite is in the gradient at the service"
+            session.lost_reason = "a loss that is not finite is in the gradient at the service"
             raise NonFinite(f"the {loss.name} loss of sample {sample.sample_key} is {value}")
 
 

@@ -19,16 +19,16 @@ from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.values import loss_and_metrics
 from instar.backends.weaver_model import WeaverModel
-from instar.clouds.base import BEGINNINGS, SERVICES, Access, access
-from instar.clouds.failures import CloudFailure
+from instar.clouds.base import MAX_SESSION_STARTS, SERVICES, CloudAccess, resolve_access
+from instar.clouds.errors import CloudError
 from instar.clouds.weaver import (
-    Patience,
-    Weaver,
-    logprobs_of,
-    metrics_of,
-    prompt_logprobs,
-    scored,
-    trained,
+    WeaverCallPolicy,
+    WeaverClient,
+    build_forward_datum,
+    build_training_datum,
+    extract_logprobs,
+    extract_metrics,
+    fetch_prompt_logprobs,
 )
 from instar.config import AdamConfig, LossConfig, ModelConfig, WeaverBackendConfig
 from instar.errors import BackendError, BackendLost, NonFinite
@@ -48,8 +48,8 @@ class WeaverBackend(Backend):
         self._section = section
         self._max_tokens = model.max_context
         self._seed = seed
-        self._access: Access = access(section, model)
-        self._patience = Patience(self._access)
+        self._access: CloudAccess = resolve_access(section, model)
+        self._patience = WeaverCallPolicy(self._access)
         self._changing = asyncio.Lock()
         """Held while one session takes the place of another: calls wait for it, in their order."""
         self._model: WeaverModel | None = None
@@ -75,11 +75,13 @@ class WeaverBackend(Backend):
         results = _unknown(samples)
         sent = [index for index, sample in enumerate(samples) if len(sample) > 1]
         if sent:
-            data = [scored(samples[index]) for index in sent]
+            data = [build_forward_datum(samples[index]) for index in sent]
             result = await model.call(
                 "forward", lambda: model.client.forward(data, "forward_logprob", wait=False)
             )
-            for index, row in zip(sent, model.understood(lambda: logprobs_of(data, result)), strict=True):
+            for index, row in zip(
+                sent, model.understood(lambda: extract_logprobs(data, result)), strict=True
+            ):
                 results[index][1:] = row
         return results
 
@@ -89,12 +91,14 @@ class WeaverBackend(Backend):
         results = _unknown(samples)
         sent = [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
         if sent:
-            data = [trained(samples[index], loss) for index in sent]
+            data = [build_training_datum(samples[index], loss) for index in sent]
             with model.adding():
                 result = await model.call(
                     "forward_backward", lambda: model.client.forward_backward(data, loss.name, wait=False)
                 )
-            for index, row in zip(sent, model.understood(lambda: logprobs_of(data, result)), strict=True):
+            for index, row in zip(
+                sent, model.understood(lambda: extract_logprobs(data, result)), strict=True
+            ):
                 taken = samples[index].mask > 0
                 results[index][taken] = row[taken[1:]]
         value, metrics = loss_and_metrics(loss, samples, results)
@@ -115,7 +119,7 @@ class WeaverBackend(Backend):
             grad_clip_norm=adam.grad_clip_norm,
         )
         result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
-        found = metrics_of(result)
+        found = extract_metrics(result)
         norm = found.get("grad_norm", math.nan)
         if math.isinf(norm):
             model.end("a gradient that is not finite may have been applied at the service")
@@ -183,7 +187,7 @@ class WeaverBackend(Backend):
                 return np.full(len(sample), np.nan, np.float32)
             async with slots:
                 return await self._call(
-                    "reference_logprobs", lambda: prompt_logprobs(client, sample.token_ids)
+                    "reference_logprobs", lambda: fetch_prompt_logprobs(client, sample.token_ids)
                 )
 
         tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
@@ -220,7 +224,7 @@ class WeaverBackend(Backend):
         if old is not None:
             await _let_go(old)
         lost = ""
-        for _ in range(BEGINNINGS):
+        for _ in range(MAX_SESSION_STARTS):
             try:
                 return await self._created()
             except BackendLost as error:
@@ -229,7 +233,7 @@ class WeaverBackend(Backend):
         raise BackendError(lost)
 
     async def _created(self) -> WeaverModel:
-        service, section = Weaver(self._access), self._section
+        service, section = WeaverClient(self._access), self._section
         lora = LoraConfig(
             rank=section.rank,
             seed=self._seed,
@@ -266,8 +270,8 @@ class WeaverBackend(Backend):
     async def _call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         try:
             return await self._patience.call(what, work)
-        except CloudFailure as failure:
-            raise failure.for_backend() from None
+        except CloudError as failure:
+            raise failure.to_backend_error() from None
 
 
 async def _let_go(model: WeaverModel) -> None:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from weaver import AsyncOperationHandle, AsyncTrainingClient
 
-from instar.clouds.failures import CloudFailure
-from instar.clouds.weaver import Patience, Weaver, WeaverFailure
+from instar.clouds.errors import CloudError
+from instar.clouds.weaver import WeaverCallPolicy, WeaverClient, WeaverError
 from instar.errors import BackendError, BackendLost, InstarError, NonFinite
 
 T = TypeVar("T")
@@ -28,7 +28,9 @@ NOT_FINITE = re.compile(r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- 
 class WeaverModel:
     """The model of one session, and the order of its calls."""
 
-    def __init__(self, service: Weaver, client: AsyncTrainingClient, patience: Patience) -> None:
+    def __init__(
+        self, service: WeaverClient, client: AsyncTrainingClient, patience: WeaverCallPolicy
+    ) -> None:
         self.service = service
         self.client = client
         self._patience = patience
@@ -54,8 +56,8 @@ class WeaverModel:
             self._settled = mine
         try:
             await before.wait()
-            return await self._patience.result(what, handle)
-        except WeaverFailure as failure:
+            return await self._patience.await_operation(what, handle)
+        except WeaverError as failure:
             raise self._failed(failure) from None
         finally:
             mine.set()
@@ -67,7 +69,7 @@ class WeaverModel:
             self._check()
             try:
                 return await self._patience.call(what, work)
-            except WeaverFailure as failure:
+            except WeaverError as failure:
                 raise self._failed(failure) from None
 
     async def load(self, place: str, *, optimizer: bool) -> None:
@@ -82,7 +84,7 @@ class WeaverModel:
     async def _is_there(self) -> bool:
         try:
             await self._patience.call("list_checkpoints", self.client.list_checkpoints)
-        except WeaverFailure:
+        except WeaverError:
             return False
         return True
 
@@ -90,7 +92,7 @@ class WeaverModel:
         """What the answer says; a session whose answers make no sense is over."""
         try:
             return read()
-        except CloudFailure as failure:
+        except CloudError as failure:
             raise self._failed(failure) from None
 
     @contextmanager
@@ -119,22 +121,22 @@ class WeaverModel:
     ) -> AsyncOperationHandle:
         async def once() -> AsyncOperationHandle:
             # The same call again is the same operation; one that was refused left no trace.
-            with self.service.submitting():
+            with self.service.reuse_sequence_id_on_error():
                 return await submit()
 
         try:
             return await self._patience.call(what, once)
-        except WeaverFailure as failure:
+        except WeaverError as failure:
             raise self._failed(failure) from None
         except asyncio.CancelledError:
             self.end(f"{what} was cancelled on its way: it is not known whether it was taken")
             raise
 
-    def _failed(self, failure: CloudFailure) -> InstarError:
+    def _failed(self, failure: CloudError) -> InstarError:
         if failure.kind == "refused":
-            return NonFinite(str(failure)) if NOT_FINITE.search(str(failure)) else failure.for_backend()
+            return NonFinite(str(failure)) if NOT_FINITE.search(str(failure)) else failure.to_backend_error()
         self.end(str(failure))
-        return failure.for_backend()
+        return failure.to_backend_error()
 
     def _check(self) -> None:
         if self._over is not None:

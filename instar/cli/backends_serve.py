@@ -17,7 +17,7 @@ from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.auth import MIN_KEY_LENGTH, MIN_REMOTE_KEY_LENGTH, is_loopback
 from instar.models import is_cached, resolve_model
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 KEYS = "INSTAR_PROTOCOL_KEYS"
@@ -50,7 +50,7 @@ def run_serve_protocol(
     folder: Path | None,
     as_json: bool,
     threads: int | None = None,
-    max_models: int = Limits.max_models,
+    max_models: int = ServiceLimits.max_models,
 ) -> None:
     """Until Ctrl-C. What is printed on stdout with ``as_json`` is one line, once clients may come."""
     console = Console(stderr=as_json)
@@ -82,7 +82,7 @@ def run_serve_protocol(
             host=host,
             port=port,
             threads=threads,
-            limits=Limits(max_models=max_models),
+            limits=ServiceLimits(max_models=max_models),
             ready=ready,
             stop=stop,
         )

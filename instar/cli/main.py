@@ -391,7 +391,7 @@ def backends_check(
     as_json: AsJson = False,
 ) -> None:
     """Hold a backend to the conformance suite: the same numbers as the local one, step by step."""
-    from instar.conformance.run import run_check
+    from instar.conformance.check import run_check
 
     run_check(name, url=url, python=python, dtype=dtype, as_json=as_json)
 

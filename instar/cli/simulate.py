@@ -25,11 +25,11 @@ from instar.config import (
 )
 from instar.engines.factory import settle_vllm
 from instar.errors import ConfigError
-from instar.simulate.base import Outcome, Plant, Speed, Work
-from instar.simulate.bound import Bound, bound
+from instar.simulate.base import ClusterSpec, EngineSpeed, SimulationResult, Workload
+from instar.simulate.bound import ThroughputBound, upper_bound
 from instar.simulate.measure import measure, with_sessions
-from instar.simulate.pipeline import HOPELESS, simulate
-from instar.simulate.recommend import Advice, recommend
+from instar.simulate.pipeline import MAX_FAILED_GROUPS, simulate
+from instar.simulate.recommend import Recommendation, recommend
 from instar.simulate.sessions import draw_sessions, read_workload
 from instar.trainer.monitor import read_steps
 from instar.types import Json
@@ -58,26 +58,28 @@ def run_simulate(
             "nothing is known of this run's times: give --from RUN_DIR of a run like it, --workload FILE, "
             "or a section `simulate` (docs/simulate.md)"
         )
-    plant = plant_of(config, engines=engines, max_staleness=max_staleness)
+    plant = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
     chosen = config.seed if seed is None else seed
-    work = asyncio.run(work_of(config, workload=workload, measured=measured, seed=chosen))
+    work = asyncio.run(load_workload(config, workload=workload, measured=measured, seed=chosen))
     console = Console(stderr=True)
     with console.status("simulating") as status:
         outcome = simulate(
             work,
             plant,
             seed=chosen,
-            tell=lambda done: status.update(f"simulating: step {done} of {plant.steps}"),
+            on_step=lambda done: status.update(f"simulating: step {done} of {plant.steps}"),
         )
         advice = _advice(config, work, plant, chosen, status.update) if sweep else None
-    limit = bound(work, plant)
+    limit = upper_bound(work, plant)
     if as_json:
         print(json.dumps(as_record(outcome, limit, advice, plant)), flush=True)
     else:
         _show(Console(), outcome, limit, advice, plant)
 
 
-def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: int | None = None) -> Plant:
+def cluster_from_config(
+    config: RunConfig, *, engines: int | None = None, max_staleness: int | None = None
+) -> ClusterSpec:
     """The parts of a run that are simulated."""
     rollout = config.rollout
     if rollout is None:
@@ -86,7 +88,7 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         raise ConfigError(f"--max-staleness: given {max_staleness}; it is 0 when trainer.mode is sync")
     if not config.count_live_groups(config.trainer.steps):
         raise ConfigError("data: no group of the run's steps is `live`, so there is no queueing to simulate")
-    return Plant(
+    return ClusterSpec(
         engines=engines or engine_count(config),
         max_batch=_max_batch(config),
         concurrency=rollout.concurrency,
@@ -101,7 +103,7 @@ def plant_of(config: RunConfig, *, engines: int | None = None, max_staleness: in
         failed_counts=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
         versions_per_token=versions_per_token(config),
-        live_groups_of=config.count_live_groups,
+        live_groups=config.count_live_groups,
     )
 
 
@@ -141,9 +143,9 @@ def _max_batch(config: RunConfig) -> int:
             return UNLIMITED
 
 
-async def work_of(
+async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
-) -> Work:
+) -> Workload:
     """What the simulated run has to do: given by the section `simulate`, then by what was measured, then by
     a workload file."""
     given = config.simulate or SimulateConfig()
@@ -162,11 +164,11 @@ async def work_of(
         )
     else:
         drawn = [] if path else draw_sessions(given, random.Random(seed), DRAWN)
-        work = Work(
+        work = Workload(
             sessions=drawn,
             latency=given.latency,
             crowding=given.crowding,
-            speed=Speed(given.speed),
+            speed=EngineSpeed(given.speed),
             train_base=given.train_base,
             train_per_token=given.train_per_token,
             publish=given.publish,
@@ -180,8 +182,8 @@ async def work_of(
 
 
 def _advice(
-    config: RunConfig, work: Work, plant: Plant, seed: int, tell: Callable[[str], None]
-) -> Advice | None:
+    config: RunConfig, work: Workload, plant: ClusterSpec, seed: int, tell: Callable[[str], None]
+) -> Recommendation | None:
     """None: nothing is trained, whatever is tried."""
     given = config.simulate or SimulateConfig()
     return recommend(
@@ -191,11 +193,13 @@ def _advice(
         most_staleness=max(given.most_staleness, plant.max_staleness),
         sync=config.trainer.mode == "sync",
         seed=seed,
-        tell=tell,
+        on_trial=tell,
     )
 
 
-def as_record(outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plant) -> Json:
+def as_record(
+    outcome: SimulationResult, limit: ThroughputBound, advice: Recommendation | None, plant: ClusterSpec
+) -> Json:
     """The prediction as one JSON object."""
     rate, most = outcome.samples_per_hour, limit.samples_per_hour
     record: Json = {
@@ -224,12 +228,18 @@ def as_record(outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plan
         record["recommended"] = {
             "engines": advice.engines,
             "max_staleness": advice.max_staleness,
-            "why": advice.why,
+            "why": advice.reason,
         }
     return record
 
 
-def _show(console: Console, outcome: Outcome, limit: Bound, advice: Advice | None, plant: Plant) -> None:
+def _show(
+    console: Console,
+    outcome: SimulationResult,
+    limit: ThroughputBound,
+    advice: Recommendation | None,
+    plant: ClusterSpec,
+) -> None:
     table = Table(title=f"{plant.engines} engines, max_staleness {plant.max_staleness}", show_header=False)
     rate, most = outcome.samples_per_hour, limit.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
@@ -256,32 +266,33 @@ def _show(console: Console, outcome: Outcome, limit: Bound, advice: Advice | Non
         _show_advice(console, advice)
 
 
-def _warnings(outcome: Outcome) -> list[str]:
+def _warnings(outcome: SimulationResult) -> list[str]:
     said: list[str] = []
     if not outcome.samples:
         said.append("nothing would be trained on: every sample is lost, for the reasons below")
     if outcome.given_up:
-        said.append(f"it is stopped: every session of {HOPELESS} groups in a row failed")
+        said.append(f"it is stopped: every session of {MAX_FAILED_GROUPS} groups in a row failed")
     elif not outcome.finished:
         said.append("it comes to a standstill: no step can be filled any more")
     return said
 
 
-def _show_advice(console: Console, advice: Advice) -> None:
+def _show_advice(console: Console, advice: Recommendation) -> None:
     tried = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
-    for one in advice.tried:
+    for one in advice.trials:
         chosen = (one.engines, one.max_staleness) == (advice.engines, advice.max_staleness)
         tried.add_row(
             str(one.engines),
             str(one.max_staleness),
-            f"{one.outcome.samples_per_hour:,.0f}",
-            f"{one.outcome.dropped_share:.1%}",
-            f"{one.outcome.engines_idle:.0%}",
-            f"{one.outcome.trainer_idle:.0%}",
+            f"{one.result.samples_per_hour:,.0f}",
+            f"{one.result.dropped_share:.1%}",
+            f"{one.result.engines_idle:.0%}",
+            f"{one.result.trainer_idle:.0%}",
             style="bold" if chosen else None,
         )
     console.print(tried)
     console.print(
-        f"Recommended: {advice.engines} engines, trainer.max_staleness {advice.max_staleness}. {advice.why}.",
+        f"Recommended: {advice.engines} engines, trainer.max_staleness {advice.max_staleness}. "
+        f"{advice.reason}.",
         highlight=False,
     )

@@ -10,12 +10,12 @@ from instar.backends.base import BackendCapabilities
 from instar.config import CloudConfig, CloudSection, ModelConfig
 from instar.errors import ConfigError
 
-BEGINNINGS = 5
+MAX_SESSION_STARTS = 5
 """Times that a session which the service loses before it has begun is begun again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class CloudService:
     name: str
     package: str
     """Its distribution on PyPI."""
@@ -35,10 +35,10 @@ class Service:
         return f"pip install 'instar[{self.extra}]'"
 
 
-SERVICES: dict[str, Service] = {
+SERVICES: dict[str, CloudService] = {
     service.name: service
     for service in (
-        Service(
+        CloudService(
             name="tinker",
             package="tinker",
             module="tinker",
@@ -53,7 +53,7 @@ SERVICES: dict[str, Service] = {
                 reference=True,
             ),
         ),
-        Service(
+        CloudService(
             name="mint",
             package="mindlab-toolkit",
             module="mint",
@@ -68,7 +68,7 @@ SERVICES: dict[str, Service] = {
                 reference=True,
             ),
         ),
-        Service(
+        CloudService(
             name="weaver",
             package="nex-weaver",
             module="weaver",
@@ -88,7 +88,7 @@ SERVICES: dict[str, Service] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class CloudAccess:
     """What an SDK's client is made with."""
 
     base_url: str | None
@@ -98,7 +98,9 @@ class Access:
     deadline: float = 600.0
 
 
-def access(section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ) -> Access:
+def resolve_access(
+    section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
+) -> CloudAccess:
     """The settings first, then the service's own environment variables. Raises ConfigError without a key."""
     service = SERVICES[section.type]
     key = configured_key(section, env) or env.get(service.key_env)
@@ -106,7 +108,7 @@ def access(section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os
         raise ConfigError(
             f"backend.api_key: {service.name} needs a key; set {service.key_env} in the environment"
         )
-    return Access(
+    return CloudAccess(
         base_url=section.base_url or env.get(service.url_env) or None,
         api_key=key,
         base_model=section.base_model or model.name,

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instar.clouds.base import SERVICES, Access, Service, access
-from instar.clouds.failures import CloudFailure, scrubbed
+from instar.clouds.base import SERVICES, CloudAccess, CloudService, resolve_access
+from instar.clouds.errors import CloudError, redact_key
 from instar.config import CloudConfig, ModelConfig
 from instar.errors import ConfigError
 from instar.types import Floats, Ids
@@ -40,15 +40,17 @@ _PASSING = frozenset({408, 409, 425, 429})
 # --- the SDK -------------------------------------------------------------------------------------
 
 
-def load_sdk(service: Service) -> tuple[Any, str | None]:
+def load_sdk(service: CloudService) -> tuple[Any, str | None]:
     """The SDK's module, and its own address where it has to be told. Raises ConfigError when this environment
     does not have it, or has the other service's."""
     mint, tinker = SERVICES["mint"].package, SERVICES["tinker"].package
     if service.name == "tinker" and _version(mint):
-        raise ConfigError(_apart(service, f"{mint}, which pins tinker {_version(tinker)}"))
+        raise ConfigError(_environment_conflict(service, f"{mint}, which pins tinker {_version(tinker)}"))
     if _version(service.package) is None:
         if _version(tinker):
-            raise ConfigError(_apart(service, f"tinker {_version(tinker)}, and MinT pins an older one"))
+            raise ConfigError(
+                _environment_conflict(service, f"tinker {_version(tinker)}, and MinT pins an older one")
+            )
         raise ConfigError(f"backend.type: {service.name} needs a package: {service.install}")
     # Telemetry would report the run's errors to the service; who wants that says so.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -69,7 +71,7 @@ def _import_mint(module: str) -> tuple[Any, str]:
                 os.environ[name] = value
 
 
-def _apart(service: Service, there: str) -> str:
+def _environment_conflict(service: CloudService, there: str) -> str:
     return (
         f"backend.type: {service.name} cannot run here: this environment has {there}. Make one of its own "
         f"(python -m venv {service.name}-env; {service.name}-env/bin/{service.install}) and name its "
@@ -87,10 +89,10 @@ def _version(package: str) -> str | None:
 # --- the connection ------------------------------------------------------------------------------
 
 
-class TinkerCloud:
+class TinkerConnection:
     """One session at the service. Holds the service client: the SDK ends the session when that is lost."""
 
-    def __init__(self, sdk: Any, service: Service, access: Access) -> None:
+    def __init__(self, sdk: Any, service: CloudService, access: CloudAccess) -> None:
         self.sdk = sdk
         self.service = service
         self.access = access
@@ -98,13 +100,13 @@ class TinkerCloud:
         self._holder: Any = None
 
     @classmethod
-    async def connect(cls, section: CloudConfig, model: ModelConfig) -> TinkerCloud:
+    async def connect(cls, section: CloudConfig, model: ModelConfig) -> TinkerConnection:
         """Raises CloudFailure, and ConfigError where the settings do not do."""
         service = SERVICES[section.type]
-        granted = access(section, model)
+        granted = resolve_access(section, model)
         sdk, default = await asyncio.to_thread(load_sdk, service)
         cloud = cls(sdk, service, replace(granted, base_url=granted.base_url or default))
-        client = await cloud.in_thread("connecting", cloud._open, lambda late: late.holder.close())
+        client = await cloud.run_in_thread("connecting", cloud._open, lambda late: late.holder.close())
         cloud.client, cloud._holder = client, client.holder
         return cloud
 
@@ -113,15 +115,15 @@ class TinkerCloud:
         _ = client.holder  # makes the session now, and not in the first call from the event loop
         return client
 
-    async def result(self, what: str, answer: Awaitable[T]) -> T:
+    async def await_result(self, what: str, answer: Awaitable[T]) -> T:
         """What the SDK answers, within the deadline. Raises CloudFailure."""
         try:
             async with asyncio.timeout(self.access.deadline):
                 return await answer
         except Exception as error:  # noqa: BLE001 - whatever the SDK raises, told apart by what can be done
-            raise self.explain(what, error) from None
+            raise self.to_cloud_error(what, error) from None
 
-    async def in_thread(
+    async def run_in_thread(
         self, what: str, work: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
         """For calls of the SDK that block, within the deadline. One that comes back later is discarded. The
@@ -142,12 +144,12 @@ class TinkerCloud:
 
         threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
-            return await self.result(what, asyncio.wrap_future(done))
+            return await self.await_result(what, asyncio.wrap_future(done))
         except BaseException:
             abandoned.set()
             raise
 
-    def checkpoints(self) -> Any:
+    def rest_client(self) -> Any:
         """The SDK's client for what is kept at the service, on this connection. MinT has Tinker's own."""
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
@@ -167,41 +169,41 @@ class TinkerCloud:
 
     # --- errors ----------------------------------------------------------------------------------
 
-    def explain(self, what: str, error: BaseException) -> CloudFailure:
+    def to_cloud_error(self, what: str, error: BaseException) -> CloudError:
         name, address = self.service.name, self.access.base_url or "its own address"
-        said = scrubbed(f"{type(error).__name__}: {error}".rstrip(": "), self.access.api_key)[:500]
-        if isinstance(error, CloudFailure):
+        said = redact_key(f"{type(error).__name__}: {error}".rstrip(": "), self.access.api_key)[:500]
+        if isinstance(error, CloudError):
             return error
         if self.client is None and self._holder is not None:
-            return CloudFailure("lost", f"{name}: {what} was under way when the connection was closed")
+            return CloudError("lost", f"{name}: {what} was under way when the connection was closed")
         status = next((s for cause in _causes(error) if (s := _status(cause)) is not None), None)
         if status in (401, 403) or "api_key must start with" in str(error):
             key = f"{self.service.key_env} (or backend.api_key)"
-            return CloudFailure("settings", f"backend: {name} refuses the key of {key}: {said}")
+            return CloudError("settings", f"backend: {name} refuses the key of {key}: {said}")
         if status in (404, 410) or type(error).__name__ == "RetryableException":
-            return CloudFailure("lost", f"{name} does not know what {what} is about any more: {said}")
+            return CloudError("lost", f"{name} does not know what {what} is about any more: {said}")
         if isinstance(error, self.sdk.RequestFailedError):
-            return self._explain_failed(what, error, said)
+            return self._request_failed_error(what, error, said)
         if isinstance(error, TimeoutError):
             seconds = self.access.deadline
-            return CloudFailure("unavailable", f"{name} at {address}: {what} took longer than {seconds:g} s")
+            return CloudError("unavailable", f"{name} at {address}: {what} took longer than {seconds:g} s")
         passing = status is not None and (status in _PASSING or status >= 500)
         if passing or isinstance(error, self.sdk.APIConnectionError | OSError):
-            return CloudFailure("unavailable", f"{name} at {address}: {what} failed: {said}")
+            return CloudError("unavailable", f"{name} at {address}: {what} failed: {said}")
         if status is not None and status >= 400:
-            return CloudFailure("broken", f"{name}: {what} failed: {said}")
-        return CloudFailure(
+            return CloudError("broken", f"{name}: {what} failed: {said}")
+        return CloudError(
             "lost", f"{name} answered what cannot be read, so what {what} did is not known: {said}"
         )
 
-    def _explain_failed(self, what: str, error: Any, said: str) -> CloudFailure:
+    def _request_failed_error(self, what: str, error: Any, said: str) -> CloudError:
         """The service took the request, and then it failed there."""
         said = re.sub(r" for self\.request_id=.*", "", said, flags=re.S)
         text = f"{self.service.name}: {what} failed: {said}"
         if str(getattr(error.category, "value", error.category)).lower() != "user":
-            return CloudFailure("unavailable", text)
+            return CloudError("unavailable", text)
         gone = _GONE.search(said) and _SESSION.search(said)
-        return CloudFailure("lost" if gone else "refused", text)
+        return CloudError("lost" if gone else "refused", text)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -218,16 +220,16 @@ def _status(error: BaseException) -> int | None:
 # --- what a sampler is given and gives back ------------------------------------------------------
 
 
-def prompt_of(sdk: Any, ids: Ids) -> Any:
+def build_model_input(sdk: Any, ids: Ids) -> Any:
     return sdk.types.ModelInput.from_ints(ids.tolist())
 
 
-def prompt_logprobs(values: Sequence[float | None] | None, length: int) -> Floats:
+def align_prompt_logprobs(values: Sequence[float | None] | None, length: int) -> Floats:
     """A service may leave out the first token's, which has none."""
     given = np.asarray([np.nan if value is None else value for value in values or []], np.float32)
     if len(given) == length - 1:
         given = np.concatenate([np.full(1, np.nan, np.float32), given])
     if len(given) != length:
-        raise CloudFailure("broken", f"scoring: {len(given)} logprobs came back for {length} tokens")
+        raise CloudError("broken", f"scoring: {len(given)} logprobs came back for {length} tokens")
     given[:1] = np.nan
     return given

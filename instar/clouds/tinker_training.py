@@ -9,33 +9,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.clouds.failures import CloudFailure
-from instar.clouds.tinker import TinkerCloud, prompt_logprobs, prompt_of
+from instar.clouds.errors import CloudError
+from instar.clouds.tinker import TinkerConnection, align_prompt_logprobs, build_model_input
 from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
-Inputs = Mapping[str, Floats]
+LossInputs = Mapping[str, Floats]
 """What a loss takes beside the tokens, aligned with them, by the service's own names."""
-SCORING = 16
+MAX_CONCURRENT_SCORES = 16
 """Most requests at once for the base model's logprobs."""
 GRADIENT_NORMS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
 """What services call it among their metrics."""
 
 
-class TrainingSession:
+class TinkerTrainingSession:
     """Every method raises CloudFailure. After one of another kind than ``refused`` it is not known what the
     service did, and ``lost`` says why the session is of no more use."""
 
-    def __init__(self, cloud: TinkerCloud, client: Any) -> None:
-        self.cloud = cloud
-        self.lost: str | None = None
+    def __init__(self, cloud: TinkerConnection, client: Any) -> None:
+        self.connection = cloud
+        self.lost_reason: str | None = None
         self._client = client
         self._last: asyncio.Future[None] | None = None
         self._base: Any = None
 
-    async def give_up(self) -> None:
-        self.lost = self.lost or "another session was begun"
-        await self.cloud.close(finish=True)
+    async def abandon(self) -> None:
+        self.lost_reason = self.lost_reason or "another session was begun"
+        await self.connection.close(finish=True)
 
     # --- calls that the service works through in order --------------------------------------------
 
@@ -53,16 +53,18 @@ class TrainingSession:
         try:
             if before is not None:
                 await asyncio.shield(before)
-            if self.lost is not None:
+            if self.lost_reason is not None:
                 sent.future().cancel()
-                raise CloudFailure("lost", self.lost)
-            return await self.cloud.result(what, sent)
-        except CloudFailure as failure:
+                raise CloudError("lost", self.lost_reason)
+            return await self.connection.await_result(what, sent)
+        except CloudError as failure:
             if failure.kind != "refused":
-                self.lost = self.lost or str(failure)
+                self.lost_reason = self.lost_reason or str(failure)
             raise
         except BaseException:
-            self.lost = self.lost or f"{what} was broken off, and what it did at the service is not known"
+            self.lost_reason = (
+                self.lost_reason or f"{what} was broken off, and what it did at the service is not known"
+            )
             raise
         finally:
             done.set_result(None)
@@ -73,18 +75,18 @@ class TrainingSession:
         return await self._send_pass("forward", data, "cross_entropy", None)
 
     async def send_forward_backward(
-        self, data: Sequence[tuple[Ids, Inputs]], loss: str, config: Mapping[str, float] | None
+        self, data: Sequence[tuple[Ids, LossInputs]], loss: str, config: Mapping[str, float] | None
     ) -> Awaitable[list[Floats]]:
         return await self._send_pass("forward_backward", data, loss, config)
 
     async def _send_pass(
         self,
         what: str,
-        data: Sequence[tuple[Ids, Inputs]],
+        data: Sequence[tuple[Ids, LossInputs]],
         loss: str,
         config: Mapping[str, float] | None,
     ) -> Awaitable[list[Floats]]:
-        sdk = self.cloud.sdk
+        sdk = self.connection.sdk
         built = await asyncio.to_thread(lambda: [_datum(sdk, ids, inputs) for ids, inputs in data])
         sent = self.send(what, lambda client: getattr(client, what)(built, loss, config))
         return self._logprobs(what, sent, [len(ids) for ids, _ in data])
@@ -103,13 +105,13 @@ class TrainingSession:
             aligned.append(np.concatenate([np.full(1, np.nan, np.float32), found]))
         return aligned
 
-    def _garbled(self, message: str) -> CloudFailure:
-        self.lost = self.lost or message
-        return CloudFailure("lost", message)
+    def _garbled(self, message: str) -> CloudError:
+        self.lost_reason = self.lost_reason or message
+        return CloudError("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
         """Its metrics by their plain names; the gradient's norm as ``grad_norm``, where there is one."""
-        params = self.cloud.sdk.types.AdamParams(
+        params = self.connection.sdk.types.AdamParams(
             learning_rate=adam.lr,
             beta1=adam.beta1,
             beta2=adam.beta2,
@@ -128,24 +130,24 @@ class TrainingSession:
 
     # --- the base model ---------------------------------------------------------------------------
 
-    async def score(self, sequences: Sequence[Ids]) -> list[Floats]:
+    async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
         """Under the base model, of every token; NaN at index 0. It has no part in the order of calls."""
-        slots = asyncio.Semaphore(SCORING)
+        slots = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
 
         async def one(ids: Ids) -> Floats:
             async with slots:
-                asked = self._base.compute_logprobs_async(prompt_of(self.cloud.sdk, ids))
-                return prompt_logprobs(await self.cloud.result("scoring", asked), len(ids))
+                asked = self._base.compute_logprobs_async(build_model_input(self.connection.sdk, ids))
+                return align_prompt_logprobs(await self.connection.await_result("scoring", asked), len(ids))
 
         try:
             if self._base is None:
-                name = self.cloud.access.base_model
-                opening = self.cloud.client.create_sampling_client_async(base_model=name)
-                self._base = await self.cloud.result("opening the base model", opening)
+                name = self.connection.access.base_model
+                opening = self.connection.client.create_sampling_client_async(base_model=name)
+                self._base = await self.connection.await_result("opening the base model", opening)
             return await _all([one(ids) for ids in sequences])
-        except CloudFailure as failure:
+        except CloudError as failure:
             if failure.kind == "lost":
-                self.lost = self.lost or str(failure)
+                self.lost_reason = self.lost_reason or str(failure)
             raise
 
 
@@ -159,13 +161,13 @@ async def _all(work: Sequence[Coroutine[Any, Any, Floats]]) -> list[Floats]:
             task.cancel()
 
 
-def _datum(sdk: Any, ids: Ids, inputs: Inputs) -> Any:
+def _datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
     """Every token but the last is the input, every token but the first a target."""
     types = sdk.types
     tensors = {"target_tokens": _tensor(types, ids[1:].astype(np.int64), "int64")}
     for name, values in inputs.items():
         tensors[name] = _tensor(types, values[1:].astype(np.float32), "float32")
-    return types.Datum(model_input=prompt_of(sdk, ids[:-1]), loss_fn_inputs=tensors)
+    return types.Datum(model_input=build_model_input(sdk, ids[:-1]), loss_fn_inputs=tensors)
 
 
 def _tensor(types: Any, values: NDArray[Any], dtype: str) -> Any:

@@ -30,8 +30,8 @@ from weaver.config import TensorTransport
 from weaver.operations import WeaverOperationError
 from weaver.types import Datum, ModelInput, ModelInputChunk
 
-from instar.clouds.base import SERVICES, Access
-from instar.clouds.failures import CloudFailure, Kind, scrubbed
+from instar.clouds.base import SERVICES, CloudAccess
+from instar.clouds.errors import CloudError, CloudErrorKind, redact_key
 from instar.config import LossConfig
 from instar.errors import ConfigError
 from instar.types import Floats, Ids, Sample
@@ -52,12 +52,12 @@ TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
 """The SDK's own setting: whether tensors go as JSON (`default`) or as bytes (`http-binary`)."""
 
 
-class Weaver(AsyncServiceClient):
+class WeaverClient(AsyncServiceClient):
     """The SDK's client with three habits changed: closing it, or leaving the process, does not end the models
     it made; a sequence id whose call was not taken can be given back, so that no gap is left behind; and
     tensors go as bytes, which takes a third of the time, where the service says that it takes them so."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: CloudAccess) -> None:
         try:
             super().__init__(base_url=access.base_url, api_key=access.api_key, default_tags=["instar"])
         except ValueError as error:
@@ -92,7 +92,7 @@ class Weaver(AsyncServiceClient):
         return self._drawn
 
     @contextmanager
-    def submitting(self) -> Generator[None]:
+    def reuse_sequence_id_on_error(self) -> Generator[None]:
         """The sequence id that is drawn inside goes to the next call, should this one fail."""
         self._drawn = None
         try:
@@ -103,22 +103,22 @@ class Weaver(AsyncServiceClient):
             raise
 
 
-class WeaverFailure(CloudFailure):
-    def __init__(self, kind: Kind, text: str, *, code: str = "", wait: float = 0.0) -> None:
+class WeaverError(CloudError):
+    def __init__(self, kind: CloudErrorKind, text: str, *, code: str = "", wait: float = 0.0) -> None:
         """``code`` is the service's own; ``wait`` is how long it asks to be left alone."""
         super().__init__(kind, text)
         self.code = code
-        self.wait = wait
+        self.retry_after = wait
 
 
-def broken(what: str) -> WeaverFailure:
-    return WeaverFailure("broken", f"no sense in Weaver's answer: {what}")
+def malformed_response(what: str) -> WeaverError:
+    return WeaverError("broken", f"no sense in Weaver's answer: {what}")
 
 
-class Patience:
+class WeaverCallPolicy:
     """How calls to the service are made: within a deadline each, with their retries."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: CloudAccess) -> None:
         self._access = access
 
     async def call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -127,17 +127,17 @@ class Patience:
         for attempt, pause in enumerate(_pauses(), 1):
             try:
                 return await self._once(what, work, until)
-            except WeaverFailure as failure:
+            except WeaverError as failure:
                 most = {"unavailable": math.inf, "broken": BROKEN_TRIES}.get(failure.kind, 1)
                 if attempt >= most:
                     raise
-                wait = max(pause, failure.wait)
+                wait = max(pause, failure.retry_after)
                 if _now() + wait >= until:
-                    raise WeaverFailure(failure.kind, f"{failure}; gave up after {attempt} tries") from None
+                    raise WeaverError(failure.kind, f"{failure}; gave up after {attempt} tries") from None
             await asyncio.sleep(wait)
         raise AssertionError("the pauses do not end")
 
-    async def result(self, what: str, handle: AsyncOperationHandle) -> Any:
+    async def await_operation(self, what: str, handle: AsyncOperationHandle) -> Any:
         """What the operation came to. It is asked for soon, then ever more rarely, unless the service holds
         the question until there is news. Raises WeaverFailure."""
         until, pause = self._until(), FIRST_POLL
@@ -146,10 +146,10 @@ class Patience:
             asked, wait = _now(), 0.0
             try:
                 await self._once(what, handle.refresh, until)
-            except WeaverFailure as failure:
+            except WeaverError as failure:
                 if failure.kind != "unavailable" or _now() >= until:
                     raise
-                wait = failure.wait
+                wait = failure.retry_after
             held = _now() - asked > HELD
             pause = FIRST_POLL if held else max(min(2 * pause, LONGEST_POLL), wait)
         return await self._once(what, handle.result, until)
@@ -159,14 +159,14 @@ class Patience:
             async with asyncio.timeout_at(until):
                 return await work()
         except TimeoutError:
-            failure = WeaverFailure(
+            failure = WeaverError(
                 "unavailable", f"{what}: Weaver did not answer within {self._access.deadline:g} s"
             )
         except (WeaverAPIError, WeaverOperationError, httpx.HTTPError, OSError) as error:
             failure = _named(error, self._scrubbed(f"{what}: {str(error) or type(error).__name__}"))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             # What the SDK raises over an answer that is not JSON, or lacks what it looks for.
-            failure = broken(self._scrubbed(f"{what}: {type(error).__name__}: {error}"))
+            failure = malformed_response(self._scrubbed(f"{what}: {type(error).__name__}: {error}"))
         # Here, and so without its cause: that one's text may hold the key.
         raise failure
 
@@ -174,30 +174,30 @@ class Patience:
         return _now() + self._access.deadline
 
     def _scrubbed(self, text: str) -> str:
-        return scrubbed(text, self._access.api_key)
+        return redact_key(text, self._access.api_key)
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _named(error: Exception, text: str) -> WeaverFailure:
+def _named(error: Exception, text: str) -> WeaverError:
     if isinstance(error, WeaverOperationError):
         code = error.code.lower()
         if any(word in code for word in LOST_WORDS):
-            return WeaverFailure("lost", text, code=code)
-        return WeaverFailure("unavailable" if error.retryable else "refused", text, code=code)
+            return WeaverError("lost", text, code=code)
+        return WeaverError("unavailable" if error.retryable else "refused", text, code=code)
     if not isinstance(error, WeaverAPIError):
-        return WeaverFailure("unavailable", f"Weaver cannot be reached: {text}")
+        return WeaverError("unavailable", f"Weaver cannot be reached: {text}")
     status, code = error.status_code, error.code.lower()
     if status in (401, 403):
-        return WeaverFailure(
+        return WeaverError(
             "settings", f"{text} (the key is read from {SERVICES['weaver'].key_env})", code=code
         )
     if status in LOST:
-        return WeaverFailure("lost", text, code=code)
+        return WeaverError("lost", text, code=code)
     busy = error.retryable or status in BUSY or status >= 500
-    return WeaverFailure(
+    return WeaverError(
         "unavailable" if busy else "refused", text, code=code, wait=_seconds(error.retry_after)
     )
 
@@ -221,19 +221,19 @@ def _pauses() -> Iterator[float]:
 # --- samples and what comes back ----------------------------------------------------------------
 
 
-def model_input(ids: Ids) -> ModelInput:
+def build_model_input(ids: Ids) -> ModelInput:
     """Filled after it was made: the SDK looks at each token of what it makes one of, and again later."""
     chunk = ModelInputChunk("encoded_text", [])
     chunk.tokens = ids.tolist()
     return ModelInput([chunk])
 
 
-def scored(sample: Sample) -> Datum:
+def build_forward_datum(sample: Sample) -> Datum:
     """What `forward` sends: every token but the first is a target."""
     return _datum(sample, {})
 
 
-def trained(sample: Sample, loss: LossConfig) -> Datum:
+def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
     """What `forward_backward` sends. Under mask 0 all numbers are 0: NaN cannot be sent."""
     taken = sample.mask > 0
     weights = np.where(taken, sample.mask * sample.advantages, 0)[1:]
@@ -244,7 +244,7 @@ def trained(sample: Sample, loss: LossConfig) -> Datum:
 
 
 def _datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
-    datum = Datum(model_input(sample.token_ids[:-1]))
+    datum = Datum(build_model_input(sample.token_ids[:-1]))
     datum.loss_fn_inputs = {
         "target_tokens": torch.from_numpy(sample.token_ids[1:].astype(np.int64)),
         **{name: torch.from_numpy(values.astype(np.float32)) for name, values in inputs.items()},
@@ -252,17 +252,17 @@ def _datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
     return datum
 
 
-def logprobs_of(data: Sequence[Datum], result: Any) -> list[Floats]:
+def extract_logprobs(data: Sequence[Datum], result: Any) -> list[Floats]:
     """Per datum, of its targets. Raises WeaverFailure when the answer does not fit what was sent."""
     try:
         outputs = [cast(Mapping[str, Any], output) for output in align_training_outputs(data, result)]
         rows = [_row(output) for output in outputs]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise broken(str(error)) from None
+        raise malformed_response(str(error)) from None
     for index, (datum, row) in enumerate(zip(data, rows, strict=True)):
         wanted = len(datum.loss_fn_inputs["target_tokens"])
         if row.shape != (wanted,):
-            raise broken(f"{row.shape} logprobs for the {wanted} targets of datum {index}")
+            raise malformed_response(f"{row.shape} logprobs for the {wanted} targets of datum {index}")
     return rows
 
 
@@ -273,9 +273,9 @@ def _row(output: Mapping[str, Any]) -> Floats:
     return np.asarray(values, np.float32)
 
 
-async def prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats:
+async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats:
     """NaN for the first, which nothing stands before. Raises what the SDK raises."""
-    found = cast(Sequence[float | None], await client.compute_logprobs(prompt=model_input(ids)))
+    found = cast(Sequence[float | None], await client.compute_logprobs(prompt=build_model_input(ids)))
     values = np.array([math.nan if value is None else value for value in found], np.float32)
     if len(values) != len(ids):
         raise ValueError(f"{len(values)} logprobs for {len(ids)} tokens")
@@ -283,7 +283,7 @@ async def prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats:
     return values
 
 
-def metrics_of(result: Any) -> dict[str, float]:
+def extract_metrics(result: Any) -> dict[str, float]:
     """What the service reports beside, wherever it stands."""
     for place in (result, result.get("result") if isinstance(result, dict) else None):
         found = cast(dict[str, Any], place).get("metrics") if isinstance(place, dict) else None

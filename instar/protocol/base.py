@@ -27,7 +27,7 @@ class ProtocolError(InstarError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServiceLimits:
     """What one client may take. Beyond it a request is refused with a clear error."""
 
     max_body: int = 256 * 1024 * 1024
@@ -40,17 +40,17 @@ class Limits:
     max_rank: int = 256
     session_ttl: float = 600.0
     """Seconds without a heartbeat after which a session ends and its models are let go."""
-    silence: float = 90.0
+    idle_before_eviction: float = 90.0
     """Seconds without a heartbeat after which a session gives up its models for another's. Clients send one
     every 10 or 30 seconds."""
     result_ttl: float = 3600.0
     """Seconds that the result of an operation is kept after it is done."""
-    sequence_gap: float = 120.0
+    sequence_gap_timeout: float = 120.0
     """Seconds to wait for a missing sequence id before the operations after it fail."""
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterSpec:
     """The adapter of a new model."""
 
     rank: int = 16
@@ -61,7 +61,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledSequence:
     token_ids: list[int]
     logprobs: list[float]
     """Of the full softmax at temperature 1."""
@@ -91,7 +91,7 @@ class TrainingModel(ABC):
 
     model_id: str
     session_id: str
-    adapter: Adapter
+    adapter: AdapterSpec
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -115,7 +115,7 @@ class TrainingModel(ABC):
         """Make the current weights a sampler."""
 
 
-class Workshop(ABC):
+class TrainingService(ABC):
     """Over one base model, whose weights every model and sampler shares."""
 
     base_model: str
@@ -123,7 +123,7 @@ class Workshop(ABC):
     max_context: int
     vocab_size: int
     tokenizer_path: str
-    limits: Limits
+    limits: ServiceLimits
 
     @abstractmethod
     async def create_session(self, owner: str) -> str:
@@ -138,7 +138,7 @@ class Workshop(ABC):
 
     @abstractmethod
     async def create_model(
-        self, session_id: str, owner: str, base_model: str, adapter: Adapter
+        self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
         """Raises ProtocolError when the base model is another one, or a limit is reached."""
 
@@ -152,7 +152,7 @@ class Workshop(ABC):
     @abstractmethod
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
-    ) -> list[Sampled]:
+    ) -> list[SampledSequence]:
         """From a sampler's path, or the base model (None). A state's path can be sampled from too."""
 
     @abstractmethod
@@ -174,14 +174,14 @@ class Workshop(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OperationResult:
     """How an operation ended: a value, or an error."""
 
     value: Any = None
     error: ProtocolError | None = None
 
 
-class Operations(ABC):
+class OperationScheduler(ABC):
     """Work that clients submit and ask for later.
 
     Work of one ``lane`` (a model) with sequence ids runs in the order of the ids, from 1 on, whatever order
@@ -196,7 +196,7 @@ class Operations(ABC):
         owner: str,
         work: Callable[[], Awaitable[Any]],
         *,
-        lane: str | None = None,
+        queue: str | None = None,
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
@@ -204,12 +204,12 @@ class Operations(ABC):
         another kind."""
 
     @abstractmethod
-    async def wait(self, operation_id: str, owner: str, timeout: float) -> Outcome | None:
+    async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
         """Its outcome; None when it is not done after ``timeout`` seconds. May be asked for again. Raises
         ProtocolError 404 when it is unknown."""
 
     @abstractmethod
-    def end_lane(self, lane: str) -> None:
+    def close_queue(self, queue: str) -> None:
         """What waits there fails."""
 
     @abstractmethod

@@ -33,7 +33,7 @@ from instar.protocol.base import CheckpointInfo, ProtocolError
 META = "checkpoint.json"
 ADAPTER = "adapter"
 STATE = "state"
-PLACES: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampler": "sampler_weights"}
+SUBFOLDERS: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampler": "sampler_weights"}
 SCRATCH = ".scratch"
 LOCK = ".lock"
 
@@ -41,14 +41,14 @@ _PATH = re.compile(r"[a-z]+://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
-class _Meta(msgspec.Struct, frozen=True):
+class _CheckpointMetadata(msgspec.Struct, frozen=True):
     """What checkpoint.json holds."""
 
     owner: str
     info: CheckpointInfo
 
 
-class Checkpoints:
+class CheckpointStore:
     """Those of other owners, and those that have expired, are not found. The folder is one server's at a
     time, until `close`."""
 
@@ -66,9 +66,9 @@ class Checkpoints:
         # What a killed server was writing.
         shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         self._moving = threading.Lock()
-        self._kept: dict[str, _Meta] = {}
+        self._kept: dict[str, _CheckpointMetadata] = {}
         for file in folder.glob(f"*/*/*/{META}"):
-            meta = msgspec.json.decode(file.read_bytes(), type=_Meta)
+            meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
             self._kept[meta.info.path] = meta
 
     def close(self) -> None:
@@ -98,16 +98,18 @@ class Checkpoints:
         self._kept[meta.info.path] = meta
         return meta.info
 
-    def _keep(self, scratch: Path, owner: str, name: str, info: CheckpointInfo, ttl: float | None) -> _Meta:
+    def _keep(
+        self, scratch: Path, owner: str, name: str, info: CheckpointInfo, ttl: float | None
+    ) -> _CheckpointMetadata:
         now = time.time()
         info = replace(
             info,
-            path=f"tinker://{info.model_id}/{PLACES[info.kind]}/{name}",
+            path=f"tinker://{info.model_id}/{SUBFOLDERS[info.kind]}/{name}",
             created_at=now,
             expires_at=None if ttl is None else now + ttl,
             size_bytes=sum(file.stat().st_size for file in scratch.rglob("*") if file.is_file()),
         )
-        meta = _Meta(owner, info)
+        meta = _CheckpointMetadata(owner, info)
 
         def fill(folder: Path) -> None:
             for part in scratch.iterdir():
@@ -127,7 +129,7 @@ class Checkpoints:
     def folder(self, info: CheckpointInfo) -> Path:
         return self._folder / info.path.removeprefix("tinker://")
 
-    def all_of(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
+    def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
         """The oldest first."""
         found = [
             meta.info
@@ -166,5 +168,5 @@ def _canonical(path: str) -> str:
     return "tinker://{}/{}/{}".format(*match.groups())
 
 
-def _expired(meta: _Meta) -> bool:
+def _expired(meta: _CheckpointMetadata) -> bool:
     return meta.info.expires_at is not None and meta.info.expires_at <= time.time()

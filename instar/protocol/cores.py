@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 
-class Cores:
+class CoreSharing:
     def __init__(self, samplers: Callable[[int], None], count: int | None = None) -> None:
         """``samplers`` is told how many are the samplers', whenever that changes. ``count`` there are; by
         default as many as torch has threads now."""

@@ -20,17 +20,17 @@ from instar.backends.local.backend import GLOBAL_RNG, LocalBackend
 from instar.backends.local.model import load_base
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.errors import BackendError
-from instar.protocol.base import Adapter, CheckpointInfo, ProtocolError, TrainingModel
-from instar.protocol.checkpoints import ADAPTER, STATE, Checkpoints
-from instar.protocol.cores import Cores
-from instar.protocol.failures import told_to_clients
+from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, TrainingModel
+from instar.protocol.checkpoints import ADAPTER, STATE, CheckpointStore
+from instar.protocol.cores import CoreSharing
+from instar.protocol.errors import convert_errors
 from instar.types import Floats, Sample, new_id
 
 ALPHA = 32.0
 """Of every adapter, whatever its rank: what the services use."""
 
 
-class ServedBackend(LocalBackend):
+class ServedLocalBackend(LocalBackend):
     """A local backend as the services are: a step without a gradient is a step with a gradient of zero. The
     moments decay and what they hold is applied, as after a batch whose advantages are all zero; a client is
     not failed for a batch that had nothing to teach."""
@@ -51,18 +51,18 @@ class ServedBackend(LocalBackend):
             state.save_training(path, self._parameters, without, {"optim_steps": 0})
 
 
-class LocalModel(TrainingModel):
+class LocalTrainingModel(TrainingModel):
     def __init__(
         self,
-        backend: ServedBackend,
-        checkpoints: Checkpoints,
+        backend: ServedLocalBackend,
+        checkpoints: CheckpointStore,
         *,
         owner: str,
         session_id: str,
         base_model: str,
-        adapter: Adapter,
+        adapter: AdapterSpec,
         max_context: int,
-        cores: Cores,
+        cores: CoreSharing,
     ) -> None:
         self.model_id = new_id("model")
         self.session_id = session_id
@@ -77,17 +77,17 @@ class LocalModel(TrainingModel):
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         self._check(samples)
-        with told_to_clients(), self._computing():
+        with convert_errors(), self._computing():
             return await self._backend.forward(samples)
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         self._check(samples)
-        with told_to_clients(), self._computing():
+        with convert_errors(), self._computing():
             return await self._backend.forward_backward(samples, loss)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStep:
         self._check()
-        with told_to_clients(), self._computing():
+        with convert_errors(), self._computing():
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
@@ -98,7 +98,7 @@ class LocalModel(TrainingModel):
 
         self._check()
         info = replace(self._info("state"), has_optimizer=optimizer)
-        with told_to_clients():
+        with convert_errors():
             return await self._checkpoints.write(self.owner, name, info, fill, ttl=ttl)
 
     async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
@@ -106,7 +106,7 @@ class LocalModel(TrainingModel):
             await self._backend.publish(folder / ADAPTER)
 
         self._check()
-        with told_to_clients():
+        with convert_errors():
             return await self._checkpoints.write(self.owner, name, self._info("sampler"), fill, ttl=ttl)
 
     async def load(self, path: str, *, optimizer: bool) -> None:
@@ -118,7 +118,7 @@ class LocalModel(TrainingModel):
             raise ProtocolError(f"{path} was saved without its optimizer; load the weights alone")
         folder = self._checkpoints.folder(info) / STATE
         try:
-            with told_to_clients():
+            with convert_errors():
                 await self._backend.load_state(folder, optimizer=optimizer)
         except ProtocolError as error:
             # Where it lies on the server's disk is not the client's to know.
@@ -159,7 +159,7 @@ class LocalModel(TrainingModel):
         )
 
 
-class ModelMaker:
+class TrainingModelFactory:
     """Makes models over one base model, which it loads. Slow: not for the event loop's thread."""
 
     def __init__(self, model: ModelConfig, threads: int | None) -> None:
@@ -167,19 +167,19 @@ class ModelMaker:
         self._threads = threads
         self.base: PreTrainedModel = load_base(model)
 
-    def make(self, adapter: Adapter) -> tuple[ServedBackend, Adapter]:
+    def make(self, adapter: AdapterSpec) -> tuple[ServedLocalBackend, AdapterSpec]:
         """The backend, and the adapter with the seed it was drawn from."""
         seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
         lora = LoraConfig(rank=adapter.rank, alpha=ALPHA, targets=lora_targets(self.base, adapter))
         config = LocalBackendConfig(lora=lora, threads=self._threads)
         try:
-            backend = ServedBackend(self._model, config, seed=seed, weights=self.base)
+            backend = ServedLocalBackend(self._model, config, seed=seed, weights=self.base)
         except BackendError as error:
             raise ProtocolError(str(error)) from error
         return backend, replace(adapter, seed=seed)
 
 
-def lora_targets(base: PreTrainedModel, adapter: Adapter) -> list[str] | Literal["all-linear"]:
+def lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
     """The linear layers to adapt, by the ends of their names. All of them but the output layer are what PEFT
     calls all-linear."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from instar.protocol.base import Limits, Operations, Outcome, ProtocolError
-from instar.protocol.failures import as_protocol_error
+from instar.protocol.base import OperationResult, OperationScheduler, ProtocolError, ServiceLimits
+from instar.protocol.errors import to_protocol_error
 from instar.types import new_id
 
 SWEEP_EVERY = 5.0
@@ -25,15 +25,15 @@ class _Operation:
     owner: str
     work: Callable[[], Awaitable[Any]] | None
     """None once it is done: what it holds on to is large."""
-    outcome: asyncio.Future[Outcome]
-    lane: _Lane | None
+    outcome: asyncio.Future[OperationResult]
+    queue: _SequenceQueue | None
     seq: int | None
     key: str | None
     kept_until: float = float("inf")
 
 
 @dataclass(eq=False, slots=True)
-class _Lane:
+class _SequenceQueue:
     name: str
     next: int = 1
     """The sequence id that may run."""
@@ -48,17 +48,17 @@ class _Lane:
             self.gap_timer = None
 
 
-class LocalOperations(Operations):
+class LocalOperationScheduler(OperationScheduler):
     """An operation that failed lets the next one of its lane run: clients decide what a failure means.
 
     When a sequence id stays missing, those that wait behind it fail and stay failed; the lane goes on once
     the missing one arrives."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: ServiceLimits | None = None) -> None:
+        self._limits = limits or ServiceLimits()
         self._operations: dict[str, _Operation] = {}
         self._keys: dict[tuple[str, str], _Operation] = {}
-        self._lanes: dict[str, _Lane] = {}
+        self._queues: dict[str, _SequenceQueue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = 0
         self._swept_at = time.monotonic()
@@ -70,20 +70,20 @@ class LocalOperations(Operations):
         owner: str,
         work: Callable[[], Awaitable[Any]],
         *,
-        lane: str | None = None,
+        queue: str | None = None,
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
         self._sweep()
-        if (known := self._known(kind, owner, lane, seq, key)) is not None:
+        if (known := self._known(kind, owner, queue, seq, key)) is not None:
             return known.operation_id
         if self._closed:
             raise ProtocolError("the server is closing", 503, "server")
         if self._open >= self._limits.max_operations:
             raise ProtocolError(f"{self._open} operations wait or run already: try again later", 429)
         place = None
-        if lane is not None and seq is not None:
-            place = self._lanes.setdefault(lane, _Lane(lane))
+        if queue is not None and seq is not None:
+            place = self._queues.setdefault(queue, _SequenceQueue(queue))
         outcome = asyncio.get_running_loop().create_future()
         operation = _Operation(new_id("op"), kind, owner, work, outcome, place, seq, key)
         self._operations[operation.operation_id] = operation
@@ -97,7 +97,7 @@ class LocalOperations(Operations):
             self._advance(place)
         return operation.operation_id
 
-    async def wait(self, operation_id: str, owner: str, timeout: float) -> Outcome | None:
+    async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
         self._sweep()
         operation = self._operations.get(operation_id)
         if operation is None or operation.owner != owner:
@@ -109,79 +109,79 @@ class LocalOperations(Operations):
         operation.kept_until = min(operation.kept_until, time.monotonic() + KEPT_AFTER_DELIVERY)
         return operation.outcome.result()
 
-    def end_lane(self, lane: str) -> None:
-        ended = self._lanes.pop(lane, None)
+    def close_queue(self, queue: str) -> None:
+        ended = self._queues.pop(queue, None)
         if ended is not None:
             ended.stop_waiting()
-            self._fail_waiting(ended, ProtocolError(f"{lane} was ended before this operation ran", 404))
+            self._fail_waiting(ended, ProtocolError(f"{queue} was ended before this operation ran", 404))
 
     async def close(self) -> None:
         self._closed = True
-        for lane in self._lanes.values():
-            lane.stop_waiting()
+        for queue in self._queues.values():
+            queue.stop_waiting()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         closing = ProtocolError("the server is closing", 503, "server")
         for operation in self._operations.values():
-            self._finish(operation, Outcome(error=closing))
+            self._finish(operation, OperationResult(error=closing))
 
     def _known(
-        self, kind: str, owner: str, lane: str | None, seq: int | None, key: str | None
+        self, kind: str, owner: str, queue: str | None, seq: int | None, key: str | None
     ) -> _Operation | None:
         """The operation that this one is a repetition of."""
         found = self._keys.get((owner, key)) if key is not None else None
-        if found is None and lane is not None and seq is not None:
-            found = self._in_lane(lane, seq)
+        if found is None and queue is not None and seq is not None:
+            found = self._find_in_queue(queue, seq)
         if found is not None and (found.kind != kind or found.owner != owner):
-            what = "this idempotency key" if found.key == key else f"sequence id {seq} of {lane}"
+            what = "this idempotency key" if found.key == key else f"sequence id {seq} of {queue}"
             raise ProtocolError(f"{what} belongs to another operation ({found.kind})", 409)
         return found
 
-    def _in_lane(self, lane: str, seq: int) -> _Operation | None:
+    def _find_in_queue(self, queue: str, seq: int) -> _Operation | None:
         if seq < 1:
             raise ProtocolError(f"sequence ids begin with 1; {seq} was given")
-        place = self._lanes.get(lane)
+        place = self._queues.get(queue)
         if place is None:
             return None
         found = place.operations.get(seq)
         if found is None and seq < place.next:
-            raise ProtocolError(f"sequence id {seq} of {lane} was run already; its result has expired", 409)
+            raise ProtocolError(f"sequence id {seq} of {queue} was run already; its result has expired", 409)
         return found
 
     # --- running ---
 
-    def _advance(self, lane: _Lane) -> None:
+    def _advance(self, queue: _SequenceQueue) -> None:
         """Start what may run; wait, but not for ever, for a sequence id that has not arrived."""
-        if lane.running or self._closed:
+        if queue.running or self._closed:
             return
-        while (operation := lane.operations.get(lane.next)) is not None and operation.outcome.done():
+        while (operation := queue.operations.get(queue.next)) is not None and operation.outcome.done():
             if operation.operation_id not in self._operations:
-                del lane.operations[lane.next]
-            lane.next += 1
+                del queue.operations[queue.next]
+            queue.next += 1
         if operation is not None:
-            lane.stop_waiting()
-            lane.running = True
+            queue.stop_waiting()
+            queue.running = True
             self._start(operation)
-        elif lane.gap_timer is None and any(not o.outcome.done() for o in lane.operations.values()):
+        elif queue.gap_timer is None and any(not o.outcome.done() for o in queue.operations.values()):
             loop = asyncio.get_running_loop()
-            lane.gap_timer = loop.call_later(self._limits.sequence_gap, self._gap_stays, lane)
+            queue.gap_timer = loop.call_later(self._limits.sequence_gap_timeout, self._gap_stays, queue)
 
-    def _gap_stays(self, lane: _Lane) -> None:
-        lane.gap_timer = None
+    def _gap_stays(self, queue: _SequenceQueue) -> None:
+        queue.gap_timer = None
         self._fail_waiting(
-            lane,
+            queue,
             ProtocolError(
-                f"not run: sequence id {lane.next} of {lane.name}, which comes before, did not arrive within "
-                f"{self._limits.sequence_gap:g} s"
+                f"not run: sequence id {queue.next} of {queue.name}, which comes before, did not arrive "
+                f"within {self._limits.sequence_gap_timeout:g} s"
             ),
         )
 
-    def _fail_waiting(self, lane: _Lane, error: ProtocolError) -> None:
-        for seq, operation in lane.operations.items():
-            if not (lane.running and seq == lane.next):
-                self._finish(operation, Outcome(error=error))
+    def _fail_waiting(self, queue: _SequenceQueue, error: ProtocolError) -> None:
+        for seq, operation in queue.operations.items():
+            if not (queue.running and seq == queue.next):
+                self._finish(operation, OperationResult(error=error))
 
     def _start(self, operation: _Operation) -> None:
         task = asyncio.create_task(self._run(operation))
@@ -191,15 +191,15 @@ class LocalOperations(Operations):
     async def _run(self, operation: _Operation) -> None:
         assert operation.work is not None
         try:
-            outcome = Outcome(await operation.work())
+            outcome = OperationResult(await operation.work())
         except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits for it must be told
-            outcome = Outcome(error=as_protocol_error(error))
+            outcome = OperationResult(error=to_protocol_error(error))
         self._finish(operation, outcome)
-        if operation.lane is not None:
-            operation.lane.running = False
-            self._advance(operation.lane)
+        if operation.queue is not None:
+            operation.queue.running = False
+            self._advance(operation.queue)
 
-    def _finish(self, operation: _Operation, outcome: Outcome) -> None:
+    def _finish(self, operation: _Operation, outcome: OperationResult) -> None:
         if operation.outcome.done():
             return
         operation.work = None
@@ -216,7 +216,7 @@ class LocalOperations(Operations):
             del self._operations[operation.operation_id]
             if operation.key is not None:
                 self._keys.pop((operation.owner, operation.key), None)
-            lane, seq = operation.lane, operation.seq
+            queue, seq = operation.queue, operation.seq
             # One that failed for a gap stays until the lane has passed its place.
-            if lane is not None and seq is not None and seq < lane.next:
-                lane.operations.pop(seq, None)
+            if queue is not None and seq is not None and seq < queue.next:
+                queue.operations.pop(seq, None)

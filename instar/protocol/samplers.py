@@ -20,23 +20,23 @@ from instar.engines.local.engine import LocalEngine, default_kv_tokens
 from instar.engines.local.model import EngineModel
 from instar.errors import EngineError
 from instar.models import load_tokenizer
-from instar.protocol.base import ProtocolError, Sampled
+from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
-ROOM_WITHIN = 600.0
+ENGINE_WAIT_SECONDS = 600.0
 """Seconds to wait for an engine when all are sampling from other policies."""
 BASE = ""
 """The key of the base model."""
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class _PooledEngine:
     engine: LocalEngine
     users: int = 0
     broken: bool = False
 
 
-class Samplers:
+class SamplerPool:
     """At most ``most`` engines. A policy that no engine has takes the seat of the one unused longest, which
     costs the reading of an adapter. The engines at work divide the memory for keys and values among them; one
     that is at rest keeps what it has until another begins."""
@@ -60,14 +60,14 @@ class Samplers:
         self._kv_tokens = max(context, room)
         self._config = config.model_copy(update={"kv_tokens": self._kv_tokens})
         self._cores: int | None = None
-        self._seats: OrderedDict[str, _Seat] = OrderedDict()
+        self._seats: OrderedDict[str, _PooledEngine] = OrderedDict()
         self._seating = asyncio.Lock()
         self._freed = asyncio.Event()
         self._loads = 0
 
     async def sample(
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
-    ) -> list[Sampled]:
+    ) -> list[SampledSequence]:
         """``key`` names the weights in ``adapter``: other weights, another key. The replies of a seeded
         request are drawn apart, and the first is the one that a request for one would get."""
         ids = self._checked(prompt, lambda ids: check_request(self.info, ids, params))
@@ -106,7 +106,7 @@ class Samplers:
         self._seats.clear()
         await asyncio.gather(*(seat.engine.close() for seat in seats))
 
-    async def _reply(self, engine: LocalEngine, prompt: Ids, params: SamplingParams) -> Sampled:
+    async def _reply(self, engine: LocalEngine, prompt: Ids, params: SamplingParams) -> SampledSequence:
         ids: list[int] = []
         logprobs: list[float] = []
         reason = ""
@@ -115,7 +115,7 @@ class Samplers:
             logprobs.extend(chunk.logprobs)
             reason = chunk.finish_reason or reason
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return Sampled(ids, logprobs, "stop" if reason == "stop" else "length", text)
+        return SampledSequence(ids, logprobs, "stop" if reason == "stop" else "length", text)
 
     @asynccontextmanager
     async def _engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
@@ -129,9 +129,9 @@ class Samplers:
         finally:
             await self._leave(key, seat)
 
-    async def _take(self, key: str, adapter: Path | None) -> _Seat:
+    async def _take(self, key: str, adapter: Path | None) -> _PooledEngine:
         try:
-            async with asyncio.timeout(ROOM_WITHIN):
+            async with asyncio.timeout(ENGINE_WAIT_SECONDS):
                 if key not in self._seats:
                     await self._seat(key, adapter)
         except TimeoutError as error:
@@ -166,7 +166,7 @@ class Samplers:
                     self._freed.clear()
                     await self._freed.wait()
 
-    async def _leave(self, key: str, seat: _Seat) -> None:
+    async def _leave(self, key: str, seat: _PooledEngine) -> None:
         seat.users -= 1
         self._freed.set()
         if seat.broken:
@@ -180,10 +180,10 @@ class Samplers:
     def _has_room(self) -> bool:
         return len(self._seats) < self._most or any(seat.users == 0 for seat in self._seats.values())
 
-    async def _make(self, adapter: Path | None) -> _Seat:
+    async def _make(self, adapter: Path | None) -> _PooledEngine:
         """A new seat, or the one unused longest; with the policy in place."""
         if len(self._seats) < self._most:
-            seat = _Seat(await asyncio.to_thread(self._new_engine))
+            seat = _PooledEngine(await asyncio.to_thread(self._new_engine))
         else:
             seat = self._seats.pop(next(key for key, seat in self._seats.items() if seat.users == 0))
         self._loads += 1

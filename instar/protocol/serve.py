@@ -10,8 +10,8 @@ from typing import Any, Literal
 from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.serve import bind, serve
-from instar.protocol.base import Limits
-from instar.protocol.operations import LocalOperations
+from instar.protocol.base import ServiceLimits
+from instar.protocol.operations import LocalOperationScheduler
 from instar.registry import load_object
 
 ProtocolName = Literal["tinker", "weaver"]
@@ -32,7 +32,7 @@ async def serve_protocol(
     host: str = "127.0.0.1",
     port: int = 0,
     base_model: str | None = None,
-    limits: Limits | None = None,
+    limits: ServiceLimits | None = None,
     threads: int | None = None,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -40,51 +40,55 @@ async def serve_protocol(
     """Until ``stop`` is set, or this is cancelled. ``ready`` is told the address. ``folder`` keeps the
     checkpoints, and what is there already is found again. ``base_model`` is the name that clients ask for.
     Raises ConfigError when the address or the protocol is not to be had."""
-    create_app = _app_of(protocol)
+    create_app = _load_app(protocol)
     try:
         listener = bind(host, port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     try:
-        workshop = await _opened(model, folder, base_model, limits, threads)
+        service = await _start_service(model, folder, base_model, limits, threads)
     except BaseException:
         listener.close()
         raise
-    operations = LocalOperations(workshop.limits)
+    operations = LocalOperationScheduler(service.limits)
     closed = asyncio.Event()
-    app = create_app(workshop, operations, keys)
+    app = create_app(service, operations, keys)
     server = asyncio.create_task(serve(app, listener, stop=closed, grace=GRACE_SECONDS))
     try:
         if ready is not None:
             shown = f"[{host}]" if ":" in host else host
             ready(f"http://{shown}:{listener.getsockname()[1]}")
-        await _first(server, stop or asyncio.Event())
+        await _wait_until_stopped(server, stop or asyncio.Event())
     finally:
         # Those who wait for a result are told, and let the server go.
         await operations.close()
         closed.set()
         await server
-        await workshop.close()
+        await service.close()
 
 
-def _app_of(protocol: str) -> Any:
+def _load_app(protocol: str) -> Any:
     if protocol not in APPS:
         raise ConfigError(f"unknown protocol {protocol!r}; there are {', '.join(APPS)}")
     return load_object(APPS[protocol])
 
 
-async def _opened(
-    model: ModelConfig, folder: Path, base_model: str | None, limits: Limits | None, threads: int | None
+async def _start_service(
+    model: ModelConfig,
+    folder: Path,
+    base_model: str | None,
+    limits: ServiceLimits | None,
+    threads: int | None,
 ) -> Any:
     # Here, for it imports torch.
-    from instar.protocol.workshop import LocalWorkshop
+    from instar.protocol.service import LocalTrainingService
 
-    workshop = LocalWorkshop(model, folder, base_model=base_model, limits=limits, threads=threads)
-    await workshop.start()
-    return workshop
+    service = LocalTrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)
+    await service.start()
+    return service
 
 
-async def _first(server: asyncio.Task[None], stop: asyncio.Event) -> None:
+async def _wait_until_stopped(server: asyncio.Task[None], stop: asyncio.Event) -> None:
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from instar.config import DistributionConfig
-from instar.simulate.sessions import Session
+from instar.simulate.sessions import SimulatedSession
 
 
-class Speed:
+class EngineSpeed:
     """Tokens per second of one engine by the number of replies at once: straight lines between the points
     given, through the origin before the first, level after the last."""
 
@@ -38,14 +38,14 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """What is to be done, and how long each piece of it takes."""
 
-    sessions: Sequence[Session]
+    sessions: Sequence[SimulatedSession]
     """Played in this order, over again when they run out."""
     latency: DistributionConfig
     """Of a call that has its engine for itself."""
-    speed: Speed
+    speed: EngineSpeed
     train_base: float
     train_per_token: float
     publish: DistributionConfig
@@ -57,13 +57,13 @@ class Work:
     crashes_per_hour: float = 0.0
     restart: float = 60.0
 
-    def crowded(self, calls: float) -> float:
+    def latency_factor(self, calls: float) -> float:
         """How many times longer the latency is with so many calls at an engine."""
         return 1 + self.crowding * max(0.0, calls - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Plant:
+class ClusterSpec:
     """What does it, and by which rules."""
 
     engines: int
@@ -85,17 +85,17 @@ class Plant:
     versions_per_token: bool = True
     """Whether a reply goes on under a policy that is loaded meanwhile; else it ends under the one that it
     began with."""
-    live_groups_of: Callable[[int], int] | None = None
+    live_groups: Callable[[int], int] | None = None
     """How many groups of the first so many steps agents are run for. Default: all, there is no exported
     data."""
 
-    def live_groups(self, steps: int) -> int:
+    def count_live_groups(self, steps: int) -> int:
         """Of the first so many steps."""
-        return steps * self.groups_per_step if self.live_groups_of is None else self.live_groups_of(steps)
+        return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     seconds: float = 0.0
     steps: int = 0
     samples: int = 0

@@ -9,8 +9,8 @@ import numpy as np
 
 from instar.config import DistributionConfig
 from instar.errors import ConfigError
-from instar.simulate.base import Speed, Work
-from instar.simulate.sessions import Session, Turn
+from instar.simulate.base import EngineSpeed, Workload
+from instar.simulate.sessions import SimulatedSession, SimulatedTurn
 from instar.store.base import Store
 from instar.types import Call, Channel, Json, Link, SessionStatus
 from instar.types import Session as Recorded
@@ -23,10 +23,10 @@ WARM_UP = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class CallTiming:
     """One call: when it was asked, began and ended, and its tokens."""
 
-    asked: float
+    sent: float
     began: float
     ended: float
     tokens: int
@@ -34,20 +34,20 @@ class Timed:
 
 async def measure(
     store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
-) -> Work:
+) -> Workload:
     """The work of a run: its sessions as they were, and fits to the speed of its ``engines`` and to the
     time of its steps. ``records`` are its training steps in metrics.jsonl."""
     rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MOST_SESSIONS)
     ended = [
         row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
     ]
-    sessions: list[Session] = []
-    timed: list[Timed] = []
+    sessions: list[SimulatedSession] = []
+    timed: list[CallTiming] = []
     for session in ended:
         calls = [call for call in await store.calls(session.session_id) if len(call.sampled_ids)]
         timed += [_timed(call) for call in calls]
         if calls and session.status is SessionStatus.COMPLETED:
-            sessions.append(session_of(session, calls))
+            sessions.append(to_simulated_session(session, calls))
     if not sessions or not records:
         raise ConfigError(
             f"run {run_id}: nothing to measure, it has no completed session or no training step"
@@ -57,7 +57,7 @@ async def measure(
     latency, crowding = fit_latency(timed, engines)
     published = [max(0.0, r["step_seconds"] - r["train_seconds"]) for r in _warm(records)]
     groups = sum(record.get("groups", 0) for record in records)
-    return Work(
+    return Workload(
         sessions=sessions,
         latency=latency,
         crowding=crowding,
@@ -70,20 +70,20 @@ async def measure(
     )
 
 
-def with_sessions(work: Work, sessions: Sequence[Session]) -> Work:
+def with_sessions(work: Workload, sessions: Sequence[SimulatedSession]) -> Workload:
     return replace(work, sessions=sessions)
 
 
-def session_of(session: Recorded, calls: Sequence[Call]) -> Session:
+def to_simulated_session(session: Recorded, calls: Sequence[Call]) -> SimulatedSession:
     """Calls that ran side by side are told apart only by what they waited for, which was nothing. A call that
     does not go on where another ended, or where one goes on already, begins a sample of its own."""
     after = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
-    return Session(
+    return SimulatedSession(
         tuple(
-            Turn(
+            SimulatedTurn(
                 prompt=added,
                 generated=len(call.sampled_ids),
-                tool=max(0.0, until - call.ended_at),
+                tool_seconds=max(0.0, until - call.ended_at),
             )
             for call, added, until in zip(calls, _added(calls), after, strict=True)
         ),
@@ -101,9 +101,9 @@ def _added(calls: Sequence[Call]) -> list[int]:
     return added
 
 
-def _timed(call: Call) -> Timed:
+def _timed(call: Call) -> CallTiming:
     began = call.first_token_at if call.first_token_at is not None else call.started_at
-    return Timed(call.started_at, began, call.ended_at, len(call.sampled_ids))
+    return CallTiming(call.started_at, began, call.ended_at, len(call.sampled_ids))
 
 
 def _empirical(values: Sequence[float]) -> DistributionConfig:
@@ -140,13 +140,13 @@ def _computed(record: Json) -> float:
     return float(record.get("distinct_tokens", record.get("sequence_tokens", 0)))
 
 
-def fit_speed(calls: Sequence[Timed], engines: int, max_batch: int) -> Speed:
+def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
     """A token takes an engine c + d · (replies at once - 1) seconds: fitted over all calls, each with the
     mean number that it shared its engine with."""
     used = [call for call in calls if call.tokens > 1 and call.ended > call.began]
     if not used:
-        whole = [call for call in calls if call.ended > call.asked] or [Timed(0.0, 0.0, 1.0, 1)]
-        used = [replace(call, began=call.asked) for call in whole]
+        whole = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
+        used = [replace(call, began=call.sent) for call in whole]
     spans = np.array([(call.began, call.ended) for call in used])
     shared = _shared(spans, spans) / engines
     tokens = np.array([max(1, call.tokens - 1) for call in used], float)
@@ -159,15 +159,15 @@ def fit_speed(calls: Sequence[Timed], engines: int, max_batch: int) -> Speed:
         each, more = float(seconds.sum() / tokens.sum()), 0.0
         # No slower in company than alone, as far as was seen.
     sizes = [size for power in range(16) if (size := 2**power) < max_batch] + [max_batch]
-    return Speed({size: size / (each + more * (size - 1)) for size in sizes})
+    return EngineSpeed({size: size / (each + more * (size - 1)) for size in sizes})
 
 
-def fit_latency(calls: Sequence[Timed], engines: int) -> tuple[DistributionConfig, float]:
+def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
     """(latencies as if each call had its engine for itself, how much a further call there adds): fitted over
     all calls, each with the mean number that were under way while it waited."""
-    seconds = np.array([max(0.0, call.began - call.asked) for call in calls])
-    within = np.array([(call.asked, call.began) for call in calls])
-    under_way = _shared(np.array([(call.asked, call.ended) for call in calls]), within) / engines
+    seconds = np.array([max(0.0, call.began - call.sent) for call in calls])
+    within = np.array([(call.sent, call.began) for call in calls])
+    under_way = _shared(np.array([(call.sent, call.ended) for call in calls]), within) / engines
     beside = np.maximum(0.0, under_way - 1)
     crowding = 0.0
     if beside.std() > 0:

@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from instar.simulate.base import Outcome, Plant, Work
-from instar.simulate.engines import Clock, Pool, Request, Server
-from instar.simulate.sessions import Session, drawn_from
+from instar.simulate.base import ClusterSpec, SimulationResult, Workload
+from instar.simulate.engines import SimulatedEngine, SimulatedPool, SimulatedRequest, VirtualClock
+from instar.simulate.sessions import SimulatedSession, make_draw
 
-NOTICE = 0.03
+POLL_DELAY = 0.03
 """Seconds, on average, until rollout and trainer notice what the other one did: each looks every 0.05 s."""
-HOPELESS = 8
+MAX_FAILED_GROUPS = 8
 """As `rollout/runner`: groups in a row that may fail as a whole."""
-LONGEST = 1000 * 3600.0
+MAX_VIRTUAL_SECONDS = 1000 * 3600.0
 """Virtual seconds after which a simulation is given up."""
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SimulatedGroup:
     index: int
     left: int
     """Slots without a final session."""
@@ -38,11 +38,11 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class SessionAttempt:
     """A session under way."""
 
-    group: Group
-    session: Session
+    group: SimulatedGroup
+    session: SimulatedSession
     turn: int = 0
     version: int = -1
     """Of its first token."""
@@ -53,21 +53,21 @@ class Attempt:
     """The turn in which it fails."""
     refills: int = 0
     retries: int = 0
-    server: Server | None = None
-    request: Request | None = None
+    server: SimulatedEngine | None = None
+    request: SimulatedRequest | None = None
     over: bool = False
 
 
-class Pipeline:
-    def __init__(self, work: Work, plant: Plant, seed: int = 0) -> None:
-        self.work = work
+class PipelineSimulation:
+    def __init__(self, work: Workload, plant: ClusterSpec, seed: int = 0) -> None:
+        self.workload = work
         self.plant = plant
         self.rng = random.Random(seed)
-        self.clock = Clock()
-        self.pool = Pool(self.clock, plant.engines, plant.max_batch, work.speed)
-        self.latency = drawn_from(work.latency, self.rng)
-        self.publish = drawn_from(work.publish, self.rng)
-        self.outcome = Outcome()
+        self.clock = VirtualClock()
+        self.pool = SimulatedPool(self.clock, plant.engines, plant.max_batch, work.speed)
+        self.latency = make_draw(work.latency, self.rng)
+        self.publish = make_draw(work.publish, self.rng)
+        self.result = SimulationResult()
         self.version = 0
         """What the engines serve."""
         self.done = 0
@@ -76,7 +76,7 @@ class Pipeline:
         """Steps begun."""
         self.started = self.open = 0
         """Groups: all, and those with slots left."""
-        self.ready: list[Group] = []
+        self.ready: list[SimulatedGroup] = []
         self.training = False
         self.hopeless = 0
         """Groups in a row of which every session failed."""
@@ -93,37 +93,37 @@ class Pipeline:
         self._flight_at = 0.0
         self._admitting = self._batching = False
 
-    def run(self, tell: Callable[[int], None] | None = None) -> Outcome:
+    def run(self, on_step: Callable[[int], None] | None = None) -> SimulationResult:
         """Until the steps are trained. ``tell`` is called with their number now and then."""
-        for server in self.pool.servers:
+        for server in self.pool.engines:
             self._next_crash(server)
         self._admit()
         self._look_for_batch()
         told = 0
-        while self.done < self.plant.steps and self.clock.now < LONGEST:
-            if self._stuck() or self.hopeless >= HOPELESS or not self.clock.step():
+        while self.done < self.plant.steps and self.clock.now < MAX_VIRTUAL_SECONDS:
+            if self._stuck() or self.hopeless >= MAX_FAILED_GROUPS or not self.clock.step():
                 break
-            if tell is not None and self.done > told:
+            if on_step is not None and self.done > told:
                 told = self.done
-                tell(told)
+                on_step(told)
         return self._finish()
 
     def _stuck(self) -> bool:
         """Whether nothing is under way: crashes of idle engines would keep the clock going for ever."""
         return not (self.training or self.open or self._admitting or self._batching)
 
-    def _finish(self) -> Outcome:
-        result, plant = self.outcome, self.plant
-        self.pool.settle_all()
+    def _finish(self) -> SimulationResult:
+        result, plant = self.result, self.plant
+        self.pool.update_all()
         self._count_flight(0)
         seconds = max(self.clock.now, 1e-9)
         result.seconds = seconds
         result.steps = self.done
         result.finished = self.done >= plant.steps
-        result.given_up = self.hopeless >= HOPELESS
-        result.generated = round(sum(server.tokens for server in self.pool.servers))
-        result.engines_idle = 1 - sum(s.busy for s in self.pool.servers) / (seconds * plant.engines)
-        best = self.work.speed(plant.max_batch) * plant.engines
+        result.given_up = self.hopeless >= MAX_FAILED_GROUPS
+        result.generated = round(sum(server.tokens for server in self.pool.engines))
+        result.engines_idle = 1 - sum(s.busy_seconds for s in self.pool.engines) / (seconds * plant.engines)
+        best = self.workload.speed(plant.max_batch) * plant.engines
         result.engines_used = result.generated / (seconds * best)
         result.trainer_idle = 1 - self.trained_seconds / seconds
         result.in_flight = self._flight / seconds
@@ -135,22 +135,24 @@ class Pipeline:
         """Rollout looks again."""
         if not self._admitting:
             self._admitting = True
-            self.clock.after(NOTICE, self._noticed)
+            self.clock.after(POLL_DELAY, self._noticed)
 
     def _noticed(self) -> None:
         self._admitting = False
         self._admit()
 
     def _room(self) -> int:
-        plant = self.plant
-        in_steps = plant.live_groups(self.claimed)
+        cluster = self.plant
+        in_steps = cluster.count_live_groups(self.claimed)
         made_up = max(0, self.started - self.open - len(self.ready) - in_steps)
-        wanted = plant.live_groups(min(self.done + plant.max_staleness + 1, plant.steps)) + made_up
+        wanted = (
+            cluster.count_live_groups(min(self.done + cluster.max_staleness + 1, cluster.steps)) + made_up
+        )
         return max(0, wanted - self.started)
 
     def _admit(self) -> None:
         while self.unfinished < self.plant.concurrency and self._room():
-            group = Group(self.started, self.plant.group_size)
+            group = SimulatedGroup(self.started, self.plant.group_size)
             self.started += 1
             self.open += 1
             self.unfinished += group.left
@@ -159,59 +161,59 @@ class Pipeline:
 
     # --- sessions ----------------------------------------------------------------------------------
 
-    def _fresh(self, group: Group, refills: int = 0, retries: int = 0) -> Attempt:
-        sessions = self.work.sessions
+    def _fresh(self, group: SimulatedGroup, refills: int = 0, retries: int = 0) -> SessionAttempt:
+        sessions = self.workload.sessions
         session = sessions[self._played % len(sessions)]
         self._played += 1
-        attempt = Attempt(group, session, refills=refills, retries=retries)
-        if self.work.failures and self.rng.random() < self.work.failures:
+        attempt = SessionAttempt(group, session, refills=refills, retries=retries)
+        if self.workload.failures and self.rng.random() < self.workload.failures:
             attempt.fails_at = self.rng.randrange(len(session.turns))
         return attempt
 
-    def _enqueue(self, attempt: Attempt) -> None:
+    def _enqueue(self, attempt: SessionAttempt) -> None:
         """Run it as soon as fewer than `concurrency` do."""
         if self.playing < self.plant.concurrency:
             self._play(attempt)
         else:
             self.queue.append(lambda: self._play(attempt))
 
-    def _play(self, attempt: Attempt) -> None:
+    def _play(self, attempt: SessionAttempt) -> None:
         self._count_flight(1)
         self.clock.after(self.plant.timeout, lambda: self._out_of_time(attempt))
         self.clock.after(attempt.session.start, lambda: self._call(attempt))
 
-    def _call(self, attempt: Attempt) -> None:
+    def _call(self, attempt: SessionAttempt) -> None:
         if attempt.over:
             return
-        request = attempt.request = Request(
-            attempt.session.turns[attempt.turn].later,
-            began=lambda: self._began(attempt),
-            done=lambda: self._replied(attempt, request),
-            lost=lambda: self._lost(attempt),
+        request = attempt.request = SimulatedRequest(
+            attempt.session.turns[attempt.turn].tokens_after_first,
+            on_begin=lambda: self._began(attempt),
+            on_done=lambda: self._replied(attempt, request),
+            on_crash=lambda: self._lost(attempt),
         )
         self.calling += 1
-        crowded = self.work.crowded(self.calling / self.plant.engines)
+        crowded = self.workload.latency_factor(self.calling / self.plant.engines)
         self.clock.after(self.latency() * crowded, lambda: self._send(attempt, request))
 
-    def _send(self, attempt: Attempt, request: Request) -> None:
+    def _send(self, attempt: SessionAttempt, request: SimulatedRequest) -> None:
         if not attempt.over:
             self.pool.send(request, attempt.server)
 
-    def _began(self, attempt: Attempt) -> None:
+    def _began(self, attempt: SessionAttempt) -> None:
         attempt.newest = self.version
         if attempt.version < 0:
             attempt.version = self.version
 
-    def _replied(self, attempt: Attempt, request: Request) -> None:
+    def _replied(self, attempt: SessionAttempt, request: SimulatedRequest) -> None:
         attempt.replies += 1
-        attempt.server = request.server
+        attempt.server = request.engine
         if self.plant.versions_per_token:
             attempt.newest = self.version
         self._hang_up(attempt)
-        tool = attempt.session.turns[attempt.turn].tool
+        tool = attempt.session.turns[attempt.turn].tool_seconds
         self.clock.after(tool, lambda: self._next_turn(attempt))
 
-    def _next_turn(self, attempt: Attempt) -> None:
+    def _next_turn(self, attempt: SessionAttempt) -> None:
         if attempt.over:
             return
         if attempt.turn == attempt.fails_at:
@@ -224,7 +226,7 @@ class Pipeline:
             self._end(attempt)
             self._settle(attempt, sample=True)
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: SessionAttempt) -> None:
         """It makes room for another one."""
         attempt.over = True
         self._hang_up(attempt)
@@ -232,29 +234,29 @@ class Pipeline:
         if self.queue:
             self.queue.popleft()()
 
-    def _hang_up(self, attempt: Attempt) -> None:
+    def _hang_up(self, attempt: SessionAttempt) -> None:
         if attempt.request is not None:
             attempt.request = None
             self.calling -= 1
 
-    def _out_of_time(self, attempt: Attempt) -> None:
+    def _out_of_time(self, attempt: SessionAttempt) -> None:
         if attempt.over:
             return
         if attempt.request is not None:
             self.pool.cancel(attempt.request)
         self._failed(attempt)
 
-    def _failed(self, attempt: Attempt) -> None:
+    def _failed(self, attempt: SessionAttempt) -> None:
         self._end(attempt)
         plant = self.plant
         if plant.group_policy == "refill" and attempt.refills < plant.refills:
-            self.outcome.dropped["superseded"] += 1
+            self.result.dropped["superseded"] += 1
             self._enqueue(self._fresh(attempt.group, attempt.refills + 1, attempt.retries))
             return
         attempt.group.failed += 1
         self._settle(attempt, sample=plant.failed_counts and attempt.replies > 0)
 
-    def _lost(self, attempt: Attempt) -> None:
+    def _lost(self, attempt: SessionAttempt) -> None:
         """A transient fault: the same session again, some times."""
         if attempt.over:
             return
@@ -262,12 +264,14 @@ class Pipeline:
             self._failed(attempt)
             return
         self._end(attempt)
-        self.outcome.dropped["abandoned"] += 1
-        again = Attempt(attempt.group, attempt.session, refills=attempt.refills, retries=attempt.retries + 1)
+        self.result.dropped["abandoned"] += 1
+        again = SessionAttempt(
+            attempt.group, attempt.session, refills=attempt.refills, retries=attempt.retries + 1
+        )
         again.fails_at = attempt.fails_at
         self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(again))
 
-    def _settle(self, attempt: Attempt, *, sample: bool) -> None:
+    def _settle(self, attempt: SessionAttempt, *, sample: bool) -> None:
         """A slot has its final session."""
         group = attempt.group
         self.unfinished -= 1
@@ -275,23 +279,23 @@ class Pipeline:
         if sample:
             group.stamps.append(attempt.version)
             group.lowest.append(attempt.newest if self.plant.masks_stale else attempt.version)
-            group.tokens.append(attempt.session.tokens_of(attempt.replies))
+            group.tokens.append(attempt.session.count_tokens(attempt.replies))
         else:
-            self.outcome.dropped["failed"] += 1
+            self.result.dropped["failed"] += 1
         if group.left == 0:
             self._close(group)
         self._notice()
 
-    def _close(self, group: Group) -> None:
+    def _close(self, group: SimulatedGroup) -> None:
         self.open -= 1
         self._note_failed(group)
         if group.failed and self.plant.group_policy == "drop":
-            self.outcome.dropped["session_failed"] += len(group.stamps)
+            self.result.dropped["session_failed"] += len(group.stamps)
         else:
             self.ready.append(group)
             self._look_for_batch()
 
-    def _note_failed(self, group: Group) -> None:
+    def _note_failed(self, group: SimulatedGroup) -> None:
         """A run that cannot come to anything is stopped."""
         if group.failed < self.plant.group_size:
             self.hopeless = 0
@@ -303,47 +307,48 @@ class Pipeline:
     def _look_for_batch(self) -> None:
         if not self.training and not self._batching:
             self._batching = True
-            self.clock.after(NOTICE, self._batch)
+            self.clock.after(POLL_DELAY, self._batch)
 
     def _batch(self) -> None:
         self._batching = False
         oldest = self.version - self.plant.max_staleness
-        fresh: list[Group] = []
+        fresh: list[SimulatedGroup] = []
         for group in self.ready:
             if group.lowest and max(group.lowest) < oldest:
-                self.outcome.dropped["stale"] += len(group.lowest)
+                self.result.dropped["stale"] += len(group.lowest)
             else:
                 fresh.append(group)
         if len(fresh) < len(self.ready):
             self._notice()
         fresh.sort(key=lambda group: group.index)
         self.ready = fresh
-        wanted = self.plant.live_groups(self.claimed + 1) - self.plant.live_groups(self.claimed)
+        wanted = self.plant.count_live_groups(self.claimed + 1) - self.plant.count_live_groups(self.claimed)
         if len(fresh) >= wanted and self.claimed < self.plant.steps:
             self.ready = fresh[wanted:]
             self._train(fresh[:wanted], oldest)
 
-    def _train(self, groups: list[Group], oldest: int) -> None:
+    def _train(self, groups: list[SimulatedGroup], oldest: int) -> None:
         self.claimed += 1
         self.training = True
         tokens = self._train_data(self.plant.groups_per_step - len(groups))
         for group in groups:
             if not self._teaches():
-                self.outcome.dropped["zero_signal"] += len(group.stamps)
+                self.result.dropped["zero_signal"] += len(group.stamps)
                 continue
             for lowest, stamp, size in zip(group.lowest, group.stamps, group.tokens, strict=True):
                 if lowest < oldest:
-                    self.outcome.dropped["stale"] += 1
+                    self.result.dropped["stale"] += 1
                     continue
                 tokens += size
-                self.outcome.samples += 1
-                self.outcome.staleness[self.version - max(stamp, oldest)] += 1
-        seconds = self.work.train_base + self.work.train_per_token * tokens
+                self.result.samples += 1
+                self.result.staleness[self.version - max(stamp, oldest)] += 1
+        seconds = self.workload.train_base + self.workload.train_per_token * tokens
         publish = self.publish()
         self.trained_seconds += seconds + publish
-        if self.work.pause:
+        if self.workload.pause:
             self.clock.after(
-                seconds + max(0.0, publish - self.work.pause), lambda: self.pool.pause(self.work.pause)
+                seconds + max(0.0, publish - self.workload.pause),
+                lambda: self.pool.pause(self.workload.pause),
             )
         self.clock.after(seconds + publish, self._served)
 
@@ -351,13 +356,13 @@ class Pipeline:
         """So many groups of exported data; returns their tokens. They are like the live ones, but none of
         their sessions has failed, and none is too old."""
         samples = self.plant.group_size * sum(self._teaches() for _ in range(groups))
-        self.outcome.samples += samples
-        self.outcome.data_samples += samples
+        self.result.samples += samples
+        self.result.data_samples += samples
         return samples * self._data_tokens
 
     def _teaches(self) -> bool:
         """Whether a group has signal."""
-        return not self.work.zero_signal or self.rng.random() >= self.work.zero_signal
+        return not self.workload.zero_signal or self.rng.random() >= self.workload.zero_signal
 
     def _served(self) -> None:
         self.version += 1
@@ -368,15 +373,15 @@ class Pipeline:
 
     # --- the rest ----------------------------------------------------------------------------------
 
-    def _next_crash(self, server: Server) -> None:
-        if self.work.crashes_per_hour:
+    def _next_crash(self, server: SimulatedEngine) -> None:
+        if self.workload.crashes_per_hour:
             self.clock.after(
-                self.rng.expovariate(self.work.crashes_per_hour / 3600), lambda: self._crash(server)
+                self.rng.expovariate(self.workload.crashes_per_hour / 3600), lambda: self._crash(server)
             )
 
-    def _crash(self, server: Server) -> None:
-        self.outcome.crashes += 1
-        self.pool.crash(server, self.work.restart)
+    def _crash(self, server: SimulatedEngine) -> None:
+        self.result.crashes += 1
+        self.pool.crash(server, self.workload.restart)
         self._next_crash(server)
 
     def _count_flight(self, change: int) -> None:
@@ -386,6 +391,6 @@ class Pipeline:
 
 
 def simulate(
-    work: Work, plant: Plant, *, seed: int = 0, tell: Callable[[int], None] | None = None
-) -> Outcome:
-    return Pipeline(work, plant, seed).run(tell)
+    workload: Workload, cluster: ClusterSpec, *, seed: int = 0, on_step: Callable[[int], None] | None = None
+) -> SimulationResult:
+    return PipelineSimulation(workload, cluster, seed).run(on_step)

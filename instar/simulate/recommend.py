@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from instar.simulate.base import Outcome, Plant, Work
+from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.pipeline import simulate
 
 GOOD_ENOUGH = 0.95
@@ -19,60 +19,60 @@ STEPS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class SimulationTrial:
     engines: int
     max_staleness: int
-    outcome: Outcome
+    result: SimulationResult
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Recommendation:
     engines: int
     max_staleness: int
-    why: str
-    tried: tuple[Tried, ...]
+    reason: str
+    trials: tuple[SimulationTrial, ...]
 
 
 def recommend(
-    work: Work,
-    plant: Plant,
+    workload: Workload,
+    cluster: ClusterSpec,
     *,
     most_engines: int,
     most_staleness: int,
     sync: bool = False,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Advice | None:
+    on_trial: Callable[[str], None] = lambda _: None,
+) -> Recommendation | None:
     """Staleness first, with engines enough; then engines, with that staleness; then staleness again, with
     those engines. ``sync`` mode has no staleness to choose. None: nothing is trained, whatever is tried."""
-    brief = replace(plant, steps=min(plant.steps, max(STEPS, 3 * (most_staleness + 1))))
-    tried: dict[tuple[int, int], Tried] = {}
+    brief = replace(cluster, steps=min(cluster.steps, max(STEPS, 3 * (most_staleness + 1))))
+    tried: dict[tuple[int, int], SimulationTrial] = {}
 
-    def attempt(engines: int, staleness: int) -> Tried:
+    def attempt(engines: int, staleness: int) -> SimulationTrial:
         found = tried.get((engines, staleness))
         if found is None:
-            tell(f"{engines} engines, max_staleness {staleness}")
-            outcome = simulate(work, replace(brief, engines=engines, max_staleness=staleness), seed=seed)
-            found = tried[engines, staleness] = Tried(engines, staleness, outcome)
+            on_trial(f"{engines} engines, max_staleness {staleness}")
+            outcome = simulate(workload, replace(brief, engines=engines, max_staleness=staleness), seed=seed)
+            found = tried[engines, staleness] = SimulationTrial(engines, staleness, outcome)
         return found
 
-    def staleness_for(engines: int) -> Tried:
+    def staleness_for(engines: int) -> SimulationTrial:
         if sync:
             return attempt(engines, 0)
         return _least([attempt(engines, k) for k in _doubling(0, most_staleness)], "max_staleness")
 
-    counts = sorted({*_doubling(1, most_engines), plant.engines})
+    counts = sorted({*_doubling(1, most_engines), cluster.engines})
     ahead = staleness_for(counts[-1]).max_staleness
     fitting = _least([attempt(count, ahead) for count in counts], "engines")
     chosen = staleness_for(fitting.engines)
-    attempt(plant.engines, plant.max_staleness)
+    attempt(cluster.engines, cluster.max_staleness)
     if not _best(list(tried.values())):
         return None
-    return Advice(
+    return Recommendation(
         engines=chosen.engines,
         max_staleness=chosen.max_staleness,
-        why=_why(chosen, plant, list(tried.values())),
-        tried=tuple(sorted(tried.values(), key=lambda one: (one.engines, one.max_staleness))),
+        reason=_why(chosen, cluster, list(tried.values())),
+        trials=tuple(sorted(tried.values(), key=lambda one: (one.engines, one.max_staleness))),
     )
 
 
@@ -85,23 +85,23 @@ def _doubling(first: int, most: int) -> list[int]:
     return sorted({*values, most})
 
 
-def _least(tried: Sequence[Tried], by: str) -> Tried:
+def _least(tried: Sequence[SimulationTrial], by: str) -> SimulationTrial:
     """The smallest that is good enough: near the best throughput, and losing little to staleness unless that
     would cost half of it."""
     best = _best(tried)
-    frugal = [one for one in tried if one.outcome.dropped_share <= MOST_DROPPED]
+    frugal = [one for one in tried if one.result.dropped_share <= MOST_DROPPED]
     if frugal and _best(frugal) >= WORTH_KEEPING * best:
         tried, best = frugal, _best(frugal)
-    good = [one for one in tried if one.outcome.samples_per_hour >= GOOD_ENOUGH * best]
+    good = [one for one in tried if one.result.samples_per_hour >= GOOD_ENOUGH * best]
     return min(good, key=lambda one: getattr(one, by))
 
 
-def _best(tried: Sequence[Tried]) -> float:
-    return max((one.outcome.samples_per_hour for one in tried), default=0.0)
+def _best(tried: Sequence[SimulationTrial]) -> float:
+    return max((one.result.samples_per_hour for one in tried), default=0.0)
 
 
-def _why(chosen: Tried, plant: Plant, tried: Sequence[Tried]) -> str:
-    outcome = chosen.outcome
+def _why(chosen: SimulationTrial, plant: ClusterSpec, tried: Sequence[SimulationTrial]) -> str:
+    outcome = chosen.result
     best = _best(tried)
     parts = [
         f"{outcome.samples_per_hour / best:.0%} of the best found, "
@@ -110,8 +110,8 @@ def _why(chosen: Tried, plant: Plant, tried: Sequence[Tried]) -> str:
     now = next(
         (o for o in tried if (o.engines, o.max_staleness) == (plant.engines, plant.max_staleness)), None
     )
-    if now is not None and now is not chosen and now.outcome.samples_per_hour:
-        change = outcome.samples_per_hour / now.outcome.samples_per_hour
+    if now is not None and now is not chosen and now.result.samples_per_hour:
+        change = outcome.samples_per_hour / now.result.samples_per_hour
         parts.append(f"{change:.2f} times what the settings given get")
     if outcome.trainer_idle < 0.1:
         parts.append("the trainer is the limit: it is busy all the time, so more engines would not help")

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple, cast
 from instar.config import DistributionConfig, SimulateConfig
 from instar.errors import ConfigError
 
-Drawn = Callable[[], float]
+DrawValue = Callable[[], float]
 
 
-class Turn(NamedTuple):
+class SimulatedTurn(NamedTuple):
     prompt: int
     """Tokens that the call's prompt adds to what is trained on; all of it where a session branches, for what
     goes before is in both samples then."""
     generated: int
-    tool: float
+    tool_seconds: float
     """Seconds until the next call, or the session's end."""
 
     @property
-    def later(self) -> int:
+    def tokens_after_first(self) -> int:
         """Tokens behind the first, which is there when the call's latency is over."""
         return max(0, self.generated - 1)
 
@@ -36,8 +36,8 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    turns: tuple[Turn, ...]
+class SimulatedSession:
+    turns: tuple[SimulatedTurn, ...]
     start: float = 0.0
     """Seconds before the first call."""
 
@@ -46,20 +46,20 @@ class Session:
         return sum(turn.generated for turn in self.turns)
 
     @property
-    def waits(self) -> float:
-        return self.start + sum(turn.tool for turn in self.turns)
+    def wait_seconds(self) -> float:
+        return self.start + sum(turn.tool_seconds for turn in self.turns)
 
     @property
     def tokens(self) -> int:
         """Of its samples: prompts and replies."""
-        return self.tokens_of(len(self.turns))
+        return self.count_tokens(len(self.turns))
 
-    def tokens_of(self, replies: int) -> int:
+    def count_tokens(self, replies: int) -> int:
         """When it has ended after so many of them."""
         return sum(turn.tokens for turn in self.turns[:replies])
 
 
-def drawn_from(config: DistributionConfig, rng: random.Random) -> Drawn:
+def make_draw(config: DistributionConfig, rng: random.Random) -> DrawValue:
     """Draws from the distribution, one value a call."""
     if config.value is not None:
         value = config.value
@@ -72,7 +72,7 @@ def drawn_from(config: DistributionConfig, rng: random.Random) -> Drawn:
     return lambda: min(most, rng.lognormvariate(mu, sigma))
 
 
-def mean_of(config: DistributionConfig) -> float:
+def distribution_mean(config: DistributionConfig) -> float:
     if config.value is not None:
         return config.value
     if config.values is not None:
@@ -89,16 +89,16 @@ def mean_of(config: DistributionConfig) -> float:
     return whole * below(math.log(most) - sigma**2) + most * (1 - below(math.log(most)))
 
 
-def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[Session]:
+def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[SimulatedSession]:
     """Sessions whose every turn is drawn for itself."""
     turns, prompt, generated, tool, start = (
-        drawn_from(given, rng)
+        make_draw(given, rng)
         for given in (config.turns, config.prompt, config.generated, config.tool, config.start)
     )
     return [
-        Session(
+        SimulatedSession(
             tuple(
-                Turn(round(prompt()), max(1, round(generated())), tool())
+                SimulatedTurn(round(prompt()), max(1, round(generated())), tool())
                 for _ in range(max(1, round(turns())))
             ),
             start(),
@@ -107,7 +107,7 @@ def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> lis
     ]
 
 
-def read_workload(path: Path) -> list[Session]:
+def read_workload(path: Path) -> list[SimulatedSession]:
     """The sessions of a workload file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -121,24 +121,26 @@ def read_workload(path: Path) -> list[Session]:
     return sessions
 
 
-def _parse(line: str, where: str) -> Session:
+def _parse(line: str, where: str) -> SimulatedSession:
     try:
         given: Any = json.loads(line)
         turns = cast(Sequence[Sequence[float]], given["turns"])
-        session = Session(
-            tuple(Turn(int(prompt), int(generated), float(tool)) for prompt, generated, tool in turns),
+        session = SimulatedSession(
+            tuple(
+                SimulatedTurn(int(prompt), int(generated), float(tool)) for prompt, generated, tool in turns
+            ),
             float(given.get("start", 0.0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f'{where}: expected {{"turns": [[prompt, generated, tool], ...]}}') from error
-    if not session.turns or any(t.prompt < 0 or t.generated < 1 or t.tool < 0 for t in session.turns):
+    if not session.turns or any(t.prompt < 0 or t.generated < 1 or t.tool_seconds < 0 for t in session.turns):
         raise ConfigError(f"{where}: a session has turns, each of 1 token or more, and no negative number")
     return session
 
 
-def write_workload(path: Path, sessions: Sequence[Session]) -> None:
+def write_workload(path: Path, sessions: Sequence[SimulatedSession]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for session in sessions:
-            turns = [[turn.prompt, turn.generated, round(turn.tool, 4)] for turn in session.turns]
+            turns = [[turn.prompt, turn.generated, round(turn.tool_seconds, 4)] for turn in session.turns]
             start = {"start": round(session.start, 4)} if session.start else {}
             file.write(json.dumps({**start, "turns": turns}, separators=(",", ":")) + "\n")

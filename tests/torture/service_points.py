@@ -10,9 +10,9 @@ BACKENDS = {
     "weaver": "instar.backends.weaver:WeaverBackend",
 }
 SENT = {
-    "tinker": Point("instar.clouds.tinker_training:TrainingSession.send"),
-    "mint": Point("instar.clouds.tinker_training:TrainingSession.send"),
-    "weaver": Point("instar.clouds.weaver:Patience.result", before=True),
+    "tinker": Point("instar.clouds.tinker_training:TinkerTrainingSession.send"),
+    "mint": Point("instar.clouds.tinker_training:TinkerTrainingSession.send"),
+    "weaver": Point("instar.clouds.weaver:WeaverCallPolicy.await_operation", before=True),
 }
 """A call is on its way, and its answer is not there."""
 IN_STEP = (

@@ -7,11 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-import instar.protocol.tinker.app
-import instar.protocol.weaver.app
-import instar.protocol.workshop  # noqa: F401 - these are imported here, and not once more in every life
 from instar.config import ModelConfig
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 MOST_MODELS = 10_000
@@ -28,7 +25,7 @@ def main() -> None:
             folder=Path(folder),
             keys=[os.environ["INSTAR_PROTOCOL_KEYS"]],
             port=int(port),
-            limits=Limits(max_models=MOST_MODELS, session_ttl=float(session_ttl)),
+            limits=ServiceLimits(max_models=MOST_MODELS, session_ttl=float(session_ttl)),
             threads=1,
         )
     )

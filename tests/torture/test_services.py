@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.conformance.served import PROTOCOLS
+from instar.conformance.server import PROTOCOLS
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
 from tests.torture.killer import RECOVERY, Moment, fired, make_plan, name_other

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from instar.clouds.failures import CloudFailure
+from instar.clouds.errors import CloudError
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import as_ids, check_request, check_scored
@@ -137,8 +137,8 @@ class CloudEngine(Engine):
         self._running += 1
         try:
             yield
-        except CloudFailure as failure:
-            raise failure.for_engine() from None
+        except CloudError as failure:
+            raise failure.to_engine_error() from None
         finally:
             self._running -= 1
             self._slots.release()
@@ -192,7 +192,7 @@ class CloudEngine(Engine):
         served = await self._current()
         try:
             return await work(served)
-        except CloudFailure as failure:
+        except CloudError as failure:
             if failure.kind != "lost":
                 raise
         return await work(await self._current(instead_of=served))
@@ -221,15 +221,15 @@ class CloudEngine(Engine):
                 raise EngineUnavailable("the engine is closed")
             try:
                 client = await self._opened(path)
-            except CloudFailure as failure:
-                raise failure.for_engine() from None
+            except CloudError as failure:
+                raise failure.to_engine_error() from None
             self._wanted = (policy.version, path)
             self._served = Served(policy.version, path, client)
 
     async def _opened(self, path: str | None) -> Any:
         try:
             return await self.open_sampler(path)
-        except CloudFailure as failure:
+        except CloudError as failure:
             if failure.kind != "lost":
                 raise
         await self.disconnect()

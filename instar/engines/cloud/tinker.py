@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from instar.clouds.failures import CloudFailure
-from instar.clouds.tinker import TinkerCloud, prompt_logprobs, prompt_of
+from instar.clouds.errors import CloudError
+from instar.clouds.tinker import TinkerConnection, align_prompt_logprobs, build_model_input
 from instar.engines.cloud.base import CloudEngine, Sampled
 from instar.types import FinishReason, Floats, Ids, SamplingParams
 
@@ -16,18 +16,18 @@ from instar.types import FinishReason, Floats, Ids, SamplingParams
 class Opened:
     """The SDK's sampling client, with the connection that it goes by."""
 
-    cloud: TinkerCloud
+    cloud: TinkerConnection
     client: Any
 
 
 class TinkerSampler(CloudEngine):
-    _cloud: TinkerCloud | None = None
+    _cloud: TinkerConnection | None = None
 
     async def open_sampler(self, path: str | None) -> Opened:
-        cloud = self._cloud = self._cloud or await TinkerCloud.connect(self.section, self.model)
+        cloud = self._cloud = self._cloud or await TinkerConnection.connect(self.section, self.model)
         named = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
         opening = cloud.client.create_sampling_client_async(**named)
-        return Opened(cloud, await cloud.result("opening a sampler", opening))
+        return Opened(cloud, await cloud.await_result("opening a sampler", opening))
 
     async def sample(self, client: Opened, prompt: Ids, params: SamplingParams) -> Sampled:
         cloud = client.cloud
@@ -39,17 +39,15 @@ class TinkerSampler(CloudEngine):
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        sampling = client.client.sample_async(prompt_of(cloud.sdk, prompt), 1, asked)
-        answer = await cloud.result("sampling", sampling)
+        sampling = client.client.sample_async(build_model_input(cloud.sdk, prompt), 1, asked)
+        answer = await cloud.await_result("sampling", sampling)
         if len(answer.sequences) != 1:
-            raise CloudFailure("broken", f"sampling: {len(answer.sequences)} replies came back for one")
+            raise CloudError("broken", f"sampling: {len(answer.sequences)} replies came back for one")
         sequence = answer.sequences[0]
         ids = [int(token) for token in sequence.tokens]
         logprobs = [float(value) for value in sequence.logprobs or [math.nan] * len(ids)]
         if len(logprobs) != len(ids):
-            raise CloudFailure(
-                "broken", f"sampling: {len(logprobs)} logprobs came back for {len(ids)} tokens"
-            )
+            raise CloudError("broken", f"sampling: {len(logprobs)} logprobs came back for {len(ids)} tokens")
         reason: FinishReason = "length" if sequence.stop_reason == "length" else "stop"
         return Sampled(ids, logprobs, reason)
 
@@ -63,8 +61,8 @@ class TinkerSampler(CloudEngine):
 
     async def score(self, client: Opened, token_ids: Ids) -> Floats:
         cloud = client.cloud
-        asked = client.client.compute_logprobs_async(prompt_of(cloud.sdk, token_ids))
-        return prompt_logprobs(await cloud.result("scoring", asked), len(token_ids))
+        asked = client.client.compute_logprobs_async(build_model_input(cloud.sdk, token_ids))
+        return align_prompt_logprobs(await cloud.await_result("scoring", asked), len(token_ids))
 
     async def disconnect(self) -> None:
         cloud, self._cloud = self._cloud, None

@@ -9,8 +9,14 @@ from typing import Any, cast
 from weaver import AsyncSamplingClient
 from weaver.types import SamplingParams as WeaverSamplingParams
 
-from instar.clouds.base import access
-from instar.clouds.weaver import Patience, Weaver, broken, model_input, prompt_logprobs
+from instar.clouds.base import resolve_access
+from instar.clouds.weaver import (
+    WeaverCallPolicy,
+    WeaverClient,
+    build_model_input,
+    fetch_prompt_logprobs,
+    malformed_response,
+)
 from instar.config import CloudEngineConfig, ModelConfig, WeaverBackendConfig
 from instar.engines.cloud.base import CloudEngine, Sampled
 from instar.types import FinishReason, Floats, Ids, SamplingParams
@@ -21,13 +27,13 @@ MODEL_OF_PATH = re.compile(r"weaver://([^/]+)/")
 class WeaverSampler(CloudEngine):
     def __init__(self, model: ModelConfig, section: WeaverBackendConfig, config: CloudEngineConfig) -> None:
         super().__init__(model, section, config)
-        self._access = access(section, model)
-        self._patience = Patience(self._access)
-        self._service: Weaver | None = None
+        self._access = resolve_access(section, model)
+        self._patience = WeaverCallPolicy(self._access)
+        self._service: WeaverClient | None = None
 
     async def open_sampler(self, path: str | None) -> AsyncSamplingClient:
         if self._service is None:
-            service = Weaver(self._access)
+            service = WeaverClient(self._access)
             try:
                 await self._patience.call("connect", service.connect)
             except BaseException:
@@ -47,10 +53,10 @@ class WeaverSampler(CloudEngine):
         handle = await self._patience.call(
             "sample",
             lambda: client.sample(
-                prompt=model_input(prompt), sampling_params=self._params(prompt, params), wait=False
+                prompt=build_model_input(prompt), sampling_params=self._params(prompt, params), wait=False
             ),
         )
-        return _sampled(await self._patience.result("sample", handle))
+        return _sampled(await self._patience.await_operation("sample", handle))
 
     def _params(self, prompt: Ids, params: SamplingParams) -> WeaverSamplingParams:
         return WeaverSamplingParams(
@@ -63,7 +69,7 @@ class WeaverSampler(CloudEngine):
         )
 
     async def score(self, client: AsyncSamplingClient, token_ids: Ids) -> Floats:
-        return await self._patience.call("compute_logprobs", lambda: prompt_logprobs(client, token_ids))
+        return await self._patience.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
 
     async def disconnect(self) -> None:
         service, self._service = self._service, None
@@ -80,8 +86,8 @@ def _sampled(result: Any) -> Sampled:
         given = sequence.get("logprobs") or [None] * len(ids)
         logprobs = [math.nan if value is None else float(value) for value in given]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise broken(f"sample: {type(error).__name__}: {error}") from None
+        raise malformed_response(f"sample: {type(error).__name__}: {error}") from None
     if len(logprobs) != len(ids):
-        raise broken(f"sample: {len(logprobs)} logprobs for {len(ids)} tokens")
+        raise malformed_response(f"sample: {len(logprobs)} logprobs for {len(ids)} tokens")
     reason: FinishReason = "length" if sequence.get("stop_reason") == "length" else "stop"
     return Sampled(ids, logprobs, reason)

@@ -25,13 +25,13 @@ _TOKEN_PREFIX = "eyJ"
 """How every JWT begins."""
 
 
-class Keys:
+class TinkerKeyStore:
     """The keys that are let in. What a key makes belongs to its hash, its ``owner``."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._secrets = {_hash(key): key.encode("utf-8", "surrogatepass") for key in keys}
 
-    def owner(self, headers: Mapping[str, str]) -> str:
+    def authenticate(self, headers: Mapping[str, str]) -> str:
         """Raises ProtocolError 401 for a key or token that is not known."""
         given = headers.get(KEY_HEADER, "").strip()
         if not given:
@@ -43,7 +43,7 @@ class Keys:
             raise ProtocolError("this API key is not one of this server's", 401)
         return owner
 
-    def token(self, owner: str) -> str:
+    def issue_token(self, owner: str) -> str:
         """A JWT that stands for the owner's key for a while."""
         claims = {
             "iss": "instar",
@@ -78,7 +78,7 @@ class Keys:
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-def is_tinkers(headers: Mapping[str, str]) -> bool:
+def has_tinker_key(headers: Mapping[str, str]) -> bool:
     """Whether the key is of the form that Tinker's clients send as it is."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _TOKEN_PREFIX))
 

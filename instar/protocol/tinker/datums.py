@@ -37,14 +37,14 @@ _OPTIONAL = frozenset({"weights"})
 
 
 @dataclass(frozen=True, slots=True)
-class Datum:
+class TinkerDatum:
     """As it came, whatever it came in."""
 
     tokens: Ids
     tensors: dict[str, Array]
 
 
-def to_samples(datums: Sequence[Datum], loss: str) -> list[Sample]:
+def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
     """Raises ProtocolError that names the datum."""
     if loss not in LOSSES:
         raise ProtocolError(f"unknown loss {loss!r}; there are {', '.join(LOSSES)}")
@@ -53,7 +53,7 @@ def to_samples(datums: Sequence[Datum], loss: str) -> list[Sample]:
     return [_to_sample(f"datum {index}", datum, loss) for index, datum in enumerate(datums)]
 
 
-def _to_sample(name: str, datum: Datum, loss: str) -> Sample:
+def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
     count = len(datum.tokens)
     if count == 0:
         raise ProtocolError(f"{name} has no tokens")
@@ -80,7 +80,7 @@ def _to_sample(name: str, datum: Datum, loss: str) -> Sample:
     )
 
 
-def _check_tensors(name: str, datum: Datum, loss: str) -> None:
+def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
     taken = LOSSES[loss]
     if unknown := sorted(datum.tensors.keys() - taken):
         raise ProtocolError(
@@ -98,7 +98,9 @@ def _check_tensors(name: str, datum: Datum, loss: str) -> None:
             raise ProtocolError(f"{name}: {key} has elements of type {tensor.dtype}")
 
 
-def _leave_out_fillers(name: str, datum: Datum, loss: str, coefficients: Array | None, mask: Floats) -> None:
+def _leave_out_fillers(
+    name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats
+) -> None:
     targets = datum.tensors["target_tokens"]
     others = np.flatnonzero(targets[:-1] != datum.tokens[1:])
     if len(others) == 0:

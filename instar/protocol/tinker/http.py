@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.failures import as_protocol_error
-from instar.protocol.tinker.auth import Keys
-from instar.protocol.tinker.requests import read
+from instar.protocol.errors import to_protocol_error
+from instar.protocol.tinker.auth import TinkerKeyStore
+from instar.protocol.tinker.requests import parse_json
 
 BODY_SECONDS = 60.0
 """Until a request's body has to be there."""
@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TinkerRequest:
     """One request of an owner."""
 
     http: Request
     owner: str
     body: bytes
 
-    def read(self, kind: type[T]) -> T:
-        return read(self.body, kind)
+    def parse(self, kind: type[T]) -> T:
+        return parse_json(self.body, kind)
 
-    def part(self, name: str) -> str:
+    def path_param(self, name: str) -> str:
         """Of the path."""
         return str(self.http.path_params[name])
 
-    def number(self, name: str, default: int) -> int:
+    def query_int(self, name: str, default: int) -> int:
         """Of the query."""
         text = self.http.query_params.get(name, str(default))
         if not text.isdecimal():
@@ -50,38 +50,38 @@ class Call:
         return int(text)
 
     @property
-    def key(self) -> str | None:
+    def idempotency_key(self) -> str | None:
         """The same request sent again has the same one."""
         return self.http.headers.get("x-idempotency-key")
 
 
-Handler = Callable[[Call], Awaitable[Response]]
+TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
 
-class Routes:
+class TinkerRouter:
     """Endpoints under ``/api/v1``, each behind a key."""
 
-    def __init__(self, keys: Keys, max_body: int) -> None:
+    def __init__(self, keys: TinkerKeyStore, max_body: int) -> None:
         self._keys = keys
         self._max_body = max_body
         self.routes: list[Route] = []
 
-    def post(self, path: str, handler: Handler) -> None:
+    def post(self, path: str, handler: TinkerHandler) -> None:
         self._add(path, handler, "POST")
 
-    def get(self, path: str, handler: Handler) -> None:
+    def get(self, path: str, handler: TinkerHandler) -> None:
         self._add(path, handler, "GET")
 
-    def delete(self, path: str, handler: Handler) -> None:
+    def delete(self, path: str, handler: TinkerHandler) -> None:
         self._add(path, handler, "DELETE")
 
-    def _add(self, path: str, handler: Handler, method: str) -> None:
+    def _add(self, path: str, handler: TinkerHandler, method: str) -> None:
         async def endpoint(http: Request) -> Response:
             try:
-                owner = self._keys.owner(http.headers)
-                return await handler(Call(http, owner, await self._body(http)))
+                owner = self._keys.authenticate(http.headers)
+                return await handler(TinkerRequest(http, owner, await self._body(http)))
             except Exception as error:  # noqa: BLE001 - whatever it is, the client has to be told
-                return failure(as_protocol_error(error))
+                return error_response(to_protocol_error(error))
 
         self.routes.append(Route(f"/api/v1/{path}", endpoint, methods=[method]))
 
@@ -104,19 +104,19 @@ class Routes:
         return b"".join(parts)
 
 
-def answer(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200) -> Response:
     """JSON. Numpy arrays become lists, and NaN becomes null."""
     return Response(
         orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
     )
 
 
-def failure(error: ProtocolError) -> Response:
+def error_response(error: ProtocolError) -> Response:
     status = 422 if error.status == 409 else error.status
-    return answer({"detail": str(error), "category": error.category}, status)
+    return json_response({"detail": str(error), "category": error.category}, status)
 
 
-async def not_offered(http: Request, error: Exception) -> Response:
+async def unknown_route(http: Request, error: Exception) -> Response:
     """What no route takes."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    return failure(ProtocolError(f"this server does not offer {http.method} {http.url.path}", status))
+    return error_response(ProtocolError(f"this server does not offer {http.method} {http.url.path}", status))

@@ -8,19 +8,19 @@ from typing import Any
 
 from starlette.responses import Response
 
-from instar.protocol.base import CheckpointInfo, ProtocolError, Workshop
-from instar.protocol.tinker.http import Call, Routes, answer
-from instar.protocol.tinker.requests import WeightsInfo
+from instar.protocol.base import CheckpointInfo, ProtocolError, TrainingService
+from instar.protocol.tinker.http import TinkerRequest, TinkerRouter, json_response
+from instar.protocol.tinker.requests import TinkerWeightsInfo
 from instar.types import Json
 
 _KINDS = {"state": "training", "sampler": "sampler"}
 
 
-class Listing:
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+class TinkerListingRoutes:
+    def __init__(self, service: TrainingService) -> None:
+        self._service = service
 
-    def add_to(self, routes: Routes) -> None:
+    def register(self, routes: TinkerRouter) -> None:
         routes.get("get_server_capabilities", self.capabilities)
         routes.post("weights_info", self.weights_info)
         routes.get("checkpoints", self.checkpoints)
@@ -29,49 +29,55 @@ class Listing:
         routes.get("training_runs/{run_id}/checkpoints", self.run_checkpoints)
         routes.delete("training_runs/{run_id}/checkpoints/{checkpoint_id:path}", self.delete_checkpoint)
 
-    async def capabilities(self, call: Call) -> Response:
+    async def capabilities(self, request: TinkerRequest) -> Response:
         model = {
-            "model_name": self._workshop.base_model,
-            "max_context_length": self._workshop.max_context,
+            "model_name": self._service.base_model,
+            "max_context_length": self._service.max_context,
             "trainable": True,
             "sampleable": True,
         }
-        return answer({"supported_models": [model]})
+        return json_response({"supported_models": [model]})
 
-    async def weights_info(self, call: Call) -> Response:
-        info = self._workshop.checkpoint(call.read(WeightsInfo).tinker_path, call.owner)
+    async def weights_info(self, request: TinkerRequest) -> Response:
+        info = self._service.checkpoint(request.parse(TinkerWeightsInfo).tinker_path, request.owner)
         trained = {name: info.extra[name] for name in _TRAINED if name in info.extra}
-        return answer({"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **trained})
+        return json_response(
+            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **trained}
+        )
 
-    async def checkpoints(self, call: Call) -> Response:
-        found = self._workshop.checkpoints(call.owner)
-        page, cursor = _page(call, [_checkpoint(info) for info in _newest_first(found)], 100)
-        return answer({"checkpoints": page, "cursor": cursor})
+    async def checkpoints(self, request: TinkerRequest) -> Response:
+        found = self._service.checkpoints(request.owner)
+        page, cursor = _page(request, [_checkpoint(info) for info in _newest_first(found)], 100)
+        return json_response({"checkpoints": page, "cursor": cursor})
 
-    async def run_checkpoints(self, call: Call) -> Response:
-        found = self._workshop.checkpoints(call.owner, call.part("run_id"))
-        return answer({"checkpoints": [_checkpoint(info) for info in _newest_first(found)]})
+    async def run_checkpoints(self, request: TinkerRequest) -> Response:
+        found = self._service.checkpoints(request.owner, request.path_param("run_id"))
+        return json_response({"checkpoints": [_checkpoint(info) for info in _newest_first(found)]})
 
-    async def runs(self, call: Call) -> Response:
+    async def runs(self, request: TinkerRequest) -> Response:
         by_model = dict[str, list[CheckpointInfo]]()
-        for info in _newest_first(self._workshop.checkpoints(call.owner)):
+        for info in _newest_first(self._service.checkpoints(request.owner)):
             by_model.setdefault(info.model_id, []).append(info)
-        page, cursor = _page(call, [_run(name, found) for name, found in by_model.items()], 20)
-        return answer({"training_runs": page, "cursor": cursor})
+        page, cursor = _page(request, [_run(name, found) for name, found in by_model.items()], 20)
+        return json_response({"training_runs": page, "cursor": cursor})
 
-    async def run(self, call: Call) -> Response:
-        run_id = call.part("run_id")
-        found = _newest_first(self._workshop.checkpoints(call.owner, run_id))
+    async def run(self, request: TinkerRequest) -> Response:
+        run_id = request.path_param("run_id")
+        found = _newest_first(self._service.checkpoints(request.owner, run_id))
         if found:
-            return answer(_run(run_id, found))
-        model = self._workshop.model(run_id, call.owner)
-        return answer(_run_fields(run_id, self._workshop.base_model, model.adapter.rank, datetime.now(UTC)))
+            return json_response(_run(run_id, found))
+        model = self._service.model(run_id, request.owner)
+        return json_response(
+            _run_fields(run_id, self._service.base_model, model.adapter.rank, datetime.now(UTC))
+        )
 
-    async def delete_checkpoint(self, call: Call) -> Response:
-        checkpoint_id = call.part("checkpoint_id")
+    async def delete_checkpoint(self, request: TinkerRequest) -> Response:
+        checkpoint_id = request.path_param("checkpoint_id")
         if checkpoint_id.endswith("/publish"):
             raise ProtocolError("checkpoints cannot be published here")
-        self._workshop.delete_checkpoint(f"tinker://{call.part('run_id')}/{checkpoint_id}", call.owner)
+        self._service.delete_checkpoint(
+            f"tinker://{request.path_param('run_id')}/{checkpoint_id}", request.owner
+        )
         return Response(status_code=204)
 
 
@@ -82,8 +88,8 @@ def _newest_first(found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.created_at, reverse=True)
 
 
-def _page(call: Call, items: list[Json], default: int) -> tuple[list[Json], Json]:
-    offset, limit = call.number("offset", 0), call.number("limit", default)
+def _page(request: TinkerRequest, items: list[Json], default: int) -> tuple[list[Json], Json]:
+    offset, limit = request.query_int("offset", 0), request.query_int("limit", default)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return items[offset : offset + limit], cursor
 

@@ -13,15 +13,15 @@ from pydantic import ValidationError
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
 from instar.protocol.tinker import messages
-from instar.protocol.tinker.datums import Array, Datum, to_samples
+from instar.protocol.tinker.datums import Array, TinkerDatum, to_samples
 from instar.protocol.tinker.requests import (
-    Chunk,
-    JsonDatum,
-    JsonForward,
-    JsonForwardBackward,
-    PassInput,
-    Tensor,
-    read,
+    TinkerChunk,
+    TinkerForward,
+    TinkerForwardBackward,
+    TinkerJsonDatum,
+    TinkerPassInput,
+    TinkerTensor,
+    parse_json,
 )
 from instar.types import Ids, Sample
 
@@ -34,44 +34,46 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TinkerBatch:
     samples: list[Sample]
     loss: LossConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class TinkerPass:
     """One request. What is wrong with its data is told when its turn has come: its sequence id counts."""
 
     model_id: str
     seq: int | None
     forward_only: bool
-    batch: Batch | ProtocolError
+    batch: TinkerBatch | ProtocolError
 
-    def checked(self) -> Batch:
+    def require_batch(self) -> TinkerBatch:
         if isinstance(self.batch, ProtocolError):
             raise self.batch
         return self.batch
 
 
-def from_protobuf(body: bytes) -> Pass:
+def parse_protobuf_pass(body: bytes) -> TinkerPass:
     message = messages.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise ProtocolError(f"the request is not understood: {error}") from error
-    return Pass(message.model_id, message.seq_id or None, message.forward_only, _protobuf_batch(message))
+    return TinkerPass(
+        message.model_id, message.seq_id or None, message.forward_only, _protobuf_batch(message)
+    )
 
 
-def from_json(body: bytes, *, forward_only: bool) -> Pass:
+def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
     if forward_only:
-        forward = read(body, JsonForward)
-        return Pass(forward.model_id, forward.seq_id, True, _json_batch(forward.forward_input))
-    both = read(body, JsonForwardBackward)
-    return Pass(both.model_id, both.seq_id, False, _json_batch(both.forward_backward_input))
+        forward = parse_json(body, TinkerForward)
+        return TinkerPass(forward.model_id, forward.seq_id, True, _json_batch(forward.forward_input))
+    both = parse_json(body, TinkerForwardBackward)
+    return TinkerPass(both.model_id, both.seq_id, False, _json_batch(both.forward_backward_input))
 
 
-def _protobuf_batch(message: Any) -> Batch | ProtocolError:
+def _protobuf_batch(message: Any) -> TinkerBatch | ProtocolError:
     settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
     settings |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
     try:
@@ -81,7 +83,7 @@ def _protobuf_batch(message: Any) -> Batch | ProtocolError:
         return error
 
 
-def _json_batch(given: PassInput) -> Batch | ProtocolError:
+def _json_batch(given: TinkerPassInput) -> TinkerBatch | ProtocolError:
     try:
         datums = [_json_datum(index, datum) for index, datum in enumerate(given.data)]
         return _batch(datums, given.loss_fn, given.loss_fn_config or {})
@@ -89,7 +91,7 @@ def _json_batch(given: PassInput) -> Batch | ProtocolError:
         return error
 
 
-def _batch(datums: Sequence[Datum], loss: str, settings: Mapping[str, float | str]) -> Batch:
+def _batch(datums: Sequence[TinkerDatum], loss: str, settings: Mapping[str, float | str]) -> TinkerBatch:
     samples = to_samples(datums, loss)
     known = _SETTINGS.get(loss, {})
     if unknown := sorted(settings.keys() - known.keys()):
@@ -101,20 +103,20 @@ def _batch(datums: Sequence[Datum], loss: str, settings: Mapping[str, float | st
         )
     except ValidationError as error:
         raise ProtocolError(f"loss_fn_config: {error.errors()[0]['msg']}") from error
-    return Batch(samples, config)
+    return TinkerBatch(samples, config)
 
 
 # --- protobuf ---
 
 
-def _protobuf_datum(index: int, datum: Any) -> Datum:
+def _protobuf_datum(index: int, datum: Any) -> TinkerDatum:
     parts = list[Array]()
     for chunk in datum.model_input:
         if chunk.image or chunk.dmel:
             raise ProtocolError(f"datum {index}: only text can be trained on here, not images or sound")
         parts.append(_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
     tensors = {entry.key: _protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs}
-    return Datum(_joined(parts), tensors)
+    return TinkerDatum(_joined(parts), tensors)
 
 
 _DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
@@ -139,13 +141,13 @@ def _elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
 # --- JSON ---
 
 
-def _json_datum(index: int, datum: JsonDatum) -> Datum:
+def _json_datum(index: int, datum: TinkerJsonDatum) -> TinkerDatum:
     tokens = text_tokens(datum.model_input.chunks, f"datum {index}")
     tensors = {name: _json_tensor(index, name, t) for name, t in datum.loss_fn_inputs.items()}
-    return Datum(tokens, tensors)
+    return TinkerDatum(tokens, tensors)
 
 
-def text_tokens(chunks: Sequence[Chunk], name: str) -> Ids:
+def text_tokens(chunks: Sequence[TinkerChunk], name: str) -> Ids:
     parts = list[Array]()
     for chunk in chunks:
         if chunk.tokens is None:
@@ -157,7 +159,7 @@ def text_tokens(chunks: Sequence[Chunk], name: str) -> Ids:
     return _joined(parts)
 
 
-def _json_tensor(index: int, name: str, tensor: Tensor) -> Array:
+def _json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
     if tensor.sparse_crow_indices is not None or len(tensor.shape or ()) > 1:
         raise ProtocolError(f"datum {index}: {name} has to be a dense tensor of one dimension")
     if tensor.dtype not in ("float32", "int64"):

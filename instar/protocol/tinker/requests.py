@@ -11,7 +11,7 @@ from instar.protocol.base import ProtocolError
 from instar.types import Json
 
 
-class Lora(Struct):
+class TinkerLora(Struct):
     rank: int
     seed: int | None = None
     train_unembed: bool = True
@@ -19,30 +19,30 @@ class Lora(Struct):
     train_attn: bool = True
 
 
-class CreateModel(Struct):
+class TinkerCreateModel(Struct):
     session_id: str
     model_seq_id: int
     base_model: str
-    lora_config: Lora | None = None
+    lora_config: TinkerLora | None = None
     optimizer_config: Json | None = None
 
 
-class OfSession(Struct):
+class TinkerSessionRef(Struct):
     session_id: str
 
 
-class OfModel(Struct):
+class TinkerModelRef(Struct):
     model_id: str
 
 
-class Step(Struct):
+class TinkerModelRequest(Struct):
     """A training call without data; ``seq_id`` orders it."""
 
     model_id: str
     seq_id: int | None = None
 
 
-class Adam(Struct):
+class TinkerAdam(Struct):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -51,79 +51,79 @@ class Adam(Struct):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(Step):
-    adam_params: Adam | None = None
+class TinkerOptimStep(TinkerModelRequest):
+    adam_params: TinkerAdam | None = None
 
 
-class SaveWeights(Step):
+class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
     """Older clients do not know it, and replace."""
 
 
-class SaveForSampler(Step):
+class TinkerSaveForSampler(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     sampling_session_seq_id: int | None = None
 
 
-class LoadWeights(Step):
+class TinkerLoadWeights(TinkerModelRequest):
     path: str = ""
     optimizer: bool = False
 
 
-class WeightsInfo(Struct):
+class TinkerWeightsInfo(Struct):
     tinker_path: str
 
 
-class CreateSamplingSession(Struct):
+class TinkerCreateSampling(Struct):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
 
-class RetrieveFuture(Struct):
+class TinkerRetrieveFuture(Struct):
     request_id: str
 
 
-class Chunk(Struct):
+class TinkerChunk(Struct):
     tokens: list[int] | None = None
     type: str = "encoded_text"
 
 
-class ModelInput(Struct):
-    chunks: list[Chunk]
+class TinkerModelInput(Struct):
+    chunks: list[TinkerChunk]
 
 
-class Tensor(Struct):
+class TinkerTensor(Struct):
     data: list[float | None]
     dtype: str
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
 
 
-class JsonDatum(Struct):
-    model_input: ModelInput
-    loss_fn_inputs: dict[str, Tensor]
+class TinkerJsonDatum(Struct):
+    model_input: TinkerModelInput
+    loss_fn_inputs: dict[str, TinkerTensor]
 
 
-class PassInput(Struct):
-    data: list[JsonDatum]
+class TinkerPassInput(Struct):
+    data: list[TinkerJsonDatum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class JsonForward(Step, kw_only=True):
-    forward_input: PassInput
+class TinkerForward(TinkerModelRequest, kw_only=True):
+    forward_input: TinkerPassInput
 
 
-class JsonForwardBackward(Step, kw_only=True):
-    forward_backward_input: PassInput
+class TinkerForwardBackward(TinkerModelRequest, kw_only=True):
+    forward_backward_input: TinkerPassInput
 
 
-class Sampling(Struct):
+class TinkerSamplingParams(Struct):
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
@@ -132,9 +132,9 @@ class Sampling(Struct):
     top_p: float = 1.0
 
 
-class SampleRequest(Struct):
-    prompt: ModelInput
-    sampling_params: Sampling
+class TinkerSampleRequest(Struct):
+    prompt: TinkerModelInput
+    sampling_params: TinkerSamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None
@@ -152,7 +152,7 @@ class SampleRequest(Struct):
 T = TypeVar("T")
 
 
-def read(body: bytes, kind: type[T]) -> T:
+def parse_json(body: bytes, kind: type[T]) -> T:
     """Raises ProtocolError that names the field."""
     try:
         return msgspec.json.decode(body, type=kind)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from instar.protocol.base import Sampled
+from instar.protocol.base import SampledSequence
 from instar.protocol.tinker import messages
 from instar.types import Floats, Json
 
@@ -27,7 +27,7 @@ _OUTPUT_TYPE = "ArrayRecord"
 
 
 @dataclass(frozen=True, slots=True)
-class PassResult:
+class TinkerPassResult:
     """Of a forward pass, with or without a backward one."""
 
     logprobs: Sequence[Floats]
@@ -36,13 +36,15 @@ class PassResult:
     """Each named with how the chunks of a batch are taken together: ``loss:sum``."""
 
     @classmethod
-    def of(cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]) -> PassResult:
+    def from_logprobs(
+        cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]
+    ) -> TinkerPassResult:
         """``logprobs`` as samples have them, with a token that nothing comes before."""
         named = {"loss": loss, **metrics}
         reduced = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in named.items()}
         return cls([values[1:] for values in logprobs], reduced)
 
-    def protobuf(self) -> bytes:
+    def to_protobuf(self) -> bytes:
         message = messages.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE)
         record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(self.logprobs))
         batch = record.fields.add(key="logprobs").value
@@ -55,22 +57,22 @@ class PassResult:
             message.metrics.add(key=name, value=value)
         return message.SerializeToString()
 
-    def json(self) -> Json:
+    def to_json(self) -> Json:
         """For orjson with its numpy option: NaN becomes null."""
         return {
             "loss_fn_output_type": _OUTPUT_TYPE,
             "loss_fn_outputs": [{"logprobs": _tensor(values)} for values in self.logprobs],
-            "metrics": finite(self.metrics),
+            "metrics": drop_non_finite(self.metrics),
         }
 
 
 @dataclass(frozen=True, slots=True)
-class SampleResult:
-    sequences: Sequence[Sampled]
+class TinkerSampleResult:
+    sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
     """NaN where none was computed or asked for."""
 
-    def protobuf(self) -> bytes:
+    def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
         for sequence in self.sequences:
             message.sequences.add(
@@ -82,7 +84,7 @@ class SampleResult:
             message.prompt_logprobs = self.prompt_logprobs.astype(np.float32, copy=False).tobytes()
         return message.SerializeToString()
 
-    def json(self) -> Json:
+    def to_json(self) -> Json:
         answer: dict[str, Any] = {
             "type": "sample",
             "sequences": [
@@ -99,7 +101,7 @@ class SampleResult:
         return answer
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """JSON has no other numbers."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from starlette.responses import Response
 
-from instar.protocol.base import Operations, ProtocolError, Sampled, Workshop
-from instar.protocol.tinker.http import Call, Routes, answer
+from instar.protocol.base import OperationScheduler, ProtocolError, SampledSequence, TrainingService
+from instar.protocol.tinker.http import TinkerRequest, TinkerRouter, json_response
 from instar.protocol.tinker.passes import text_tokens
-from instar.protocol.tinker.requests import CreateSamplingSession, SampleRequest, Sampling
-from instar.protocol.tinker.results import SampleResult
+from instar.protocol.tinker.requests import TinkerCreateSampling, TinkerSampleRequest, TinkerSamplingParams
+from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MOST_SESSIONS = 10_000
@@ -23,7 +23,7 @@ MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingSession:
+class TinkerSamplingSession:
     session_id: str
     owner: str
     path: str | None
@@ -32,11 +32,11 @@ class SamplingSession:
     """Whether its weights have no name, and go when the session ends."""
 
 
-class SamplingSessions:
+class TinkerSamplingSessions:
     """Which weights a client samples from, by the id that it was given; and what else ends with a session."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
+        self._sessions: OrderedDict[str, TinkerSamplingSession] = OrderedDict()
         self._models: dict[str, list[str]] = {}
 
     def open(
@@ -44,12 +44,12 @@ class SamplingSessions:
     ) -> str:
         """Opened again with the same number, it is the same one."""
         sampling_id = f"{session_id}:sample:{number}"
-        self._sessions[sampling_id] = SamplingSession(session_id, owner, path, ephemeral)
+        self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, ephemeral)
         while len(self._sessions) > MOST_SESSIONS:
             self._sessions.popitem(last=False)
         return sampling_id
 
-    def find(self, sampling_id: str, owner: str) -> SamplingSession:
+    def find(self, sampling_id: str, owner: str) -> TinkerSamplingSession:
         found = self._sessions.get(sampling_id)
         if found is None or found.owner != owner:
             raise ProtocolError(
@@ -69,78 +69,80 @@ class SamplingSessions:
         return self._models.pop(session_id, []), weights
 
 
-class SamplingRoutes:
-    def __init__(self, workshop: Workshop, operations: Operations, sessions: SamplingSessions) -> None:
-        self._workshop = workshop
+class TinkerSamplingRoutes:
+    def __init__(
+        self, service: TrainingService, operations: OperationScheduler, sessions: TinkerSamplingSessions
+    ) -> None:
+        self._service = service
         self._operations = operations
         self._sessions = sessions
 
-    def add_to(self, routes: Routes) -> None:
+    def register(self, routes: TinkerRouter) -> None:
         routes.post("create_sampling_session", self.create)
         routes.post("asample", self.sample)
         routes.get("samplers/{sampler_id}", self.info)
 
-    async def create(self, call: Call) -> Response:
-        asked = call.read(CreateSamplingSession)
-        self._workshop.heartbeat(asked.session_id, call.owner)
-        path = self._sampler(asked.model_path, asked.base_model, call.owner)
-        opened = self._sessions.open(asked.session_id, asked.sampling_session_seq_id, call.owner, path)
-        return answer({"type": "create_sampling_session", "sampling_session_id": opened})
+    async def create(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerCreateSampling)
+        self._service.heartbeat(asked.session_id, request.owner)
+        path = self._sampler(asked.model_path, asked.base_model, request.owner)
+        opened = self._sessions.open(asked.session_id, asked.sampling_session_seq_id, request.owner, path)
+        return json_response({"type": "create_sampling_session", "sampling_session_id": opened})
 
-    async def info(self, call: Call) -> Response:
-        sampler_id = call.part("sampler_id")
-        found = self._sessions.find(sampler_id, call.owner)
-        told = {"sampler_id": sampler_id, "base_model": self._workshop.base_model, "model_path": found.path}
-        return answer(told)
+    async def info(self, request: TinkerRequest) -> Response:
+        sampler_id = request.path_param("sampler_id")
+        found = self._sessions.find(sampler_id, request.owner)
+        told = {"sampler_id": sampler_id, "base_model": self._service.base_model, "model_path": found.path}
+        return json_response(told)
 
-    async def sample(self, call: Call) -> Response:
-        asked = call.read(SampleRequest)
-        key = call.key
+    async def sample(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerSampleRequest)
+        key = request.idempotency_key
         if asked.sampling_session_id is not None:
-            session = self._sessions.find(asked.sampling_session_id, call.owner)
-            self._workshop.heartbeat(session.session_id, call.owner)
+            session = self._sessions.find(asked.sampling_session_id, request.owner)
+            self._service.heartbeat(session.session_id, request.owner)
             path = session.path
             if asked.seq_id is not None:
                 key = f"sample:{asked.sampling_session_id}:{asked.seq_id}"
         else:
-            path = self._sampler(asked.model_path, asked.base_model, call.owner)
+            path = self._sampler(asked.model_path, asked.base_model, request.owner)
         request_id = self._operations.submit(
-            "sample", call.owner, lambda: self._sample(asked, path, call.owner), key=key
+            "sample", request.owner, lambda: self._sample(asked, path, request.owner), key=key
         )
         count = max(0, min(asked.num_samples, MOST_SAMPLES))
-        return answer(
+        return json_response(
             {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(count)]}
         )
 
     def _sampler(self, path: str | None, base_model: str | None, owner: str) -> str | None:
         if path is not None:
-            return self._workshop.checkpoint(path, owner).path
-        if base_model != self._workshop.base_model:
-            raise ProtocolError(f"no model {base_model!r} is served here, only {self._workshop.base_model!r}")
+            return self._service.checkpoint(path, owner).path
+        if base_model != self._service.base_model:
+            raise ProtocolError(f"no model {base_model!r} is served here, only {self._service.base_model!r}")
         return None
 
-    async def _sample(self, asked: SampleRequest, path: str | None, owner: str) -> SampleResult:
+    async def _sample(self, asked: TinkerSampleRequest, path: str | None, owner: str) -> TinkerSampleResult:
         _refuse_what_is_not_offered(asked)
         prompt = text_tokens(asked.prompt.chunks, "the prompt")
-        params = _params(asked.sampling_params, self._workshop.max_context)
+        params = _params(asked.sampling_params, self._service.max_context)
         if not asked.prompt_logprobs:
-            return SampleResult(await self._generate(asked, path, owner, prompt, params))
+            return TinkerSampleResult(await self._generate(asked, path, owner, prompt, params))
         sequences, scored = await asyncio.gather(
             self._generate(asked, path, owner, prompt, params),
-            self._workshop.logprobs(path, owner, prompt.tolist()),
+            self._service.logprobs(path, owner, prompt.tolist()),
         )
-        return SampleResult(sequences, _last(scored, asked.prompt_logprobs_last_n))
+        return TinkerSampleResult(sequences, _last(scored, asked.prompt_logprobs_last_n))
 
     async def _generate(
-        self, asked: SampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
-    ) -> list[Sampled]:
-        if asked.prompt_logprobs and len(prompt) == self._workshop.max_context:
+        self, asked: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
+    ) -> list[SampledSequence]:
+        if asked.prompt_logprobs and len(prompt) == self._service.max_context:
             # Clients ask for a prompt's logprobs with one token more, for which there is no room.
-            return [Sampled([], [], "length", "") for _ in range(asked.num_samples)]
-        return await self._workshop.sample(path, owner, prompt.tolist(), params, asked.num_samples)
+            return [SampledSequence([], [], "length", "") for _ in range(asked.num_samples)]
+        return await self._service.sample(path, owner, prompt.tolist(), params, asked.num_samples)
 
 
-def _refuse_what_is_not_offered(asked: SampleRequest) -> None:
+def _refuse_what_is_not_offered(asked: TinkerSampleRequest) -> None:
     if not 1 <= asked.num_samples <= MOST_SAMPLES:
         raise ProtocolError(f"num_samples is {asked.num_samples}; between 1 and {MOST_SAMPLES} are sampled")
     given = {
@@ -154,7 +156,7 @@ def _refuse_what_is_not_offered(asked: SampleRequest) -> None:
         raise ProtocolError(f"this server does not offer {', '.join(names)}")
 
 
-def _params(given: Sampling, max_context: int) -> SamplingParams:
+def _params(given: TinkerSamplingParams, max_context: int) -> SamplingParams:
     stop: list[str | int] = [given.stop] if isinstance(given.stop, str) else given.stop or []
     if given.stop == []:
         raise ProtocolError("stop=[] asks not to stop at the end of a text, which this server always does")

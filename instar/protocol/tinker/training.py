@@ -10,22 +10,28 @@ from starlette.responses import Response
 
 from instar.backends.values import loss_and_metrics
 from instar.config import AdamConfig
-from instar.protocol.base import Adapter, Operations, ProtocolError, TrainingModel, Workshop
-from instar.protocol.tinker.http import Call, Routes, answer
-from instar.protocol.tinker.passes import Batch, Pass, from_json, from_protobuf
-from instar.protocol.tinker.requests import (
-    Adam,
-    CreateModel,
-    LoadWeights,
-    Lora,
-    OfModel,
-    OptimStep,
-    SaveForSampler,
-    SaveWeights,
-    Step,
+from instar.protocol.base import (
+    AdapterSpec,
+    OperationScheduler,
+    ProtocolError,
+    TrainingModel,
+    TrainingService,
 )
-from instar.protocol.tinker.results import PROTOBUF, PassResult, finite
-from instar.protocol.tinker.sampling import SamplingSessions
+from instar.protocol.tinker.http import TinkerRequest, TinkerRouter, json_response
+from instar.protocol.tinker.passes import TinkerBatch, TinkerPass, parse_json_pass, parse_protobuf_pass
+from instar.protocol.tinker.requests import (
+    TinkerAdam,
+    TinkerCreateModel,
+    TinkerLoadWeights,
+    TinkerLora,
+    TinkerModelRef,
+    TinkerModelRequest,
+    TinkerOptimStep,
+    TinkerSaveForSampler,
+    TinkerSaveWeights,
+)
+from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_finite
+from instar.protocol.tinker.sampling import TinkerSamplingSessions
 from instar.types import Json
 
 EPHEMERAL_SECONDS = 7 * 86400.0
@@ -34,13 +40,15 @@ ends before."""
 ADAM = "adamw"
 
 
-class Training:
-    def __init__(self, workshop: Workshop, operations: Operations, sessions: SamplingSessions) -> None:
-        self._workshop = workshop
+class TinkerTrainingRoutes:
+    def __init__(
+        self, service: TrainingService, operations: OperationScheduler, sessions: TinkerSamplingSessions
+    ) -> None:
+        self._service = service
         self._operations = operations
         self._sessions = sessions
 
-    def add_to(self, routes: Routes) -> None:
+    def register(self, routes: TinkerRouter) -> None:
         routes.post("create_model", self.create_model)
         routes.post("unload_model", self.unload_model)
         routes.post("get_info", self.get_info)
@@ -51,79 +59,89 @@ class Training:
         routes.post("save_weights_for_sampler", self.save_for_sampler)
         routes.post("load_weights", self.load_weights)
 
-    async def create_model(self, call: Call) -> Response:
-        asked = call.read(CreateModel)
+    async def create_model(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerCreateModel)
 
         async def work() -> Json:
             optimizer = (asked.optimizer_config or {}).get("type", ADAM)
             if optimizer != ADAM:
                 raise ProtocolError(f"optimizer_config: {optimizer!r} is not offered here, only {ADAM!r}")
             adapter = _adapter(asked.lora_config)
-            model = await self._workshop.create_model(asked.session_id, call.owner, asked.base_model, adapter)
+            model = await self._service.create_model(
+                asked.session_id, request.owner, asked.base_model, adapter
+            )
             self._sessions.add_model(asked.session_id, model.model_id)
             return {"type": "create_model", "model_id": model.model_id}
 
         # Checked now, so that a client whose session is gone hears it at once.
-        self._workshop.heartbeat(asked.session_id, call.owner)
+        self._service.heartbeat(asked.session_id, request.owner)
         key = f"create_model:{asked.session_id}:{asked.model_seq_id}"
-        return answer({"request_id": self._operations.submit("create_model", call.owner, work, key=key)})
+        return json_response(
+            {"request_id": self._operations.submit("create_model", request.owner, work, key=key)}
+        )
 
-    async def unload_model(self, call: Call) -> Response:
-        model_id = call.read(OfModel).model_id
-        self._workshop.model(model_id, call.owner)
+    async def unload_model(self, request: TinkerRequest) -> Response:
+        model_id = request.parse(TinkerModelRef).model_id
+        self._service.model(model_id, request.owner)
 
         async def work() -> Json:
-            await self._workshop.end_model(model_id, call.owner)
-            self._operations.end_lane(model_id)
+            await self._service.end_model(model_id, request.owner)
+            self._operations.close_queue(model_id)
             return {"type": "unload_model", "model_id": model_id}
 
-        return answer({"request_id": self._operations.submit("unload_model", call.owner, work, key=call.key)})
+        return json_response(
+            {
+                "request_id": self._operations.submit(
+                    "unload_model", request.owner, work, key=request.idempotency_key
+                )
+            }
+        )
 
-    async def get_info(self, call: Call) -> Response:
-        model = self._workshop.model(call.read(OfModel).model_id, call.owner)
-        name = self._workshop.base_model
-        return answer(
+    async def get_info(self, request: TinkerRequest) -> Response:
+        model = self._service.model(request.parse(TinkerModelRef).model_id, request.owner)
+        name = self._service.base_model
+        return json_response(
             {
                 "type": "get_info",
                 "model_id": model.model_id,
                 "model_name": name,
                 "is_lora": True,
                 "lora_rank": model.adapter.rank,
-                "model_data": {"model_name": name, "tokenizer_id": self._workshop.tokenizer_path},
+                "model_data": {"model_name": name, "tokenizer_id": self._service.tokenizer_path},
             }
         )
 
-    async def forward_backward(self, call: Call) -> Response:
-        if call.http.headers.get("content-type", "").startswith(PROTOBUF):
-            return self._submit_pass(call, from_protobuf(call.body))
-        return self._submit_pass(call, from_json(call.body, forward_only=False))
+    async def forward_backward(self, request: TinkerRequest) -> Response:
+        if request.http.headers.get("content-type", "").startswith(PROTOBUF):
+            return self._submit_pass(request, parse_protobuf_pass(request.body))
+        return self._submit_pass(request, parse_json_pass(request.body, forward_only=False))
 
-    async def forward(self, call: Call) -> Response:
-        return self._submit_pass(call, from_json(call.body, forward_only=True))
+    async def forward(self, request: TinkerRequest) -> Response:
+        return self._submit_pass(request, parse_json_pass(request.body, forward_only=True))
 
-    async def optim_step(self, call: Call) -> Response:
-        asked = call.read(OptimStep)
+    async def optim_step(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerOptimStep)
 
         async def work(model: TrainingModel) -> Json:
             result = await model.optim_step(_adam(asked.adam_params))
-            return {"metrics": finite({"grad_norm": result.grad_norm, **result.metrics})}
+            return {"metrics": drop_non_finite({"grad_norm": result.grad_norm, **result.metrics})}
 
-        return self._submit(call, "optim_step", asked, work)
+        return self._submit(request, "optim_step", asked, work)
 
-    async def save_weights(self, call: Call) -> Response:
-        asked = call.read(SaveWeights)
+    async def save_weights(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerSaveWeights)
 
         async def work(model: TrainingModel) -> Json:
             name = _named(asked.path)
-            if asked.overwrite is False and self._has_state(model.model_id, name, call.owner):
+            if asked.overwrite is False and self._has_state(model.model_id, name, request.owner):
                 raise ProtocolError(f"{model.model_id} has a checkpoint {name!r} already; overwrite is false")
             saved = await model.save(name, optimizer=True, ttl=asked.ttl_seconds)
             return {"type": "save_weights", "path": saved.path}
 
-        return self._submit(call, "save_weights", asked, work)
+        return self._submit(request, "save_weights", asked, work)
 
-    async def save_for_sampler(self, call: Call) -> Response:
-        asked = call.read(SaveForSampler)
+    async def save_for_sampler(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerSaveForSampler)
         number = asked.sampling_session_seq_id
 
         async def work(model: TrainingModel) -> Json:
@@ -134,62 +152,71 @@ class Training:
                 raise ProtocolError("neither path nor sampling_session_seq_id is given")
             name = f"ephemeral-{number}"
             saved = await model.export(name, ttl=asked.ttl_seconds or EPHEMERAL_SECONDS)
-            session = self._sessions.open(model.session_id, number, call.owner, saved.path, ephemeral=True)
+            session = self._sessions.open(model.session_id, number, request.owner, saved.path, ephemeral=True)
             return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
-        return self._submit(call, "save_weights_for_sampler", asked, work)
+        return self._submit(request, "save_weights_for_sampler", asked, work)
 
-    async def load_weights(self, call: Call) -> Response:
-        asked = call.read(LoadWeights)
+    async def load_weights(self, request: TinkerRequest) -> Response:
+        asked = request.parse(TinkerLoadWeights)
 
         async def work(model: TrainingModel) -> Json:
             await model.load(asked.path, optimizer=asked.optimizer)
             return {"type": "load_weights", "path": asked.path, "model_id": model.model_id}
 
-        return self._submit(call, "load_weights", asked, work)
+        return self._submit(request, "load_weights", asked, work)
 
     def _has_state(self, model_id: str, name: str, owner: str) -> bool:
         return any(
             info.kind == "state" and info.path.endswith(f"/{name}")
-            for info in self._workshop.checkpoints(owner, model_id)
+            for info in self._service.checkpoints(owner, model_id)
         )
 
-    def _submit_pass(self, call: Call, asked: Pass) -> Response:
-        async def work(model: TrainingModel) -> PassResult:
+    def _submit_pass(self, request: TinkerRequest, asked: TinkerPass) -> Response:
+        async def work(model: TrainingModel) -> TinkerPassResult:
             run = _forward if asked.forward_only else _forward_backward
-            return await run(model, asked.checked())
+            return await run(model, asked.require_batch())
 
-        step = Step(asked.model_id, asked.seq)
-        return self._submit(call, "forward" if asked.forward_only else "forward_backward", step, work)
+        step = TinkerModelRequest(asked.model_id, asked.seq)
+        return self._submit(request, "forward" if asked.forward_only else "forward_backward", step, work)
 
     def _submit(
-        self, call: Call, kind: str, step: Step, work: Callable[[TrainingModel], Awaitable[Any]]
+        self,
+        request: TinkerRequest,
+        kind: str,
+        step: TinkerModelRequest,
+        work: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
         """In the order of the model's sequence ids. Raises ProtocolError 404 when the model is gone."""
-        model = self._workshop.model(step.model_id, call.owner)
+        model = self._service.model(step.model_id, request.owner)
         request_id = self._operations.submit(
-            kind, call.owner, lambda: work(model), lane=model.model_id, seq=step.seq_id, key=call.key
+            kind,
+            request.owner,
+            lambda: work(model),
+            queue=model.model_id,
+            seq=step.seq_id,
+            key=request.idempotency_key,
         )
-        return answer({"request_id": request_id, "model_id": model.model_id})
+        return json_response({"request_id": request_id, "model_id": model.model_id})
 
 
-async def _forward_backward(model: TrainingModel, batch: Batch) -> PassResult:
+async def _forward_backward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:
     result = await model.forward_backward(batch.samples, batch.loss)
-    return PassResult.of(result.loss, result.metrics, result.logprobs)
+    return TinkerPassResult.from_logprobs(result.loss, result.metrics, result.logprobs)
 
 
-async def _forward(model: TrainingModel, batch: Batch) -> PassResult:
+async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:
     logprobs = await model.forward(batch.samples)
     for sample, values in zip(batch.samples, logprobs, strict=True):
         values[sample.mask == 0] = float("nan")
     loss, metrics = loss_and_metrics(batch.loss, batch.samples, logprobs)
-    return PassResult.of(loss, metrics, logprobs)
+    return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
 
-def _adapter(lora: Lora | None) -> Adapter:
+def _adapter(lora: TinkerLora | None) -> AdapterSpec:
     if lora is None:
         raise ProtocolError("only LoRA adapters are trained here: lora_config is missing")
-    return Adapter(
+    return AdapterSpec(
         rank=lora.rank,
         seed=lora.seed,
         train_attn=lora.train_attn,
@@ -198,7 +225,7 @@ def _adapter(lora: Lora | None) -> Adapter:
     )
 
 
-def _adam(params: Adam | None) -> AdamConfig:
+def _adam(params: TinkerAdam | None) -> AdamConfig:
     """A rate of 0, which schedules begin or end with, is one here, though no run may ask for it."""
     if params is None:
         raise ProtocolError(f"adam_params are missing: the only optimizer here is {ADAM!r}")

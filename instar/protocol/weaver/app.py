@@ -17,12 +17,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from instar.protocol.base import Operations, Workshop
-from instar.protocol.weaver.http import Answer, Call, Keys, endpoint, json_response, no_such_route
-from instar.protocol.weaver.running import Running
-from instar.protocol.weaver.sampling import Sampling
+from instar.protocol.base import OperationScheduler, TrainingService
+from instar.protocol.weaver.http import (
+    WeaverHandler,
+    WeaverKeyStore,
+    WeaverRequest,
+    json_response,
+    make_endpoint,
+    unknown_route,
+)
+from instar.protocol.weaver.operations import WeaverOperationRoutes
+from instar.protocol.weaver.sampling import WeaverSamplingRoutes
 from instar.protocol.weaver.tensors import TRANSPORTS
-from instar.protocol.weaver.training import MODE, Training
+from instar.protocol.weaver.training import MODE, WeaverTrainingRoutes
 
 log = logging.getLogger(__name__)
 PRICED = (
@@ -33,38 +40,38 @@ PRICED = (
 )
 
 
-class MetricPoint(msgspec.Struct):
+class WeaverMetric(msgspec.Struct):
     model_id: str
     name: str
     value: float
     step: int
 
 
-class Metrics(msgspec.Struct):
-    metrics: list[MetricPoint]
+class WeaverMetrics(msgspec.Struct):
+    metrics: list[WeaverMetric]
 
 
-def create_app(workshop: Workshop, operations: Operations, keys: Iterable[str]) -> Starlette:
+def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
     """Every route but `/healthz` asks for one of the keys; what one key made, another does not find."""
-    running = Running(operations)
-    service = _Service(workshop)
-    training = Training(workshop, operations, running)
-    sampling = Sampling(workshop, running)
-    known = Keys(keys)
+    running = WeaverOperationRoutes(operations)
+    sessions = WeaverSessionRoutes(service)
+    training = WeaverTrainingRoutes(service, operations, running)
+    sampling = WeaverSamplingRoutes(service, running)
+    known = WeaverKeyStore(keys)
 
-    def route(method: str, path: str, answer: Answer) -> Route:
-        handle = endpoint(answer, known, workshop.limits.max_body)
+    def route(method: str, path: str, answer: WeaverHandler) -> Route:
+        handle = make_endpoint(answer, known, service.limits.max_body)
         return Route(f"/api/v1{path}", handle, methods=[method])
 
     return Starlette(
         routes=[
             Route("/healthz", _healthz),
-            route("GET", "/supported-models", service.models),
-            route("GET", "/model-catalog", service.models),
-            route("POST", "/sessions", service.create_session),
-            route("GET", "/sessions/{session}", service.show_session),
-            route("POST", "/sessions/{session}/heartbeat", service.show_session),
-            route("POST", "/sessions/{session}/metrics", service.log_metrics),
+            route("GET", "/supported-models", sessions.models),
+            route("GET", "/model-catalog", sessions.models),
+            route("POST", "/sessions", sessions.create_session),
+            route("GET", "/sessions/{session}", sessions.show_session),
+            route("POST", "/sessions/{session}/heartbeat", sessions.show_session),
+            route("POST", "/sessions/{session}/metrics", sessions.log_metrics),
             route("POST", "/sessions/{session}/models", training.create),
             route("GET", "/models/{model}", training.show),
             route("POST", "/models/{model}/forward-passes", training.forward),
@@ -82,7 +89,7 @@ def create_app(workshop: Workshop, operations: Operations, keys: Iterable[str]) 
             route("POST", "/sampling-sessions/{sampling}/logprobs", sampling.logprobs),
             route("GET", "/operations/{operation}", running.show),
         ],
-        exception_handlers={HTTPException: no_such_route},
+        exception_handlers={HTTPException: unknown_route},
     )
 
 
@@ -90,36 +97,36 @@ async def _healthz(request: Request) -> Response:
     return json_response({})
 
 
-class _Service:
+class WeaverSessionRoutes:
     """Sessions, and what there is to train."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self._workshop = workshop
+    def __init__(self, service: TrainingService) -> None:
+        self._service = service
 
-    async def models(self, call: Call) -> Response:
+    async def models(self, request: WeaverRequest) -> Response:
         item: dict[str, Any] = {
-            "id": self._workshop.base_model,
-            "name": self._workshop.base_model,
+            "id": self._service.base_model,
+            "name": self._service.base_model,
             "status": "available",
             "training_modes": [MODE],
             "prices": {f"{kind}:{MODE}": {"unit": "token", "unit_price_micros": 0} for kind in PRICED},
-            "config": {"resource": {"tokenizer": {"path": self._workshop.tokenizer_path}}},
-            "metadata": {"max_context": self._workshop.max_context},
+            "config": {"resource": {"tokenizer": {"path": self._service.tokenizer_path}}},
+            "metadata": {"max_context": self._service.max_context},
         }
         return json_response({"items": [item], "pagination": {"total_count": 1, "limit": 100, "offset": 0}})
 
-    async def create_session(self, call: Call) -> Response:
-        return json_response(_session(await self._workshop.create_session(call.owner)), 201)
+    async def create_session(self, request: WeaverRequest) -> Response:
+        return json_response(_session(await self._service.create_session(request.owner)), 201)
 
-    async def show_session(self, call: Call) -> Response:
+    async def show_session(self, request: WeaverRequest) -> Response:
         """Being asked for keeps a session alive."""
-        self._workshop.heartbeat(call.path["session"], call.owner)
-        return json_response(_session(call.path["session"]))
+        self._service.heartbeat(request.path_params["session"], request.owner)
+        return json_response(_session(request.path_params["session"]))
 
-    async def log_metrics(self, call: Call) -> Response:
+    async def log_metrics(self, request: WeaverRequest) -> Response:
         """They go to the server's log: there is no other place for them."""
-        self._workshop.heartbeat(call.path["session"], call.owner)
-        for point in call.parse(Metrics).metrics:
+        self._service.heartbeat(request.path_params["session"], request.owner)
+        for point in request.parse(WeaverMetrics).metrics:
             log.info("%s at step %d: %s = %g", point.model_id, point.step, point.name, point.value)
         return json_response({})
 

@@ -14,12 +14,12 @@ OURS = {"checkpoints": "weights", "samplers": "sampler_weights"}
 """Folders in Weaver's paths, and the workshop's for the same."""
 
 
-def shown_path(info: CheckpointInfo) -> str:
+def weaver_path(info: CheckpointInfo) -> str:
     """`weaver://<model>/checkpoints/<name>`, or `samplers` for what can only be sampled from."""
     return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_name(info)}"
 
 
-def workshop_path(path: str) -> str:
+def to_service_path(path: str) -> str:
     """The workshop's name for a path that a client gives. It takes any scheme."""
     parts = path.removeprefix(SCHEME).split("/", 2)
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in OURS:
@@ -31,9 +31,9 @@ def workshop_path(path: str) -> str:
     return f"{SCHEME}{model_id}/{OURS[folder]}/{name}"
 
 
-def shown(info: CheckpointInfo) -> dict[str, Any]:
+def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
     """As the SDK's `Checkpoint` reads it."""
-    path = shown_path(info)
+    path = weaver_path(info)
     left = None if info.expires_at is None else round(info.expires_at - info.created_at)
     weights = "weight_and_optimizer" if info.has_optimizer else "weight"
     return {

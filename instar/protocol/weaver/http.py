@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.failures import as_protocol_error
+from instar.protocol.errors import to_protocol_error
 
 KEY_HEADER = "x-weaver-api-key"
 JSON, MULTIPART = "application/json", "multipart/form-data"
@@ -39,37 +39,37 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class WeaverRequest:
     """One request, its key checked. ``path`` holds what the route's pattern matched."""
 
     owner: str
-    path: dict[str, str]
+    path_params: dict[str, str]
     content_type: str
     body: bytes
-    identity: str | None
+    call_id: str | None
     """Of the call: the SDK sends one again with the same trace context, and another with another."""
 
     @property
-    def kind(self) -> str:
+    def media_type(self) -> str:
         """`JSON` or `MULTIPART`."""
         return self.content_type.partition(";")[0].strip().lower()
 
     def parse(self, shape: type[T]) -> T:
-        if self.kind != JSON:
-            raise ProtocolError(f"only passes are taken as {self.kind}", 415)
-        return parse(self.body or b"{}", shape)
+        if self.media_type != JSON:
+            raise ProtocolError(f"only passes are taken as {self.media_type}", 415)
+        return parse_json(self.body or b"{}", shape)
 
 
-Answer = Callable[[Call], Awaitable[Response]]
+WeaverHandler = Callable[[WeaverRequest], Awaitable[Response]]
 
 
-class Keys:
+class WeaverKeyStore:
     """The keys that are let in. Only hashes are kept; the hash of a key is the owner of what it makes."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._owners = [_hash(key) for key in keys]
 
-    def owner(self, key: str | None) -> str:
+    def authenticate(self, key: str | None) -> str:
         if not key:
             raise ProtocolError("no API key: send it as X-WEAVER-API-KEY", 401)
         given = _hash(key)
@@ -83,21 +83,27 @@ def _hash(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def endpoint(answer: Answer, keys: Keys, max_body: int) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
+def make_endpoint(
+    handler: WeaverHandler, keys: WeaverKeyStore, max_body: int
+) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(http: Request) -> Response:
         try:
-            owner = keys.owner(request.headers.get(KEY_HEADER))
-            content_type = request.headers.get("content-type", JSON)
-            identity = request.headers.get("traceparent")
-            body = await _read(request, max_body)
-            call = Call(owner, request.path_params, content_type, body, identity)
-            if call.kind not in (JSON, MULTIPART):
-                raise ProtocolError(f"this server takes {JSON} and {MULTIPART}, not {call.kind!r}", 415)
-            return await answer(call)
+            request = WeaverRequest(
+                owner=keys.authenticate(http.headers.get(KEY_HEADER)),
+                path_params=http.path_params,
+                content_type=http.headers.get("content-type", JSON),
+                body=await _read(http, max_body),
+                call_id=http.headers.get("traceparent"),
+            )
+            if request.media_type not in (JSON, MULTIPART):
+                raise ProtocolError(
+                    f"this server takes {JSON} and {MULTIPART}, not {request.media_type!r}", 415
+                )
+            return await handler(request)
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client must be told
-            return error_response(as_protocol_error(error))
+            return error_response(to_protocol_error(error))
 
     return handle
 
@@ -116,7 +122,7 @@ async def _read(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def parse(text: bytes | memoryview | msgspec.Raw, shape: type[T]) -> T:
+def parse_json(text: bytes | memoryview | msgspec.Raw, shape: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=shape)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -141,7 +147,7 @@ def error_response(error: ProtocolError) -> Response:
     return json_response({"error": code, "message": message, "retryable": retryable}, error.status)
 
 
-async def no_such_route(request: Request, error: Exception) -> Response:
+async def unknown_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     return error_response(
         ProtocolError(f"this server does not offer {request.method} {request.url.path}", status)

@@ -13,22 +13,22 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from instar.protocol.base import ProtocolError, Workshop
-from instar.protocol.weaver.checkpoints import workshop_path
-from instar.protocol.weaver.data import ModelInput
-from instar.protocol.weaver.http import Call, json_response
-from instar.protocol.weaver.running import Running
+from instar.protocol.base import ProtocolError, TrainingService
+from instar.protocol.weaver.checkpoints import to_service_path
+from instar.protocol.weaver.datums import WeaverModelInput
+from instar.protocol.weaver.http import WeaverRequest, json_response
+from instar.protocol.weaver.operations import WeaverOperationRoutes
 from instar.types import SamplingParams
 
 PREFIX = "sampling-"
 
 
-class CreateSampling(msgspec.Struct):
+class WeaverCreateSampling(msgspec.Struct):
     base_model: str | None = None
     model_path: str | None = None
 
 
-class Params(msgspec.Struct):
+class WeaverSamplingParams(msgspec.Struct):
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,9 +39,9 @@ class Params(msgspec.Struct):
     sampling_seed: int | None = None
 
 
-class Sample(msgspec.Struct):
-    prompt: ModelInput
-    sampling_params: Params = msgspec.field(default_factory=Params)
+class WeaverSampleRequest(msgspec.Struct):
+    prompt: WeaverModelInput
+    sampling_params: WeaverSamplingParams = msgspec.field(default_factory=WeaverSamplingParams)
     num_samples: int = 1
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
@@ -51,53 +51,53 @@ class Sample(msgspec.Struct):
     score_centering: dict[str, Any] = {}
 
 
-class Logprobs(msgspec.Struct):
-    prompt: ModelInput
+class WeaverLogprobsRequest(msgspec.Struct):
+    prompt: WeaverModelInput
     return_rollout_token_expert: bool = False
 
 
-class Sampling:
-    def __init__(self, workshop: Workshop, running: Running) -> None:
-        self._workshop = workshop
+class WeaverSamplingRoutes:
+    def __init__(self, service: TrainingService, running: WeaverOperationRoutes) -> None:
+        self._service = service
         self._running = running
 
-    async def create(self, call: Call) -> Response:
+    async def create(self, request: WeaverRequest) -> Response:
         """With a path, the model's name is no more than a note."""
-        given = call.parse(CreateSampling)
-        self._workshop.heartbeat(call.path["session"], call.owner)
+        given = request.parse(WeaverCreateSampling)
+        self._service.heartbeat(request.path_params["session"], request.owner)
         if given.model_path:
-            self._workshop.checkpoint(workshop_path(given.model_path), call.owner)
-        elif given.base_model != self._workshop.base_model:
+            self._service.checkpoint(to_service_path(given.model_path), request.owner)
+        elif given.base_model != self._service.base_model:
             raise ProtocolError(
-                f"base_model {given.base_model!r} is not offered; {self._workshop.base_model!r} is", 404
+                f"base_model {given.base_model!r} is not offered; {self._service.base_model!r} is", 404
             )
         return json_response(self._shown(_session_id(given.model_path), given.model_path), 201)
 
-    async def show(self, call: Call) -> Response:
-        session_id = call.path["sampling"]
+    async def show(self, request: WeaverRequest) -> Response:
+        session_id = request.path_params["sampling"]
         return json_response(self._shown(session_id, _model_path(session_id)))
 
     def _shown(self, session_id: str, model_path: str | None) -> dict[str, Any]:
         return {
             "id": session_id,
-            "base_model": self._workshop.base_model,
+            "base_model": self._service.base_model,
             "model_path": model_path,
-            "tokenizer_path": self._workshop.tokenizer_path,
+            "tokenizer_path": self._service.tokenizer_path,
         }
 
-    async def delete(self, call: Call) -> Response:
-        _model_path(call.path["sampling"])
+    async def delete(self, request: WeaverRequest) -> Response:
+        _model_path(request.path_params["sampling"])
         return Response(status_code=204)
 
-    async def sample(self, call: Call) -> Response:
-        given = call.parse(Sample)
-        sampler = self._sampler(call)
+    async def sample(self, request: WeaverRequest) -> Response:
+        given = request.parse(WeaverSampleRequest)
+        sampler = self._sampler(request)
         _refuse_extras(given)
         prompt = _prompt(given.prompt)
         params = self._params(given.sampling_params, len(prompt))
 
         async def work() -> Any:
-            found = await self._workshop.sample(sampler, call.owner, prompt, params, given.num_samples)
+            found = await self._service.sample(sampler, request.owner, prompt, params, given.num_samples)
             result: dict[str, Any] = {
                 "sequences": [
                     {
@@ -110,29 +110,31 @@ class Sampling:
                 ]
             }
             if given.prompt_logprobs:
-                result["prompt_logprobs"] = await self._workshop.logprobs(sampler, call.owner, prompt)
+                result["prompt_logprobs"] = await self._service.logprobs(sampler, request.owner, prompt)
             return {"result": result}
 
-        return await self._running.start("sample", call, work)
+        return await self._running.submit("sample", request, work)
 
-    async def logprobs(self, call: Call) -> Response:
-        given = call.parse(Logprobs)
-        sampler = self._sampler(call)
+    async def logprobs(self, request: WeaverRequest) -> Response:
+        given = request.parse(WeaverLogprobsRequest)
+        sampler = self._sampler(request)
         if given.return_rollout_token_expert:
             raise ProtocolError("return_rollout_token_expert is not offered here")
         prompt = _prompt(given.prompt)
 
         async def work() -> Any:
-            return {"result": {"prompt_logprobs": await self._workshop.logprobs(sampler, call.owner, prompt)}}
+            return {
+                "result": {"prompt_logprobs": await self._service.logprobs(sampler, request.owner, prompt)}
+            }
 
-        return await self._running.start("logprobs", call, work)
+        return await self._running.submit("logprobs", request, work)
 
-    def _sampler(self, call: Call) -> str | None:
-        path = _model_path(call.path["sampling"])
-        return None if path is None else self._workshop.checkpoint(workshop_path(path), call.owner).path
+    def _sampler(self, request: WeaverRequest) -> str | None:
+        path = _model_path(request.path_params["sampling"])
+        return None if path is None else self._service.checkpoint(to_service_path(path), request.owner).path
 
-    def _params(self, given: Params, prompt_tokens: int) -> SamplingParams:
-        room = self._workshop.max_context - prompt_tokens
+    def _params(self, given: WeaverSamplingParams, prompt_tokens: int) -> SamplingParams:
+        room = self._service.max_context - prompt_tokens
         return SamplingParams(
             max_tokens=max(room, 1) if given.max_tokens is None else given.max_tokens,
             temperature=given.temperature,
@@ -144,7 +146,7 @@ class Sampling:
         )
 
 
-def _refuse_extras(given: Sample) -> None:
+def _refuse_extras(given: WeaverSampleRequest) -> None:
     for name in (
         "topk_prompt_logprobs",
         "return_sampling_mask",
@@ -156,7 +158,7 @@ def _refuse_extras(given: Sample) -> None:
             raise ProtocolError(f"{name} is not offered here")
 
 
-def _prompt(given: ModelInput) -> list[int]:
+def _prompt(given: WeaverModelInput) -> list[int]:
     prompt = given.tokens().tolist()
     if not prompt:
         raise ProtocolError("the prompt is empty")

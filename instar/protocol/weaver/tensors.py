@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.weaver.http import JSON, MULTIPART, Call, parse
+from instar.protocol.weaver.http import JSON, MULTIPART, WeaverRequest, parse_json
 
 TRANSPORTS = ("default", "http-binary")
 DTYPES = {
@@ -31,20 +31,20 @@ DTYPES = {
 NAME = re.compile(rb'[;\s]name="([^"]*)"')
 
 
-class PackFields(msgspec.Struct):
+class TensorPackInfo(msgspec.Struct):
     size_bytes: int
     sha256: str
     codec: str = "raw"
     decoded_size_bytes: int | None = None
 
 
-class Manifest(msgspec.Struct):
+class TensorManifest(msgspec.Struct):
     version: int
     request: msgspec.Raw
-    tensor_pack: PackFields
+    tensor_pack: TensorPackInfo
 
 
-class Place(msgspec.Struct):
+class TensorLocation(msgspec.Struct):
     """Of a tensor in the pack."""
 
     dtype: str
@@ -55,52 +55,58 @@ class Place(msgspec.Struct):
     codec: str = "raw"
 
 
-class Placed(msgspec.Struct):
-    place: Place = msgspec.field(name="$tensor")
+class PackedTensor(msgspec.Struct):
+    location: TensorLocation = msgspec.field(name="$tensor")
 
 
-class Pack:
+class TensorPack:
     """The numbers beside a request; none beside plain JSON."""
 
     def __init__(self, content: bytes | memoryview = b"") -> None:
         self._content = content
 
-    def array(self, place: Place) -> NDArray[Any]:
-        """A row, not copied. Raises ProtocolError when there is none at that place."""
-        dtype = DTYPES.get(place.dtype)
-        if dtype is None or (place.format, place.codec) != ("raw-tensor", "raw"):
-            raise ProtocolError(f"a tensor is {place.dtype}, {place.format}, {place.codec}: not known here")
-        if len(place.shape) != 1 or place.shape[0] < 0:
-            raise ProtocolError(f"a tensor has the shape {place.shape}; only rows are taken")
-        if place.shape[0] * dtype.itemsize != place.size_bytes:
-            raise ProtocolError(f"a tensor of {place.shape} {place.dtype} is not {place.size_bytes} bytes")
-        if place.offset < 0 or place.offset + place.size_bytes > len(self._content):
+    def array(self, location: TensorLocation) -> NDArray[Any]:
+        """A row, not copied. Raises ProtocolError when there is none at that location."""
+        dtype = DTYPES.get(location.dtype)
+        if dtype is None or (location.format, location.codec) != ("raw-tensor", "raw"):
+            raise ProtocolError(
+                f"a tensor is {location.dtype}, {location.format}, {location.codec}: not known here"
+            )
+        if len(location.shape) != 1 or location.shape[0] < 0:
+            raise ProtocolError(f"a tensor has the shape {location.shape}; only rows are taken")
+        if location.shape[0] * dtype.itemsize != location.size_bytes:
+            raise ProtocolError(
+                f"a tensor of {location.shape} {location.dtype} is not {location.size_bytes} bytes"
+            )
+        if location.offset < 0 or location.offset + location.size_bytes > len(self._content):
             raise ProtocolError("a tensor lies outside the tensor pack, or there is none")
-        return np.frombuffer(self._content, dtype, place.shape[0], place.offset)
+        return np.frombuffer(self._content, dtype, location.shape[0], location.offset)
 
 
-def unpacked(call: Call, limit: int) -> tuple[Call, Pack]:
+def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, TensorPack]:
     """The call as plain JSON, and what came beside it, of at most ``limit`` bytes. Raises ProtocolError."""
-    if call.kind == JSON:
-        return call, Pack()
-    parts = _parts(call)
+    if request.media_type == JSON:
+        return request, TensorPack()
+    parts = _parts(request)
     text = bytes(parts["manifest"])
-    manifest = parse(text, Manifest)
+    manifest = parse_json(text, TensorManifest)
     if manifest.version != 1:
         raise ProtocolError(f"manifests of version {manifest.version} are not known here, only of version 1")
     content = _checked(parts["tensor_pack"], manifest.tensor_pack, limit)
     # The SDK does not send a pack again by itself, so that each time has another trace context. The manifest
     # says all: the model, the sequence id, and the digest of the pack.
-    identity = hashlib.sha256(text).hexdigest()
-    return replace(call, content_type=JSON, body=bytes(manifest.request), identity=identity), Pack(content)
+    call_id = hashlib.sha256(text).hexdigest()
+    return replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id), TensorPack(
+        content
+    )
 
 
-def _parts(call: Call) -> dict[str, memoryview]:
+def _parts(request: WeaverRequest) -> dict[str, memoryview]:
     """Of a multipart body, by name. Not copied: a pack may be large."""
     header = Message()
-    header["content-type"] = call.content_type
+    header["content-type"] = request.content_type
     delimiter = f"\r\n--{header.get_boundary()}".encode()
-    body, view = call.body, memoryview(call.body)
+    body, view = request.body, memoryview(request.body)
     found: dict[str, memoryview] = {}
     # Before the first there is no line to end.
     at = len(delimiter) - 2 if body.startswith(delimiter[2:]) else len(body)
@@ -117,7 +123,7 @@ def _parts(call: Call) -> dict[str, memoryview]:
     return found
 
 
-def _checked(pack: memoryview, told: PackFields, limit: int) -> bytes | memoryview:
+def _checked(pack: memoryview, told: TensorPackInfo, limit: int) -> bytes | memoryview:
     if len(pack) != told.size_bytes:
         raise ProtocolError(f"the tensor pack has {len(pack)} bytes, not the {told.size_bytes} it should")
     if hashlib.sha256(pack).hexdigest() != told.sha256.lower():

@@ -12,13 +12,19 @@ from starlette.responses import Response
 
 from instar.backends.values import loss_and_metrics
 from instar.config import AdamConfig
-from instar.protocol.base import Adapter, Operations, ProtocolError, TrainingModel, Workshop
-from instar.protocol.weaver.checkpoints import shown, shown_path, workshop_path
-from instar.protocol.weaver.data import PassInput, outputs, read_batch
-from instar.protocol.weaver.http import Call, json_response, parse
-from instar.protocol.weaver.order import Order
-from instar.protocol.weaver.running import Running, Work
-from instar.protocol.weaver.tensors import TRANSPORTS, Pack, unpacked
+from instar.protocol.base import (
+    AdapterSpec,
+    OperationScheduler,
+    ProtocolError,
+    TrainingModel,
+    TrainingService,
+)
+from instar.protocol.weaver.call_order import WeaverCallOrder
+from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_path, weaver_path
+from instar.protocol.weaver.datums import WeaverPassInput, build_outputs, parse_batch
+from instar.protocol.weaver.http import WeaverRequest, json_response, parse_json
+from instar.protocol.weaver.operations import OperationWork, WeaverOperationRoutes
+from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_request
 from instar.types import new_id
 
 CREATE_DEADLINE = 50.0
@@ -27,7 +33,7 @@ MODE = "lora"
 STATE_TYPES = ("weight", "weight_and_optimizer")
 
 
-class LoraFields(msgspec.Struct):
+class WeaverLora(msgspec.Struct):
     """Defaults are those of the SDK's `LoraConfig`."""
 
     rank: int = 32
@@ -37,15 +43,15 @@ class LoraFields(msgspec.Struct):
     train_attn: bool = True
 
 
-class CreateModel(msgspec.Struct):
+class WeaverCreateModel(msgspec.Struct):
     base_model: str
     model_seq_id: int = 0
-    lora_config: LoraFields = msgspec.field(default_factory=LoraFields)
+    lora_config: WeaverLora = msgspec.field(default_factory=WeaverLora)
     training_mode: str = MODE
     training_max_sequence_length: int = 0
 
 
-class Numbered(msgspec.Struct):
+class WeaverSequencedPayload(msgspec.Struct):
     seq_id: int
     tensor_transport: str = "default"
     forward_input: msgspec.Raw = msgspec.Raw()
@@ -53,11 +59,11 @@ class Numbered(msgspec.Struct):
     adam_params: msgspec.Raw = msgspec.Raw()
 
 
-class Payload(msgspec.Struct):
-    payload: Numbered
+class WeaverSequencedRequest(msgspec.Struct):
+    payload: WeaverSequencedPayload
 
 
-class AdamFields(msgspec.Struct):
+class WeaverAdam(msgspec.Struct):
     learning_rate: float
     beta1: float
     beta2: float
@@ -66,123 +72,130 @@ class AdamFields(msgspec.Struct):
     grad_clip_norm: float
 
 
-class ExportSampler(msgspec.Struct):
+class WeaverExportSampler(msgspec.Struct):
     seq_id: int
     path: str | None = None
     ttl_seconds: float | None = None
 
 
-class SaveState(msgspec.Struct):
+class WeaverSaveState(msgspec.Struct):
     type: str = "weight"
     name: str | None = None
     ttl_seconds: float | None = None
 
 
-class LoadState(msgspec.Struct):
+class WeaverLoadState(msgspec.Struct):
     path: str
     include_optimizer: bool = False
 
 
-class Terminate(msgspec.Struct):
+class WeaverTerminate(msgspec.Struct):
     instance_types: tuple[str, ...] = ("trainer",)
 
 
-class Training:
-    def __init__(self, workshop: Workshop, operations: Operations, running: Running) -> None:
-        self._workshop = workshop
+class WeaverTrainingRoutes:
+    def __init__(
+        self, service: TrainingService, operations: OperationScheduler, running: WeaverOperationRoutes
+    ) -> None:
+        self._service = service
         self._operations = operations
         self._running = running
-        self._orders: WeakKeyDictionary[TrainingModel, Order] = WeakKeyDictionary()
+        self._orders: WeakKeyDictionary[TrainingModel, WeaverCallOrder] = WeakKeyDictionary()
 
-    async def create(self, call: Call) -> Response:
-        given = call.parse(CreateModel)
+    async def create(self, request: WeaverRequest) -> Response:
+        given = request.parse(WeaverCreateModel)
         if given.training_mode != MODE:
             raise ProtocolError(f"training_mode {given.training_mode!r} is not offered; only {MODE!r} is")
-        if given.training_max_sequence_length > self._workshop.max_context:
+        if given.training_max_sequence_length > self._service.max_context:
             raise ProtocolError(
                 f"training_max_sequence_length {given.training_max_sequence_length} is more than the "
-                f"{self._workshop.max_context} tokens that {self._workshop.base_model} takes"
+                f"{self._service.max_context} tokens that {self._service.base_model} takes"
             )
         lora = given.lora_config
-        adapter = Adapter(lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
-        model = await self._running.finish(
+        adapter = AdapterSpec(lora.rank, lora.seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        model = await self._running.run(
             "create_model",
-            call,
-            lambda: self._workshop.create_model(call.path["session"], call.owner, given.base_model, adapter),
-            key=_creation(call, given),
+            request,
+            lambda: self._service.create_model(
+                request.path_params["session"], request.owner, given.base_model, adapter
+            ),
+            key=_creation(request, given),
             deadline=CREATE_DEADLINE,
         )
         return json_response(self._shown(model), 201)
 
-    async def show(self, call: Call) -> Response:
-        return json_response(self._shown(self._model(call)))
+    async def show(self, request: WeaverRequest) -> Response:
+        return json_response(self._shown(self._model(request)))
 
     def _shown(self, model: TrainingModel) -> dict[str, Any]:
         return {
             "id": model.model_id,
             "session_id": model.session_id,
-            "base_model": self._workshop.base_model,
-            "tokenizer_path": self._workshop.tokenizer_path,
+            "base_model": self._service.base_model,
+            "tokenizer_path": self._service.tokenizer_path,
             "training_mode": MODE,
             "status": "running",
         }
 
-    async def forward(self, call: Call) -> Response:
-        async def work(model: TrainingModel, given: Numbered, pack: Pack) -> Any:
-            read = parse(given.forward_input, PassInput)
-            batch = read_batch(read, pack, vocab_size=self._workshop.vocab_size, backward=False)
+    async def forward(self, request: WeaverRequest) -> Response:
+        async def work(model: TrainingModel, given: WeaverSequencedPayload, pack: TensorPack) -> Any:
+            read = parse_json(given.forward_input, WeaverPassInput)
+            batch = parse_batch(read, pack, vocab_size=self._service.vocab_size, backward=False)
             logprobs = await model.forward(batch.samples)
             metrics: dict[str, float] = {}
             if batch.loss is not None:
                 loss, metrics = loss_and_metrics(batch.loss, batch.samples, logprobs)
                 metrics["loss"] = loss
-            return {"result": {"loss_fn_outputs": outputs(batch, logprobs), "metrics": metrics}}
+            return {"result": {"loss_fn_outputs": build_outputs(batch, logprobs), "metrics": metrics}}
 
-        return await self._numbered("forward", call, work)
+        return await self._numbered("forward", request, work)
 
-    async def forward_backward(self, call: Call) -> Response:
-        async def work(model: TrainingModel, given: Numbered, pack: Pack) -> Any:
-            read = parse(given.forward_backward_input, PassInput)
-            batch = read_batch(read, pack, vocab_size=self._workshop.vocab_size, backward=True)
+    async def forward_backward(self, request: WeaverRequest) -> Response:
+        async def work(model: TrainingModel, given: WeaverSequencedPayload, pack: TensorPack) -> Any:
+            read = parse_json(given.forward_backward_input, WeaverPassInput)
+            batch = parse_batch(read, pack, vocab_size=self._service.vocab_size, backward=True)
             assert batch.loss is not None
             done = await model.forward_backward(batch.samples, batch.loss)
             metrics = {**done.metrics, "loss": done.loss}
-            return {"result": {"loss_fn_outputs": outputs(batch, done.logprobs), "metrics": metrics}}
+            return {"result": {"loss_fn_outputs": build_outputs(batch, done.logprobs), "metrics": metrics}}
 
-        return await self._numbered("forward_backward", call, work)
+        return await self._numbered("forward_backward", request, work)
 
-    async def optim_step(self, call: Call) -> Response:
-        async def work(model: TrainingModel, given: Numbered, pack: Pack) -> Any:
-            step = await model.optim_step(_adam(parse(given.adam_params, AdamFields)))
+    async def optim_step(self, request: WeaverRequest) -> Response:
+        async def work(model: TrainingModel, given: WeaverSequencedPayload, pack: TensorPack) -> Any:
+            step = await model.optim_step(_adam(parse_json(given.adam_params, WeaverAdam)))
             return {"metrics": {**step.metrics, "grad_norm": step.grad_norm}}
 
-        return await self._numbered("optim_step", call, work)
+        return await self._numbered("optim_step", request, work)
 
     async def _numbered(
-        self, kind: str, call: Call, work: Callable[[TrainingModel, Numbered, Pack], Awaitable[Any]]
+        self,
+        kind: str,
+        request: WeaverRequest,
+        work: Callable[[TrainingModel, WeaverSequencedPayload, TensorPack], Awaitable[Any]],
     ) -> Response:
         """What is wrong with its content is an error of the operation, not of the request: its sequence id
         is used up either way, and the ones that follow wait for it."""
-        model = self._model(call)
-        call, pack = unpacked(call, self._workshop.limits.max_body)
-        given = call.parse(Payload).payload
+        model = self._model(request)
+        request, pack = unpack_request(request, self._service.limits.max_body)
+        given = request.parse(WeaverSequencedRequest).payload
         if given.tensor_transport not in TRANSPORTS:
             raise ProtocolError(
                 f"tensor transport {given.tensor_transport!r} is not offered, only {', '.join(TRANSPORTS)}"
             )
-        return await self._in_turn(kind, call, model, lambda: work(model, given, pack), given.seq_id)
+        return await self._in_turn(kind, request, model, lambda: work(model, given, pack), given.seq_id)
 
-    async def export(self, call: Call) -> Response:
-        model, given = self._model(call), call.parse(ExportSampler)
+    async def export(self, request: WeaverRequest) -> Response:
+        model, given = self._model(request), request.parse(WeaverExportSampler)
 
         async def work() -> Any:
             info = await model.export(given.path or new_id("sampler"), ttl=given.ttl_seconds)
-            return {**shown(info), "model_path": shown_path(info)}
+            return {**checkpoint_fields(info), "model_path": weaver_path(info)}
 
-        return await self._in_turn("export", call, model, work, given.seq_id)
+        return await self._in_turn("export", request, model, work, given.seq_id)
 
-    async def save(self, call: Call) -> Response:
-        model, given = self._model(call), call.parse(SaveState)
+    async def save(self, request: WeaverRequest) -> Response:
+        model, given = self._model(request), request.parse(WeaverSaveState)
         if given.type not in (*STATE_TYPES, "sampling"):
             raise ProtocolError(
                 f"checkpoint type {given.type!r} is not one of {', '.join(STATE_TYPES)}, sampling"
@@ -191,63 +204,63 @@ class Training:
         async def work() -> Any:
             name = given.name or new_id("checkpoint")
             if given.type == "sampling":
-                return shown(await model.export(name, ttl=given.ttl_seconds))
+                return checkpoint_fields(await model.export(name, ttl=given.ttl_seconds))
             with_optimizer = given.type == "weight_and_optimizer"
-            return shown(await model.save(name, optimizer=with_optimizer, ttl=given.ttl_seconds))
+            return checkpoint_fields(await model.save(name, optimizer=with_optimizer, ttl=given.ttl_seconds))
 
-        return await self._in_turn("save", call, model, work)
+        return await self._in_turn("save", request, model, work)
 
-    async def load(self, call: Call) -> Response:
-        model, given = self._model(call), call.parse(LoadState)
+    async def load(self, request: WeaverRequest) -> Response:
+        model, given = self._model(request), request.parse(WeaverLoadState)
 
         async def work() -> Any:
-            await model.load(workshop_path(given.path), optimizer=given.include_optimizer)
+            await model.load(to_service_path(given.path), optimizer=given.include_optimizer)
             return {"path": given.path, "include_optimizer": given.include_optimizer}
 
-        return await self._in_turn("load", call, model, work)
+        return await self._in_turn("load", request, model, work)
 
     async def _in_turn(
         self,
         kind: str,
-        call: Call,
+        request: WeaverRequest,
         model: TrainingModel,
-        work: Work,
+        work: OperationWork,
         seq: int | None = None,
     ) -> Response:
         def submit(place: int) -> str:
-            return self._operations.submit(kind, call.owner, work, lane=model.model_id, seq=place)
+            return self._operations.submit(kind, request.owner, work, queue=model.model_id, seq=place)
 
-        order = self._orders.setdefault(model, Order())
+        order = self._orders.setdefault(model, WeaverCallOrder())
         if seq is None:
-            return await self._running.shown(order.unnumbered(submit), call)
-        return await self._running.shown(order.numbered(seq, call.identity, submit), call)
+            return await self._running.respond(order.submit_unnumbered(submit), request)
+        return await self._running.respond(order.submit_numbered(seq, request.call_id, submit), request)
 
-    async def checkpoints(self, call: Call) -> Response:
+    async def checkpoints(self, request: WeaverRequest) -> Response:
         """Also those of a model that is over."""
-        found = self._workshop.checkpoints(call.owner, call.path["model"])
+        found = self._service.checkpoints(request.owner, request.path_params["model"])
         if not found:
-            self._model(call)
-        return json_response({"items": [shown(info) for info in found]})
+            self._model(request)
+        return json_response({"items": [checkpoint_fields(info) for info in found]})
 
-    async def terminate(self, call: Call) -> Response:
-        model = self._model(call)
-        if "trainer" in call.parse(Terminate).instance_types:
-            await self._workshop.end_model(model.model_id, call.owner)
-            self._operations.end_lane(model.model_id)
+    async def terminate(self, request: WeaverRequest) -> Response:
+        model = self._model(request)
+        if "trainer" in request.parse(WeaverTerminate).instance_types:
+            await self._service.end_model(model.model_id, request.owner)
+            self._operations.close_queue(model.model_id)
         return json_response({"id": model.model_id, "status": "terminated"})
 
-    def _model(self, call: Call) -> TrainingModel:
-        return self._workshop.model(call.path["model"], call.owner)
+    def _model(self, request: WeaverRequest) -> TrainingModel:
+        return self._service.model(request.path_params["model"], request.owner)
 
 
-def _creation(call: Call, given: CreateModel) -> str | None:
+def _creation(request: WeaverRequest, given: WeaverCreateModel) -> str | None:
     """The same when a client asks again for the model whose answer it did not get."""
-    if call.identity is None:
+    if request.call_id is None:
         return None
-    return f"create_model {call.path['session']} {given.model_seq_id} {call.identity}"
+    return f"create_model {request.path_params['session']} {given.model_seq_id} {request.call_id}"
 
 
-def _adam(given: AdamFields) -> AdamConfig:
+def _adam(given: WeaverAdam) -> AdamConfig:
     """A rate of 0, where a schedule begins or ends, is a step like any other."""
     try:
         adam = AdamConfig(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from instar.clouds.base import SERVICES
-from instar.conformance.served import PROTOCOLS
+from instar.conformance.server import PROTOCOLS
 from tests.integration.backends.bad_line import FAULTS, PASSING
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model

@@ -22,9 +22,9 @@ from safetensors.numpy import load_file
 from instar.backends.verl.backend import VerlBackend
 from instar.config import LossConfig, ModelConfig, RunConfig, VerlBackendConfig
 from instar.conformance.batches import make_sample, tree_samples
-from instar.conformance.compare import Check, Play, compare, difference
-from instar.conformance.play import job, play
-from instar.conformance.scenes import ADAM
+from instar.conformance.cases import ADAM
+from instar.conformance.compare import BackendRecord, CheckResult, compare, difference
+from instar.conformance.runner import build_job, run_cases
 from instar.conformance.tiny import make_tiny_model
 from instar.errors import BackendError, BackendLost, NonFinite
 
@@ -40,12 +40,12 @@ class Checks:
     def __init__(self) -> None:
         self.failed = 0
 
-    def note(self, check: Check) -> None:
+    def note(self, check: CheckResult) -> None:
         self.failed += not check.passed
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name}  {check.detail}", flush=True)
 
     def that(self, name: str, passed: bool, detail: str = "") -> None:
-        self.note(Check(name, passed, detail))
+        self.note(CheckResult(name, passed, detail))
 
 
 def verl(model: ModelConfig, **settings: object) -> VerlBackend:
@@ -54,15 +54,15 @@ def verl(model: ModelConfig, **settings: object) -> VerlBackend:
 
 
 async def follows_local(checks: Checks, model: ModelConfig, folder: Path) -> None:
-    plays: list[Play] = []
+    plays: list[BackendRecord] = []
     trained: list[dict[str, np.ndarray]] = []
     for section in ({"type": "local", "lora": LORA}, {"type": "verl", "lora": LORA, "ranks": 2}):
-        config = RunConfig.model_validate(job(model, section, seed=3))
+        config = RunConfig.model_validate(build_job(model, section, seed=3))
         work = folder / section["type"]
         work.mkdir()
-        shown, arrays = await play(config, work, lambda name: print(f"     {name}", flush=True))
+        shown, arrays = await run_cases(config, work, lambda name: print(f"     {name}", flush=True))
         weights = load_file(Path(shown.artifacts["five"].path) / "adapter_model.safetensors")
-        plays.append(Play(shown, arrays, None))
+        plays.append(BackendRecord(shown, arrays, None))
         trained.append(weights)
     for check in compare(*plays, CONTEXT, TOLERANCE):
         checks.note(check)

@@ -15,11 +15,11 @@ import pytest
 
 from instar.backends.base import Backend
 from instar.backends.tinker import MintBackend, TinkerBackend
-from instar.clouds.failures import CloudFailure
+from instar.clouds.errors import CloudError
 from instar.config import LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
 from instar.conformance.batches import make_sample, tree_samples
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from instar.types import Artifact
 from tests.sdk_leaks import LEAKS, collected
 from tests.unit.backends.conformance import ADAM, BackendConformance, begun
@@ -45,7 +45,7 @@ def url(model: ModelConfig, kept: Path) -> Generator[str]:
     # A closed backend's model stays until the server misses its session.
     with (
         collected(),
-        served("tinker", model, folder=kept, keys=[KEY], limits=Limits(max_models=64)) as address,
+        served("tinker", model, folder=kept, keys=[KEY], limits=ServiceLimits(max_models=64)) as address,
     ):
         yield address
 
@@ -235,7 +235,7 @@ async def test_a_service_that_stalls_is_given_up_in_time(model: ModelConfig, tmp
         backend = backend_of(model, address, deadline=30)
         await backend.start()
     # Nothing listens there any more, and the SDK goes on trying for minutes.
-    backend._session.cloud.access = cut_short(backend._session.cloud.access)  # type: ignore[union-attr]
+    backend._session.connection.access = cut_short(backend._session.connection.access)  # type: ignore[union-attr]
     forward, step = await asyncio.gather(
         backend.forward_backward(tree_samples(), LossConfig()),
         backend.optim_step(ADAM),
@@ -271,9 +271,9 @@ async def test_mint_says_why_it_cannot_run_beside_tinker(model: ModelConfig, url
 
 
 def test_a_failure_is_what_can_be_done_about_it() -> None:
-    assert isinstance(CloudFailure("lost", "x").for_backend(), BackendLost)
-    assert isinstance(CloudFailure("unavailable", "x").for_backend(), BackendUnavailable)
-    assert isinstance(CloudFailure("settings", "x").for_backend(), ConfigError)
+    assert isinstance(CloudError("lost", "x").to_backend_error(), BackendLost)
+    assert isinstance(CloudError("unavailable", "x").to_backend_error(), BackendUnavailable)
+    assert isinstance(CloudError("settings", "x").to_backend_error(), ConfigError)
 
 
 async def test_a_discarded_state_is_gone_at_the_service(

@@ -28,7 +28,7 @@ from instar.config import (
 from instar.conformance.batches import make_sample, tree_samples
 from instar.engines.cloud.weaver import WeaverSampler
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError, NonFinite
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from instar.types import Policy, Sample, SamplingParams
 from tests.unit.protocol.serving import served
 
@@ -45,7 +45,7 @@ def model(model_folder: Path) -> ModelConfig:
 @pytest.fixture(scope="module")
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    limits = Limits(max_models=64)  # closing a backend leaves its model there
+    limits = ServiceLimits(max_models=64)  # closing a backend leaves its model there
     with served("weaver", model, folder=folder, keys=[KEY], base_model="tiny", limits=limits) as address:
         yield address
 

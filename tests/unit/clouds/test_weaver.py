@@ -17,15 +17,15 @@ from starlette.routing import Route
 from weaver import AsyncTrainingClient
 from weaver.types import AdamParams
 
-from instar.clouds.base import Access
+from instar.clouds.base import CloudAccess
 from instar.clouds.weaver import (
-    Patience,
-    Weaver,
-    WeaverFailure,
-    logprobs_of,
-    metrics_of,
-    scored,
-    trained,
+    WeaverCallPolicy,
+    WeaverClient,
+    WeaverError,
+    build_forward_datum,
+    build_training_datum,
+    extract_logprobs,
+    extract_metrics,
 )
 from instar.config import LossConfig
 from instar.gateway.serve import bind, serve
@@ -81,32 +81,32 @@ def script() -> Script:
 
 
 @asynccontextmanager
-async def serving(script: Script, deadline: float = 20.0) -> AsyncGenerator[Access]:
+async def serving(script: Script, deadline: float = 20.0) -> AsyncGenerator[CloudAccess]:
     app = Starlette(routes=[Route("/{path:path}", script.answer, methods=["GET", "POST", "DELETE"])])
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        yield Access(url, KEY, "base", deadline)
+        yield CloudAccess(url, KEY, "base", deadline)
     finally:
         script.over.set()
         stop.set()
         await server
 
 
-async def training(access: Access) -> tuple[Weaver, AsyncTrainingClient]:
-    service = Weaver(access)
+async def training(access: CloudAccess) -> tuple[WeaverClient, AsyncTrainingClient]:
+    service = WeaverClient(access)
     return service, await service.create_model(base_model="base")
 
 
-async def step(access: Access, service: Weaver, client: AsyncTrainingClient) -> object:
-    patience = Patience(access)
+async def step(access: CloudAccess, service: WeaverClient, client: AsyncTrainingClient) -> object:
+    patience = WeaverCallPolicy(access)
 
     async def submit() -> object:
-        with service.submitting():
+        with service.reuse_sequence_id_on_error():
             return await client.optim_step(AdamParams(), wait=False)
 
-    return await patience.result("optim_step", await patience.call("optim_step", submit))  # type: ignore[arg-type]
+    return await patience.await_operation("optim_step", await patience.call("optim_step", submit))  # type: ignore[arg-type]
 
 
 async def test_a_call_that_was_put_off_keeps_its_place(script: Script) -> None:
@@ -126,10 +126,10 @@ async def test_a_refused_call_leaves_no_gap(script: Script) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(400, {"error": "invalid_request", "message": "bad numbers"})
-        with pytest.raises(WeaverFailure, match="bad numbers") as caught:
+        with pytest.raises(WeaverError, match="bad numbers") as caught:
             await step(access, service, client)
         assert caught.value.kind == "refused"
-        assert metrics_of(await step(access, service, client)) == {"grad_norm": 2.0}
+        assert extract_metrics(await step(access, service, client)) == {"grad_norm": 2.0}
         await service.aclose()
     assert script.seq_ids() == [1, 1]
 
@@ -150,13 +150,13 @@ async def test_a_service_that_stalls_is_given_up_at_the_deadline(script: Script)
         service, client = await training(access)
         script.then_stall()
         began = time.monotonic()
-        with pytest.raises(WeaverFailure, match=r"optim_step.*within 0.5 s") as caught:
+        with pytest.raises(WeaverError, match=r"optim_step.*within 0.5 s") as caught:
             await step(access, service, client)
         assert caught.value.kind == "unavailable"
         assert time.monotonic() - began < 2
         script.then(200, {"id": "op", "status": "running"})
         script.then_stall()
-        with pytest.raises(WeaverFailure, match=r"optim_step.*within 0.5 s"):
+        with pytest.raises(WeaverError, match=r"optim_step.*within 0.5 s"):
             await step(access, service, client)
         await service.aclose()
 
@@ -165,10 +165,10 @@ async def test_nobody_there(script: Script) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
-    access = Access(url, KEY, "base", 0.3)
-    service = Weaver(access)
-    with pytest.raises(WeaverFailure, match="connect") as caught:
-        await Patience(access).call("connect", service.connect)
+    access = CloudAccess(url, KEY, "base", 0.3)
+    service = WeaverClient(access)
+    with pytest.raises(WeaverError, match="connect") as caught:
+        await WeaverCallPolicy(access).call("connect", service.connect)
     assert caught.value.kind == "unavailable"
     await service.aclose()
 
@@ -177,7 +177,7 @@ async def test_the_key_is_in_no_error(script: Script) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(401, {"error": "unauthorized", "message": f"{KEY} is not known"})
-        with pytest.raises(WeaverFailure, match="WEAVER_API_KEY") as caught:
+        with pytest.raises(WeaverError, match="WEAVER_API_KEY") as caught:
             await step(access, service, client)
         error: BaseException | None = caught.value
         assert caught.value.kind == "settings"
@@ -194,7 +194,7 @@ async def test_what_is_no_answer_is_asked_for_again_and_then_refused(script: Scr
         await step(access, service, client)
         for _ in range(3):
             script.then(200, {"no": "id"})
-        with pytest.raises(WeaverFailure, match="no sense") as caught:
+        with pytest.raises(WeaverError, match="no sense") as caught:
             await step(access, service, client)
         assert caught.value.kind == "broken"
         await service.aclose()
@@ -225,11 +225,11 @@ async def test_operations_fail_in_several_ways(script: Script, answer: dict[str,
     async with serving(script) as access:
         service, client = await training(access)
         script.then(200, {"id": "op", **answer})
-        with pytest.raises(WeaverFailure) as caught:
+        with pytest.raises(WeaverError) as caught:
             await step(access, service, client)
         assert caught.value.kind == kind
         script.then(404, {"error": "not_found", "message": "no such model"})
-        with pytest.raises(WeaverFailure, match="no such model") as caught:
+        with pytest.raises(WeaverError, match="no such model") as caught:
             await step(access, service, client)
         assert caught.value.kind == "lost"
         await service.aclose()
@@ -253,7 +253,7 @@ def sample() -> Sample:
 
 def test_the_mask_is_the_real_one() -> None:
     """A token whose advantage is 0 is trained on all the same."""
-    datum = trained(sample(), LossConfig())
+    datum = build_training_datum(sample(), LossConfig())
     assert datum.model_input is not None
     assert datum.model_input.to_ints() == [1, 2, 7, 8, 3]
     sent = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}
@@ -266,7 +266,7 @@ def test_the_mask_is_the_real_one() -> None:
 
 
 def test_cross_entropy_is_weighted() -> None:
-    sent = trained(sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
+    sent = build_training_datum(sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
     assert sorted(sent) == ["target_tokens", "weights"]
     assert sent["weights"].tolist() == [0, 0.25, 0, 0, 0.5]
     assert sent["weights"].dtype == torch.float32
@@ -275,10 +275,10 @@ def test_cross_entropy_is_weighted() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: {"result": r}], ids=["direct", "wrapped"])
 def test_both_shapes_of_an_answer_are_read(wrap: Callable[[object], object]) -> None:
-    data = [scored(sample())]
+    data = [build_forward_datum(sample())]
     answer = wrap({"loss_fn_outputs": [{"logprobs": {"data": [-1, -2, -3, -4, -5], "dtype": "float32"}}]})
-    assert logprobs_of(data, answer)[0].tolist() == [-1, -2, -3, -4, -5]
-    assert metrics_of(wrap({"metrics": {"grad_norm": 1, "name": "x"}})) == {"grad_norm": 1.0}
+    assert extract_logprobs(data, answer)[0].tolist() == [-1, -2, -3, -4, -5]
+    assert extract_metrics(wrap({"metrics": {"grad_norm": 1, "name": "x"}})) == {"grad_norm": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -293,5 +293,5 @@ def test_both_shapes_of_an_answer_are_read(wrap: Callable[[object], object]) -> 
     ],
 )
 def test_an_answer_that_does_not_fit_is_refused(answer: object) -> None:
-    with pytest.raises(WeaverFailure, match="no sense"):
-        logprobs_of([scored(sample())], answer)
+    with pytest.raises(WeaverError, match="no sense"):
+        extract_logprobs([build_forward_datum(sample())], answer)

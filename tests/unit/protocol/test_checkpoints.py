@@ -13,7 +13,7 @@ import pytest
 
 from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
-from instar.protocol.checkpoints import Checkpoints
+from instar.protocol.checkpoints import CheckpointStore
 
 STATE = CheckpointInfo(
     "", "state", "model-1", "tiny", 8, 0.0, 0, has_optimizer=True, extra={"train_mlp": True}
@@ -22,13 +22,13 @@ SAMPLER = CheckpointInfo("", "sampler", "model-1", "tiny", 8, 0.0, 0)
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Generator[Checkpoints]:
-    with closing(Checkpoints(tmp_path / "data")) as opened:
+def checkpoints(tmp_path: Path) -> Generator[CheckpointStore]:
+    with closing(CheckpointStore(tmp_path / "data")) as opened:
         yield opened
 
 
 async def write(
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointStore,
     name: str,
     content: str = "weights",
     *,
@@ -42,76 +42,76 @@ async def write(
     return await checkpoints.write(owner, name, STATE, fill, ttl=ttl)
 
 
-async def test_what_is_written_is_found_after_a_restart(checkpoints: Checkpoints, tmp_path: Path) -> None:
+async def test_what_is_written_is_found_after_a_restart(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     info = await write(checkpoints, "step-1")
     assert info.path == "tinker://model-1/weights/step-1"
     assert info.size_bytes == len("weights")
     assert abs(info.created_at - time.time()) < 5
 
     with pytest.raises(ConfigError, match="in use by another server"):
-        Checkpoints(tmp_path / "data")
+        CheckpointStore(tmp_path / "data")
     checkpoints.close()
-    with closing(Checkpoints(tmp_path / "data")) as again:
+    with closing(CheckpointStore(tmp_path / "data")) as again:
         assert again.find(info.path, "me") == info
         assert again.find("weaver://model-1/weights/step-1", "me") == info
         assert (again.folder(info) / "adapter" / "file").read_text() == "weights"
-        assert again.all_of("me") == [info]
-        assert again.all_of("me", "model-2") == []
+        assert again.list_checkpoints("me") == [info]
+        assert again.list_checkpoints("me", "model-2") == []
 
 
-async def test_a_state_and_a_sampler_may_have_one_name(checkpoints: Checkpoints) -> None:
+async def test_a_state_and_a_sampler_may_have_one_name(checkpoints: CheckpointStore) -> None:
     async def fill(folder: Path) -> None:
         (folder / "file").write_text("sampler")
 
     sampler = await checkpoints.write("me", "one", SAMPLER, fill, ttl=None)
     state = await write(checkpoints, "one")
     assert sampler.path == "tinker://model-1/sampler_weights/one"
-    assert [info.kind for info in checkpoints.all_of("me")] == ["sampler", "state"]
+    assert [info.kind for info in checkpoints.list_checkpoints("me")] == ["sampler", "state"]
     assert checkpoints.folder(sampler) != checkpoints.folder(state)
 
 
-async def test_the_same_name_again_replaces_it(checkpoints: Checkpoints) -> None:
+async def test_the_same_name_again_replaces_it(checkpoints: CheckpointStore) -> None:
     first = await write(checkpoints, "latest", "old")
     second = await write(checkpoints, "latest", "new")
     assert second.created_at > first.created_at
     assert (checkpoints.folder(second) / "adapter" / "file").read_text() == "new"
-    assert checkpoints.all_of("me") == [second]
+    assert checkpoints.list_checkpoints("me") == [second]
 
 
-async def test_others_do_not_find_it(checkpoints: Checkpoints) -> None:
+async def test_others_do_not_find_it(checkpoints: CheckpointStore) -> None:
     info = await write(checkpoints, "mine")
     for use in (checkpoints.find, checkpoints.delete):
         with pytest.raises(ProtocolError) as refused:
             use(info.path, "you")
         assert refused.value.status == 404
-    assert checkpoints.all_of("you") == []
+    assert checkpoints.list_checkpoints("you") == []
     assert checkpoints.find(info.path, "me")
 
 
-async def test_expired_ones_are_gone(checkpoints: Checkpoints) -> None:
+async def test_expired_ones_are_gone(checkpoints: CheckpointStore) -> None:
     info = await write(checkpoints, "short", ttl=0.5)
     assert checkpoints.find(info.path, "me").expires_at == pytest.approx(info.created_at + 0.5)
     kept = await write(checkpoints, "long", ttl=60)
     await asyncio.sleep(max(0.0, info.created_at + 0.5 - time.time()))
     with pytest.raises(ProtocolError, match="there is no checkpoint"):
         checkpoints.find(info.path, "me")
-    assert checkpoints.all_of("me") == [kept]
+    assert checkpoints.list_checkpoints("me") == [kept]
     checkpoints.remove_expired()
     assert not checkpoints.folder(info).exists()
     assert checkpoints.folder(kept).exists()
 
 
-async def test_deleted_ones_leave_the_disk(checkpoints: Checkpoints, tmp_path: Path) -> None:
+async def test_deleted_ones_leave_the_disk(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     info = await write(checkpoints, "gone")
     checkpoints.delete(info.path, "me")
     assert not checkpoints.folder(info).exists()
     checkpoints.close()
-    with closing(Checkpoints(tmp_path / "data")) as again:
-        assert again.all_of("me") == []
+    with closing(CheckpointStore(tmp_path / "data")) as again:
+        assert again.list_checkpoints("me") == []
 
 
 async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(
-    checkpoints: Checkpoints, tmp_path: Path
+    checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
     info = await write(checkpoints, "latest", "old")
 
@@ -125,8 +125,8 @@ async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(
     killed = tmp_path / "data" / ".scratch" / "half-written"
     killed.mkdir(parents=True)
 
-    with closing(Checkpoints(tmp_path / "data")) as again:
-        assert again.all_of("me") == [info]
+    with closing(CheckpointStore(tmp_path / "data")) as again:
+        assert again.list_checkpoints("me") == [info]
         assert (again.folder(info) / "adapter" / "file").read_text() == "old"
         assert not killed.exists()
 
@@ -135,7 +135,7 @@ async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(
     "name", ["", ".", "..", ".hidden", "a/b", "../up", "a\\b", "a\0", "a\n", "é", "x" * 129]
 )
 async def test_names_that_would_leave_the_folder_are_refused(
-    checkpoints: Checkpoints, tmp_path: Path, name: str
+    checkpoints: CheckpointStore, tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(ProtocolError, match="cannot name a checkpoint"):
         await write(checkpoints, name)
@@ -145,11 +145,11 @@ async def test_names_that_would_leave_the_folder_are_refused(
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "tinker://m/weights/../x", "tinker://../weights/x", "tinker://m/other/x", "x", ""]
 )
-async def test_paths_that_are_none_are_refused(checkpoints: Checkpoints, path: str) -> None:
+async def test_paths_that_are_none_are_refused(checkpoints: CheckpointStore, path: str) -> None:
     with pytest.raises(ProtocolError):
         checkpoints.find(path, "me")
 
 
-async def test_a_time_to_live_must_be_positive(checkpoints: Checkpoints) -> None:
+async def test_a_time_to_live_must_be_positive(checkpoints: CheckpointStore) -> None:
     with pytest.raises(ProtocolError, match="more than 0 seconds"):
         await write(checkpoints, "x", ttl=0)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from instar.protocol.cores import Cores
+from instar.protocol.cores import CoreSharing
 
 ALL, HALF = 4, 2
 
@@ -8,7 +8,7 @@ ALL, HALF = 4, 2
 def test_each_side_has_all_cores_while_it_computes_alone() -> None:
     samplers: list[int] = []
     model: list[int] = []
-    cores = Cores(samplers.append, ALL)
+    cores = CoreSharing(samplers.append, ALL)
     with cores.sampling():
         pass
     with cores.training(model.append):
@@ -22,7 +22,7 @@ def test_each_side_has_all_cores_while_it_computes_alone() -> None:
 def test_each_side_has_half_of_them_while_both_compute() -> None:
     samplers: list[int] = []
     model, other = list[int](), list[int]()
-    cores = Cores(samplers.append, ALL)
+    cores = CoreSharing(samplers.append, ALL)
     with cores.sampling(), cores.sampling():
         with cores.training(model.append):
             assert samplers == [HALF]

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from instar.errors import BackendError, EngineUnavailable, NonFinite
-from instar.protocol.base import Limits, ProtocolError
-from instar.protocol.operations import LocalOperations
+from instar.protocol.base import ProtocolError, ServiceLimits
+from instar.protocol.operations import LocalOperationScheduler
 
-LIMITS = Limits(max_operations=8, result_ttl=0.3, sequence_gap=0.2)
+LIMITS = ServiceLimits(max_operations=8, result_ttl=0.3, sequence_gap_timeout=0.2)
 
 
 @pytest.fixture
-async def operations() -> AsyncGenerator[LocalOperations]:
-    made = LocalOperations(LIMITS)
+async def operations() -> AsyncGenerator[LocalOperationScheduler]:
+    made = LocalOperationScheduler(LIMITS)
     yield made
     await made.close()
 
@@ -30,14 +30,14 @@ def gives(value: object) -> Callable[[], Awaitable[object]]:
     return work
 
 
-async def value_of(operations: LocalOperations, operation_id: str) -> Any:
+async def value_of(operations: LocalOperationScheduler, operation_id: str) -> Any:
     outcome = await operations.wait(operation_id, "me", 5)
     assert outcome is not None
     assert outcome.error is None, outcome.error
     return outcome.value
 
 
-async def error_of(operations: LocalOperations, operation_id: str) -> ProtocolError:
+async def error_of(operations: LocalOperationScheduler, operation_id: str) -> ProtocolError:
     outcome = await operations.wait(operation_id, "me", 5)
     assert outcome is not None
     assert outcome.error is not None
@@ -45,7 +45,7 @@ async def error_of(operations: LocalOperations, operation_id: str) -> ProtocolEr
 
 
 async def test_a_lane_runs_in_the_order_of_its_ids_whatever_order_they_arrive_in() -> None:
-    operations = LocalOperations(Limits(max_operations=200))
+    operations = LocalOperationScheduler(ServiceLimits(max_operations=200))
     ran: list[int] = []
     running = 0
 
@@ -65,24 +65,24 @@ async def test_a_lane_runs_in_the_order_of_its_ids_whatever_order_they_arrive_in
     random.Random(7).shuffle(order)
     ids = {}
     for seq in order:
-        ids[seq] = operations.submit("step", "me", work(seq), lane="model", seq=seq)
+        ids[seq] = operations.submit("step", "me", work(seq), queue="model", seq=seq)
         await asyncio.sleep(0)
     assert [await value_of(operations, ids[seq]) for seq in range(1, 101)] == list(range(1, 101))
     assert ran == list(range(1, 101))
     await operations.close()
 
 
-async def test_lanes_do_not_wait_for_each_other(operations: LocalOperations) -> None:
+async def test_lanes_do_not_wait_for_each_other(operations: LocalOperationScheduler) -> None:
     gate = asyncio.Event()
-    slow = operations.submit("step", "me", gate.wait, lane="a", seq=1)
-    assert await value_of(operations, operations.submit("step", "me", gives(2), lane="b", seq=1)) == 2
-    assert await value_of(operations, operations.submit("ask", "me", gives(3), lane="a")) == 3
+    slow = operations.submit("step", "me", gate.wait, queue="a", seq=1)
+    assert await value_of(operations, operations.submit("step", "me", gives(2), queue="b", seq=1)) == 2
+    assert await value_of(operations, operations.submit("ask", "me", gives(3), queue="a")) == 3
     assert await operations.wait(slow, "me", 0.01) is None
     gate.set()
     assert await value_of(operations, slow) is True
 
 
-async def test_waiting_returns_as_soon_as_it_is_done(operations: LocalOperations) -> None:
+async def test_waiting_returns_as_soon_as_it_is_done(operations: LocalOperationScheduler) -> None:
     async def work() -> str:
         await asyncio.sleep(0.05)
         return "done"
@@ -94,37 +94,39 @@ async def test_waiting_returns_as_soon_as_it_is_done(operations: LocalOperations
     assert asyncio.get_running_loop().time() - started < 1
 
 
-async def test_the_same_key_or_sequence_id_again_is_the_same_operation(operations: LocalOperations) -> None:
+async def test_the_same_key_or_sequence_id_again_is_the_same_operation(
+    operations: LocalOperationScheduler,
+) -> None:
     runs: list[int] = []
 
     async def work() -> int:
         runs.append(1)
         return len(runs)
 
-    first = operations.submit("step", "me", work, lane="m", seq=1, key="k")
-    assert operations.submit("step", "me", work, lane="m", seq=1, key="k") == first
-    assert operations.submit("step", "me", work, lane="m", seq=1, key="another try") == first
+    first = operations.submit("step", "me", work, queue="m", seq=1, key="k")
+    assert operations.submit("step", "me", work, queue="m", seq=1, key="k") == first
+    assert operations.submit("step", "me", work, queue="m", seq=1, key="another try") == first
     assert operations.submit("step", "me", work, key="k") == first
     assert await value_of(operations, first) == 1
-    assert operations.submit("step", "me", work, lane="m", seq=1) == first
+    assert operations.submit("step", "me", work, queue="m", seq=1) == first
     assert await value_of(operations, first) == 1
     # A key is its owner's own.
     other = operations.submit("step", "you", work, key="k")
     assert other != first
 
 
-async def test_a_sequence_id_or_key_of_another_kind_is_refused(operations: LocalOperations) -> None:
-    operations.submit("step", "me", gives(1), lane="m", seq=1, key="k")
+async def test_a_sequence_id_or_key_of_another_kind_is_refused(operations: LocalOperationScheduler) -> None:
+    operations.submit("step", "me", gives(1), queue="m", seq=1, key="k")
     with pytest.raises(ProtocolError, match="sequence id 1 of m") as refused:
-        operations.submit("save", "me", gives(1), lane="m", seq=1)
+        operations.submit("save", "me", gives(1), queue="m", seq=1)
     assert refused.value.status == 409
     with pytest.raises(ProtocolError, match="idempotency key"):
-        operations.submit("save", "me", gives(1), lane="m", seq=2, key="k")
+        operations.submit("save", "me", gives(1), queue="m", seq=2, key="k")
     with pytest.raises(ProtocolError, match="begin with 1"):
-        operations.submit("save", "me", gives(1), lane="m", seq=0)
+        operations.submit("save", "me", gives(1), queue="m", seq=0)
 
 
-async def test_a_failure_is_told_and_lets_the_next_one_run(operations: LocalOperations) -> None:
+async def test_a_failure_is_told_and_lets_the_next_one_run(operations: LocalOperationScheduler) -> None:
     def fails(error: Exception) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
             raise error
@@ -139,34 +141,34 @@ async def test_a_failure_is_told_and_lets_the_next_one_run(operations: LocalOper
         (KeyError("a secret"), 500, "server", "internal error: KeyError"),
     ]
     for seq, (error, status, category, text) in enumerate(errors, 1):
-        told = await error_of(operations, operations.submit("step", "me", fails(error), lane="m", seq=seq))
+        told = await error_of(operations, operations.submit("step", "me", fails(error), queue="m", seq=seq))
         assert (told.status, told.category, str(told)) == (status, category, text)
-    assert await value_of(operations, operations.submit("step", "me", gives(6), lane="m", seq=6)) == 6
+    assert await value_of(operations, operations.submit("step", "me", gives(6), queue="m", seq=6)) == 6
 
 
-async def test_a_gap_that_stays_fails_what_waits_behind_it(operations: LocalOperations) -> None:
-    behind = [operations.submit("step", "me", gives(seq), lane="m", seq=seq) for seq in (3, 2)]
+async def test_a_gap_that_stays_fails_what_waits_behind_it(operations: LocalOperationScheduler) -> None:
+    behind = [operations.submit("step", "me", gives(seq), queue="m", seq=seq) for seq in (3, 2)]
     for operation in behind:
         told = await error_of(operations, operation)
         assert "sequence id 1 of m" in str(told)
     # The lane goes on: what failed stays failed, what comes after runs.
-    fourth = operations.submit("step", "me", gives(4), lane="m", seq=4)
-    assert await value_of(operations, operations.submit("step", "me", gives(1), lane="m", seq=1)) == 1
+    fourth = operations.submit("step", "me", gives(4), queue="m", seq=4)
+    assert await value_of(operations, operations.submit("step", "me", gives(1), queue="m", seq=1)) == 1
     assert await value_of(operations, fourth) == 4
-    assert operations.submit("step", "me", gives(2), lane="m", seq=2) == behind[1]
+    assert operations.submit("step", "me", gives(2), queue="m", seq=2) == behind[1]
 
 
-async def test_a_gap_that_closes_in_time_fails_nothing(operations: LocalOperations) -> None:
-    third = operations.submit("step", "me", gives(3), lane="m", seq=3)
-    await asyncio.sleep(LIMITS.sequence_gap / 2)
-    operations.submit("step", "me", gives(1), lane="m", seq=1)
-    await asyncio.sleep(LIMITS.sequence_gap * 0.75)
+async def test_a_gap_that_closes_in_time_fails_nothing(operations: LocalOperationScheduler) -> None:
+    third = operations.submit("step", "me", gives(3), queue="m", seq=3)
+    await asyncio.sleep(LIMITS.sequence_gap_timeout / 2)
+    operations.submit("step", "me", gives(1), queue="m", seq=1)
+    await asyncio.sleep(LIMITS.sequence_gap_timeout * 0.75)
     # Waiting for 2 began when 1 was done.
-    operations.submit("step", "me", gives(2), lane="m", seq=2)
+    operations.submit("step", "me", gives(2), queue="m", seq=2)
     assert await value_of(operations, third) == 3
 
 
-async def test_too_many_operations_are_refused_until_one_is_done(operations: LocalOperations) -> None:
+async def test_too_many_operations_are_refused_until_one_is_done(operations: LocalOperationScheduler) -> None:
     gate = asyncio.Event()
     ids = [operations.submit("sample", "me", gate.wait) for _ in range(LIMITS.max_operations)]
     with pytest.raises(ProtocolError) as refused:
@@ -178,20 +180,20 @@ async def test_too_many_operations_are_refused_until_one_is_done(operations: Loc
     assert await value_of(operations, operations.submit("sample", "me", gives(1))) == 1
 
 
-async def test_results_expire_and_are_not_run_again(operations: LocalOperations) -> None:
-    operation = operations.submit("step", "me", gives(1), lane="m", seq=1, key="k")
+async def test_results_expire_and_are_not_run_again(operations: LocalOperationScheduler) -> None:
+    operation = operations.submit("step", "me", gives(1), queue="m", seq=1, key="k")
     assert await value_of(operations, operation) == 1
     await asyncio.sleep(2.2 * LIMITS.result_ttl)
     with pytest.raises(ProtocolError, match="expired") as unknown:
         await operations.wait(operation, "me", 1)
     assert unknown.value.status == 404
     with pytest.raises(ProtocolError, match="was run already") as refused:
-        operations.submit("step", "me", gives(1), lane="m", seq=1)
+        operations.submit("step", "me", gives(1), queue="m", seq=1)
     assert refused.value.status == 409
-    assert await value_of(operations, operations.submit("step", "me", gives(2), lane="m", seq=2)) == 2
+    assert await value_of(operations, operations.submit("step", "me", gives(2), queue="m", seq=2)) == 2
 
 
-async def test_operations_of_others_are_not_found(operations: LocalOperations) -> None:
+async def test_operations_of_others_are_not_found(operations: LocalOperationScheduler) -> None:
     operation = operations.submit("sample", "you", gives(1))
     for unknown in (operation, "op-unheard-of"):
         with pytest.raises(ProtocolError) as refused:
@@ -199,21 +201,21 @@ async def test_operations_of_others_are_not_found(operations: LocalOperations) -
         assert refused.value.status == 404
 
 
-async def test_ending_a_lane_fails_what_waits_there(operations: LocalOperations) -> None:
+async def test_ending_a_lane_fails_what_waits_there(operations: LocalOperationScheduler) -> None:
     gate = asyncio.Event()
-    running = operations.submit("step", "me", gate.wait, lane="m", seq=1)
-    waiting = operations.submit("step", "me", gives(2), lane="m", seq=2)
+    running = operations.submit("step", "me", gate.wait, queue="m", seq=1)
+    waiting = operations.submit("step", "me", gives(2), queue="m", seq=2)
     await asyncio.sleep(0)
-    operations.end_lane("m")
+    operations.close_queue("m")
     assert "was ended" in str(await error_of(operations, waiting))
     gate.set()
     assert await value_of(operations, running) is True
 
 
 async def test_closing_wakes_everyone() -> None:
-    operations = LocalOperations(LIMITS)
-    running = operations.submit("step", "me", asyncio.Event().wait, lane="m", seq=1)
-    waiting = operations.submit("step", "me", gives(2), lane="m", seq=2)
+    operations = LocalOperationScheduler(LIMITS)
+    running = operations.submit("step", "me", asyncio.Event().wait, queue="m", seq=1)
+    waiting = operations.submit("step", "me", gives(2), queue="m", seq=2)
     waits = [asyncio.create_task(operations.wait(op, "me", 30)) for op in (running, waiting)]
     await asyncio.sleep(0.01)
     await operations.close()

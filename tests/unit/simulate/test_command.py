@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from instar.cli.main import app, main
-from instar.cli.simulate import plant_of
+from instar.cli.simulate import cluster_from_config
 from instar.config import RunConfig
 
 ROOT = Path(__file__).parents[3]
@@ -84,11 +84,11 @@ def config(**more: Any) -> RunConfig:
 def test_live_groups_are_those_of_the_run() -> None:
     data = [{"source": "live", "share": 0.3}, {"source": "folder", "share": 0.7}]
     mixed = config(data=data)
-    assert [plant_of(mixed).live_groups(steps) for steps in range(7)] == [
+    assert [cluster_from_config(mixed).count_live_groups(steps) for steps in range(7)] == [
         mixed.count_live_groups(steps) for steps in range(7)
     ]
-    assert plant_of(mixed).live_groups(5) == 3
-    assert plant_of(config()).live_groups(5) == 10
+    assert cluster_from_config(mixed).count_live_groups(5) == 3
+    assert cluster_from_config(config()).count_live_groups(5) == 10
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_live_groups_are_those_of_the_run() -> None:
 def test_whether_a_reply_goes_on_under_the_next_version_is_the_engines(
     more: dict[str, Any], goes_on: bool
 ) -> None:
-    assert plant_of(config(**more)).versions_per_token is goes_on
+    assert cluster_from_config(config(**more)).versions_per_token is goes_on
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,21 @@ import pytest
 
 from instar.data.linearize import linearize
 from instar.errors import ConfigError
-from instar.simulate.measure import Timed, fit_latency, fit_speed, fit_training, session_of
-from instar.simulate.sessions import Session, Turn, read_workload, write_workload
+from instar.simulate.measure import CallTiming, fit_latency, fit_speed, fit_training, to_simulated_session
+from instar.simulate.sessions import SimulatedSession, SimulatedTurn, read_workload, write_workload
 from instar.types import Json, Link
 from tests.unit.data.build import make_call, make_session
 
 
 def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
     """Waves of 1, 4 and 16 replies that all begin and end together."""
-    calls: list[Timed] = []
+    calls: list[CallTiming] = []
     at = 0.0
     for wave in range(60):
         batch = (1, 4, 16)[wave % 3]
         tokens = 20 + wave
         seconds = (tokens - 1) * (0.01 + 0.002 * (batch - 1))
-        calls += [Timed(at, at + 0.1, at + 0.1 + seconds, tokens)] * batch
+        calls += [CallTiming(at, at + 0.1, at + 0.1 + seconds, tokens)] * batch
         at += 1.0 + seconds
     speed = fit_speed(calls, engines=1, max_batch=64)
     for batch in (1, 16, 64):
@@ -34,17 +34,17 @@ def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
 
 def test_latency_is_split_into_what_a_call_takes_alone_and_what_its_company_adds() -> None:
     """Waves of 1, 4 and 16 calls that all begin and end together."""
-    calls: list[Timed] = []
+    calls: list[CallTiming] = []
     for wave in range(60):
         batch, at = (1, 4, 16)[wave % 3], 10.0 * wave
         began = at + 0.02 * (1 + 0.25 * (batch - 1))
-        calls += [Timed(at, began, began + 1.0, 20)] * batch
+        calls += [CallTiming(at, began, began + 1.0, 20)] * batch
     latency, crowding = fit_latency(calls, engines=1)
     assert crowding == pytest.approx(0.25)
     assert latency.values == pytest.approx([0.02] * len(calls))
-    same = [Timed(at, at + 0.3, at + 1.0, 20) for at in range(0, 50, 2)]
+    same = [CallTiming(at, at + 0.3, at + 1.0, 20) for at in range(0, 50, 2)]
     assert fit_latency(same, engines=1)[1] == 0
-    quicker_in_company = [Timed(0.0, 0.5, 1.0, 20), *[Timed(2.0, 2.1, 3.0, 20)] * 16]
+    quicker_in_company = [CallTiming(0.0, 0.5, 1.0, 20), *[CallTiming(2.0, 2.1, 3.0, 20)] * 16]
     assert fit_latency(quicker_in_company, engines=1)[1] == 0
 
 
@@ -87,13 +87,16 @@ def test_a_session_that_branches_has_the_tokens_of_all_its_samples() -> None:
     last = make_call("5", [13], [14], parent=second)
     calls = [first, second, beside, apart, last]
     recorded = make_session()
-    played = session_of(recorded, calls)
+    played = to_simulated_session(recorded, calls)
     assert [turn.prompt for turn in played.turns] == [3, 1, 7, 2, 1]
     assert played.tokens == sum(len(sample) for sample in linearize(recorded, calls))
 
 
 def test_a_workload_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    sessions = [Session((Turn(5, 10, 0.25), Turn(2, 1, 0.0)), 0.5), Session((Turn(0, 3, 1.0),))]
+    sessions = [
+        SimulatedSession((SimulatedTurn(5, 10, 0.25), SimulatedTurn(2, 1, 0.0)), 0.5),
+        SimulatedSession((SimulatedTurn(0, 3, 1.0),)),
+    ]
     path = tmp_path / "work.jsonl"
     write_workload(path, sessions)
     assert read_workload(path) == sessions

@@ -10,30 +10,36 @@ from typing import Any
 import pytest
 
 from instar.config import DistributionConfig, SimulateConfig
-from instar.simulate.base import Plant, Speed, Work
-from instar.simulate.bound import bound
-from instar.simulate.engines import Clock, Pool, Request
-from instar.simulate.pipeline import NOTICE, simulate
+from instar.simulate.base import ClusterSpec, EngineSpeed, Workload
+from instar.simulate.bound import upper_bound
+from instar.simulate.engines import SimulatedPool, SimulatedRequest, VirtualClock
+from instar.simulate.pipeline import POLL_DELAY, simulate
 from instar.simulate.recommend import recommend
-from instar.simulate.sessions import Session, Turn, draw_sessions, drawn_from, mean_of
+from instar.simulate.sessions import (
+    SimulatedSession,
+    SimulatedTurn,
+    distribution_mean,
+    draw_sessions,
+    make_draw,
+)
 
 ALONE = {1: 10.0, 100: 1000.0}
 """Ten tokens a second each, however many there are."""
 
 
-def work(sessions: list[Session], speed: dict[int, float] | None = None, **more: Any) -> Work:
+def work(sessions: list[SimulatedSession], speed: dict[int, float] | None = None, **more: Any) -> Workload:
     settings: dict[str, Any] = {
         "latency": DistributionConfig(value=0),
-        "speed": Speed(speed or ALONE),
+        "speed": EngineSpeed(speed or ALONE),
         "train_base": 4.0,
         "train_per_token": 0.0,
         "publish": DistributionConfig(value=1.0),
         **more,
     }
-    return Work(sessions, **settings)
+    return Workload(sessions, **settings)
 
 
-def plant(**more: Any) -> Plant:
+def plant(**more: Any) -> ClusterSpec:
     settings: dict[str, Any] = {
         "engines": 1,
         "max_batch": 100,
@@ -45,12 +51,12 @@ def plant(**more: Any) -> Plant:
         "timeout": 1e6,
         **more,
     }
-    return Plant(**settings)
+    return ClusterSpec(**settings)
 
 
-def session(tokens: int, tool: float = 0.0, turns: int = 1) -> Session:
+def session(tokens: int, tool: float = 0.0, turns: int = 1) -> SimulatedSession:
     """Of so many tokens behind the first one of each reply, which comes with the call's latency."""
-    return Session(tuple(Turn(0, 1 + tokens, tool) for _ in range(turns)))
+    return SimulatedSession(tuple(SimulatedTurn(0, 1 + tokens, tool) for _ in range(turns)))
 
 
 LONG_TAIL = [session(10), session(10), session(10), session(300)]
@@ -58,7 +64,7 @@ LONG_TAIL = [session(10), session(10), session(10), session(300)]
 
 def test_sync_waits_for_the_longest_session_of_every_step() -> None:
     outcome = simulate(work(LONG_TAIL), plant())
-    assert outcome.seconds == pytest.approx(10 * (30 + 4 + 1), abs=10 * 2 * NOTICE + 0.01)
+    assert outcome.seconds == pytest.approx(10 * (30 + 4 + 1), abs=10 * 2 * POLL_DELAY + 0.01)
     assert (outcome.samples, outcome.staleness) == (40, {0: 40})
     assert outcome.trainer_idle == pytest.approx(30 / 35, abs=0.01)
 
@@ -179,8 +185,8 @@ def test_a_run_whose_sessions_all_fail_is_stopped(policy: Any) -> None:
 def test_nothing_is_recommended_where_nothing_is_trained() -> None:
     nothing = work([session(10)], zero_signal=1.0)
     assert recommend(nothing, plant(), most_engines=2, most_staleness=1) is None
-    assert bound(nothing, plant()).samples_per_hour == 0
-    assert bound(work([session(10)], failures=1.0), plant(group_policy="drop")).samples_per_hour == 0
+    assert upper_bound(nothing, plant()).samples_per_hour == 0
+    assert upper_bound(work([session(10)], failures=1.0), plant(group_policy="drop")).samples_per_hour == 0
 
 
 def test_a_session_that_failed_is_trained_as_far_as_it_came() -> None:
@@ -221,10 +227,10 @@ def one_in_two_steps(steps: int) -> int:
 
 def test_places_of_exported_data_are_not_rolled_out() -> None:
     """One group in four is live, then one in eight: every other step is of data alone."""
-    quarter = simulate(work([session(10)]), plant(groups_per_step=4, live_groups_of=one_a_step))
+    quarter = simulate(work([session(10)]), plant(groups_per_step=4, live_groups=one_a_step))
     assert (quarter.samples, quarter.data_samples, quarter.staleness) == (80, 60, {0: 20})
     assert quarter.in_flight <= 2
-    eighth = simulate(work([session(10)]), plant(groups_per_step=4, live_groups_of=one_in_two_steps))
+    eighth = simulate(work([session(10)]), plant(groups_per_step=4, live_groups=one_in_two_steps))
     assert eighth.finished
     assert (eighth.samples, eighth.staleness.total()) == (80, 10)
     assert eighth.seconds == pytest.approx(5 * 1 + 10 * 5, abs=1)
@@ -232,27 +238,27 @@ def test_places_of_exported_data_are_not_rolled_out() -> None:
 
 def test_the_tokens_of_exported_data_are_trained_too() -> None:
     heavy = work([session(9)], train_per_token=0.1)
-    mixed = simulate(heavy, plant(live_groups_of=one_a_step))
+    mixed = simulate(heavy, plant(live_groups=one_a_step))
     alone = simulate(heavy, plant())
     assert mixed.seconds == pytest.approx(alone.seconds)
 
 
 def test_a_request_that_moved_can_be_cancelled() -> None:
-    clock = Clock()
-    pool = Pool(clock, 2, 1, Speed({1: 10.0}))
+    clock = VirtualClock()
+    pool = SimulatedPool(clock, 2, 1, EngineSpeed({1: 10.0}))
     first, short, moved = (
-        Request(tokens, began=lambda: None, done=lambda: None, lost=lambda: None)
+        SimulatedRequest(tokens, on_begin=lambda: None, on_done=lambda: None, on_crash=lambda: None)
         for tokens in (1000, 10, 1000)
     )
     pool.send(first, None)
     pool.send(short, None)
-    pool.send(moved, first.server)
-    assert moved.server is first.server, "it waits there"
+    pool.send(moved, first.engine)
+    assert moved.engine is first.engine, "it waits there"
     clock.step()
-    pool.crash(pool.servers[0], 1e9)
-    assert moved.server is pool.servers[1], "the other one is free by now"
+    pool.crash(pool.engines[0], 1e9)
+    assert moved.engine is pool.engines[1], "the other one is free by now"
     pool.cancel(moved)
-    assert (pool.servers[1].active, pool.servers[1].load) == (0, 0)
+    assert (pool.engines[1].active, pool.engines[1].load) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -278,7 +284,7 @@ def test_no_schedule_gets_past_the_bound(seed: int) -> None:
         steps=40,
     )
     outcome = simulate(given, site, seed=seed)
-    assert 0 < outcome.samples_per_hour <= 1.02 * bound(given, site).samples_per_hour
+    assert 0 < outcome.samples_per_hour <= 1.02 * upper_bound(given, site).samples_per_hour
 
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
@@ -300,7 +306,7 @@ def test_no_schedule_gets_past_the_bound_where_sessions_fail(
     site = plant(
         max_staleness=1000, steps=100, concurrency=16, group_policy=policy, failed_counts=failed_counts
     )
-    most = bound(given, site)
+    most = upper_bound(given, site)
     assert most.limit == limit
     rates = [simulate(given, site, seed=seed).samples_per_hour for seed in range(4)]
     assert 0.8 < statistics.mean(rates) / most.samples_per_hour <= 1.02
@@ -311,21 +317,23 @@ def test_no_schedule_gets_past_the_bound_where_sessions_fail(
 )
 def test_the_mean_is_that_of_what_is_drawn(sigma: float, most: float | None) -> None:
     given = DistributionConfig(median=2.0, sigma=sigma, most=most)
-    drawn = drawn_from(given, random.Random(0))
+    drawn = make_draw(given, random.Random(0))
     tolerance = 0.05 if most is None else 0.01
-    assert statistics.mean(drawn() for _ in range(20_000)) == pytest.approx(mean_of(given), rel=tolerance)
+    assert statistics.mean(drawn() for _ in range(20_000)) == pytest.approx(
+        distribution_mean(given), rel=tolerance
+    )
 
 
 def test_a_saturated_trainer_reaches_the_bound() -> None:
     given = work([session(50)], train_base=30.0)
     site = plant(max_staleness=2, steps=50)
-    limit = bound(given, site)
+    limit = upper_bound(given, site)
     assert limit.limit == "trainer"
     assert limit.samples_per_hour == pytest.approx(3600 * 4 / 31)
     assert simulate(given, site).samples_per_hour > 0.97 * limit.samples_per_hour
-    half = replace(site, live_groups_of=one_a_step)
-    assert bound(given, half).samples_per_hour == limit.samples_per_hour
-    assert bound(given, half).rollout > limit.rollout
+    half = replace(site, live_groups=one_a_step)
+    assert upper_bound(given, half).samples_per_hour == limit.samples_per_hour
+    assert upper_bound(given, half).rollout > limit.rollout
 
 
 def test_a_seed_repeats_a_run_and_another_one_does_not() -> None:
@@ -339,14 +347,14 @@ def test_the_advice_ends_where_more_brings_nothing() -> None:
     given = work(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
     advice = recommend(given, plant(steps=60, concurrency=16), most_engines=32, most_staleness=16)
     assert advice is not None
-    rates = {(one.engines, one.max_staleness): one.outcome.samples_per_hour for one in advice.tried}
+    rates = {(one.engines, one.max_staleness): one.result.samples_per_hour for one in advice.trials}
     assert 1 < advice.engines < 32
     assert advice.max_staleness > 0
     assert rates[advice.engines, advice.max_staleness] > 2 * rates[1, 0]
     sync = recommend(given, plant(steps=20), most_engines=4, most_staleness=8, sync=True)
     assert sync is not None
     assert sync.max_staleness == 0
-    assert "best found" in advice.why
+    assert "best found" in advice.reason
 
 
 def test_thousands_of_engines_are_spread_over() -> None:
@@ -360,10 +368,12 @@ def test_thousands_of_engines_are_spread_over() -> None:
 
 def test_an_engine_is_found_as_fast_after_many_requests() -> None:
     """Were what is void looked through every time, this would take minutes."""
-    clock = Clock()
-    pool = Pool(clock, 2, 4, Speed({1: 10.0}))
+    clock = VirtualClock()
+    pool = SimulatedPool(clock, 2, 4, EngineSpeed({1: 10.0}))
     for _ in range(20_000):
-        pool.send(Request(1, began=lambda: None, done=lambda: None, lost=lambda: None), None)
+        pool.send(
+            SimulatedRequest(1, on_begin=lambda: None, on_done=lambda: None, on_crash=lambda: None), None
+        )
         while clock.step():
             pass
-    assert [server.served for server in pool.servers] == [10_000, 10_000]
+    assert [server.served for server in pool.engines] == [10_000, 10_000]

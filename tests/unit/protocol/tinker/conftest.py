@@ -6,7 +6,7 @@ import pytest
 import tinker
 
 from instar.config import ModelConfig
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from tests.sdk_leaks import collected
 from tests.unit.protocol.serving import served, tiny
 
@@ -22,7 +22,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.fixture(scope="package")
 def url(tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     """One server for all tests, each of which has a session of its own."""
-    limits = Limits(max_body=1_000_000, max_rank=16, max_models=4)
+    limits = ServiceLimits(max_body=1_000_000, max_rank=16, max_models=4)
     folder = tmp_path_factory.mktemp("checkpoints")
     keys = [KEY, OTHER_KEY, MINT_KEY]
     options = {"folder": folder, "keys": keys, "base_model": NAME, "limits": limits}

@@ -12,9 +12,9 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from instar.protocol.base import ProtocolError, Sampled
-from instar.protocol.tinker.passes import Batch, from_json, from_protobuf
-from instar.protocol.tinker.results import PassResult, SampleResult
+from instar.protocol.base import ProtocolError, SampledSequence
+from instar.protocol.tinker.passes import TinkerBatch, parse_json_pass, parse_protobuf_pass
+from instar.protocol.tinker.results import TinkerPassResult, TinkerSampleResult
 
 RATIO = {
     "target_tokens": [2, 3, 4],
@@ -58,11 +58,11 @@ def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = 
     return json.dumps({"forward_backward_input": given, "model_id": "m", "seq_id": 7}).encode()
 
 
-def read(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> Batch:
+def read(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> TinkerBatch:
     """Both ways, which have to agree."""
-    passes = [from_protobuf(protobuf(data, loss, config))]
-    passes.append(from_json(as_json(data, loss, config), forward_only=False))
-    batches = [p.checked() for p in passes]
+    passes = [parse_protobuf_pass(protobuf(data, loss, config))]
+    passes.append(parse_json_pass(as_json(data, loss, config), forward_only=False))
+    batches = [p.require_batch() for p in passes]
     for p in passes:
         assert (p.model_id, p.seq, p.forward_only) == ("m", 7, False)
     for one, other in zip(batches[0].samples, batches[1].samples, strict=True):
@@ -92,7 +92,7 @@ def test_several_chunks_are_one_input() -> None:
         model_input=types.ModelInput(chunks=chunks),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3, 4], dtype="int64")},
     )
-    [sample] = from_protobuf(protobuf([joined], "cross_entropy")).checked().samples
+    [sample] = parse_protobuf_pass(protobuf([joined], "cross_entropy")).require_batch().samples
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
 
@@ -113,7 +113,7 @@ def test_fillers_of_no_weight_take_no_part() -> None:
 def test_a_place_without_old_logprob_and_advantage_takes_no_part() -> None:
     tensors = RATIO | {"logprobs": [float("nan"), -0.25, -2.0]}
     for loss in ("importance_sampling", "dro"):
-        [sample] = from_protobuf(protobuf([datum([1, 2, 3], **tensors)], loss)).checked().samples
+        [sample] = parse_protobuf_pass(protobuf([datum([1, 2, 3], **tensors)], loss)).require_batch().samples
         assert sample.mask.tolist() == [0, 0, 1, 1]
 
 
@@ -135,12 +135,12 @@ def test_refusals_name_the_datum_and_wait_for_their_turn(
 ) -> None:
     data = [datum([1, 2, 3], **RATIO), datum([1, 2, 3], **RATIO | change)]
     for asked in (
-        from_protobuf(protobuf(data, loss, config)),
-        from_json(as_json(data, loss, config), forward_only=False),
+        parse_protobuf_pass(protobuf(data, loss, config)),
+        parse_json_pass(as_json(data, loss, config), forward_only=False),
     ):
         assert asked.seq == 7
         with pytest.raises(ProtocolError, match=says) as raised:
-            asked.checked()
+            asked.require_batch()
         assert raised.value.category == "user"
 
 
@@ -150,36 +150,39 @@ def test_images_and_matrices_are_refused() -> None:
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1], dtype="int64")},
     )
     with pytest.raises(ProtocolError, match="datum 0: only text"):
-        from_protobuf(protobuf([picture], "cross_entropy")).checked()
+        parse_protobuf_pass(protobuf([picture], "cross_entropy")).require_batch()
     matrix = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])},
     )
     with pytest.raises(ProtocolError, match="target_tokens has to be a dense tensor of one dimension"):
-        from_protobuf(protobuf([matrix], "cross_entropy")).checked()
+        parse_protobuf_pass(protobuf([matrix], "cross_entropy")).require_batch()
 
 
 def test_nonsense_is_refused_at_once() -> None:
     with pytest.raises(ProtocolError, match="not understood"):
-        from_protobuf(b"\xff\xff\xff")
+        parse_protobuf_pass(b"\xff\xff\xff")
     with pytest.raises(ProtocolError, match="not understood"):
-        from_json(b"{", forward_only=True)
+        parse_json_pass(b"{", forward_only=True)
 
 
 def test_the_sdk_reads_what_passes_end_with() -> None:
     logprobs = [np.array([np.nan, -1.0, -2.0], np.float32), np.array([np.nan, -3.0], np.float32)]
-    result = PassResult.of(4.5, {"tokens": 3.0, "ratio_max": 2.0, "kl": 0.0}, logprobs)
-    read = deserialize_forward_backward_output(result.protobuf())
+    result = TinkerPassResult.from_logprobs(4.5, {"tokens": 3.0, "ratio_max": 2.0, "kl": 0.0}, logprobs)
+    read = deserialize_forward_backward_output(result.to_protobuf())
     assert [list(out["logprobs"].data) for out in read.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
     assert [out["logprobs"].shape for out in read.loss_fn_outputs] == [[2], [1]]
     assert read.metrics == {"loss:sum": 4.5, "tokens:sum": 3.0, "ratio_max:max": 2.0, "kl:mean": 0.0}
-    assert result.json()["metrics"] == read.metrics
+    assert result.to_json()["metrics"] == read.metrics
 
 
 def test_the_sdk_reads_what_sampling_ends_with() -> None:
-    sequences = [Sampled([5, 6], [-0.5, -1.0], "stop", "ab"), Sampled([7], [-2.0], "length", "c")]
+    sequences = [
+        SampledSequence([5, 6], [-0.5, -1.0], "stop", "ab"),
+        SampledSequence([7], [-2.0], "length", "c"),
+    ]
     read = deserialize_sample_response(
-        SampleResult(sequences, np.array([np.nan, -1.5], np.float32)).protobuf()
+        TinkerSampleResult(sequences, np.array([np.nan, -1.5], np.float32)).to_protobuf()
     )
     assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [
         ([5, 6], [-0.5, -1.0], "stop"),

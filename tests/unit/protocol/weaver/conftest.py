@@ -13,7 +13,7 @@ import pytest
 from weaver import ServiceClient
 
 from instar.config import ModelConfig
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 from tests.tiny import make_tiny_model
 
@@ -30,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running_server(
-    model: Path, folder: Path, *, port: int = 0, limits: Limits | None = None
+    model: Path, folder: Path, *, port: int = 0, limits: ServiceLimits | None = None
 ) -> Generator[str]:
     """Its address, while it is up."""
     address: Future[str] = Future()

@@ -17,7 +17,7 @@ from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, LossName, ModelConfig
 from instar.config import LoraConfig as OurLoraConfig
 from instar.conformance.batches import tree_samples
-from instar.protocol.base import Limits
+from instar.protocol.base import ServiceLimits
 from instar.types import Sample
 from tests.unit.protocol.weaver.conftest import BASE, KEY, OTHER_KEY, Connect, running_server
 
@@ -319,7 +319,7 @@ def test_a_restarted_server_knows_checkpoints_but_no_models(model_folder: Path, 
 
 
 def test_limits(model_folder: Path, tmp_path: Path) -> None:
-    limits = Limits(max_body=20_000, max_models=1, max_rank=8, session_ttl=1.0)
+    limits = ServiceLimits(max_body=20_000, max_models=1, max_rank=8, session_ttl=1.0)
     with running_server(model_folder, tmp_path, limits=limits) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.1)
         client.connect()

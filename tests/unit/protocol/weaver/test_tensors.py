@@ -19,14 +19,14 @@ from weaver.training_client import TrainingClient
 from weaver.types import AdamParams, Datum, LoraConfig, ModelInput
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.weaver.data import Batch, PassInput, read_batch
-from instar.protocol.weaver.http import MULTIPART, Call, parse
-from instar.protocol.weaver.tensors import unpacked
-from instar.protocol.weaver.training import Payload
+from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, parse_batch
+from instar.protocol.weaver.http import MULTIPART, WeaverRequest, parse_json
+from instar.protocol.weaver.tensors import unpack_request
+from instar.protocol.weaver.training import WeaverSequencedRequest
 from tests.unit.protocol.weaver.conftest import BASE, KEY, Connect
 
 LIMIT = 100_000
-Manifest = dict[str, Any]
+TensorManifest = dict[str, Any]
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
 
 
@@ -118,7 +118,7 @@ def test_only_passes_have_tensors(connect: Connect) -> None:
 
 
 def made(
-    change: Callable[[Manifest], object] = lambda manifest: None,
+    change: Callable[[TensorManifest], object] = lambda manifest: None,
     compression: Any = "raw",
     pack: bytes | None = None,
 ) -> tuple[MultipartLayout, bytes]:
@@ -146,18 +146,18 @@ def made(
     return layout, prefix + content + layout.suffix
 
 
-def read(layout: MultipartLayout, body: bytes) -> Batch:
-    call, pack = unpacked(Call("owner", {}, layout.content_type, body, None), LIMIT)
-    given = parse(call.parse(Payload).payload.forward_backward_input, PassInput)
-    return read_batch(given, pack, vocab_size=100, backward=True)
+def read(layout: MultipartLayout, body: bytes) -> WeaverBatch:
+    call, pack = unpack_request(WeaverRequest("owner", {}, layout.content_type, body, None), LIMIT)
+    given = parse_json(call.parse(WeaverSequencedRequest).payload.forward_backward_input, WeaverPassInput)
+    return parse_batch(given, pack, vocab_size=100, backward=True)
 
 
-def place(manifest: Manifest) -> dict[str, Any]:
+def place(manifest: TensorManifest) -> dict[str, Any]:
     datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
     return datum["loss_fn_inputs"]["advantages"]["$tensor"]
 
 
-def tokens(manifest: Manifest) -> dict[str, Any]:
+def tokens(manifest: TensorManifest) -> dict[str, Any]:
     datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
     return datum["model_input"]["chunks"][0]["tokens"]["$tensor"]
 
@@ -192,7 +192,7 @@ def test_an_unchanged_one_is_read() -> None:
         (lambda m: tokens(m).update(dtype="float64"), "not whole numbers"),
     ],
 )
-def test_a_wrong_one_is_refused(change: Callable[[Manifest], object], message: str) -> None:
+def test_a_wrong_one_is_refused(change: Callable[[TensorManifest], object], message: str) -> None:
     with pytest.raises(ProtocolError, match=message) as caught:
         read(*made(change))
     assert caught.value.category == "user"
@@ -213,4 +213,4 @@ def test_a_body_that_was_cut_off_is_refused() -> None:
         with pytest.raises(ProtocolError):
             read(layout, body[:end])
     with pytest.raises(ProtocolError, match="whole parts"):
-        unpacked(Call("owner", {}, MULTIPART, body, None), LIMIT)
+        unpack_request(WeaverRequest("owner", {}, MULTIPART, body, None), LIMIT)

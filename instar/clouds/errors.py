@@ -15,19 +15,19 @@ from instar.errors import (
     InstarError,
 )
 
-Kind = Literal["refused", "unavailable", "lost", "settings", "broken"]
+CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
 """``refused``: the service did nothing and says why. ``unavailable``: no answer within the deadline, or none
 but errors that pass; what it did is not known. ``lost``: it no longer has the session, or what it has is not
 known. ``settings``: the key or address is wrong. ``broken``: it does not take such a request, or
 its answer makes no sense."""
 
 
-class CloudFailure(Exception):
-    def __init__(self, kind: Kind, message: str) -> None:
+class CloudError(Exception):
+    def __init__(self, kind: CloudErrorKind, message: str) -> None:
         super().__init__(message)
-        self.kind: Kind = kind
+        self.kind: CloudErrorKind = kind
 
-    def for_backend(self) -> InstarError:
+    def to_backend_error(self) -> InstarError:
         match self.kind:
             case "unavailable":
                 return BackendUnavailable(str(self))
@@ -38,13 +38,13 @@ class CloudFailure(Exception):
             case "refused" | "broken":
                 return BackendError(str(self))
 
-    def for_engine(self) -> InstarError:
+    def to_engine_error(self) -> InstarError:
         """A sampler that is lost can be opened again, so that is one to try again too."""
         if self.kind in ("unavailable", "lost"):
             return EngineUnavailable(str(self))
         return EngineError(str(self))
 
 
-def scrubbed(text: str, secret: str) -> str:
+def redact_key(text: str, secret: str) -> str:
     """Without the key, should a service have written it into its answer."""
     return text.replace(secret, "***") if secret else text

@@ -12,22 +12,22 @@ from pathlib import Path
 
 from instar.config import ModelConfig
 from instar.protocol.base import (
-    Adapter,
+    AdapterSpec,
     CheckpointInfo,
-    Limits,
     ProtocolError,
-    Sampled,
+    SampledSequence,
+    ServiceLimits,
     TrainingModel,
-    Workshop,
+    TrainingService,
 )
-from instar.protocol.checkpoints import ADAPTER, Checkpoints
-from instar.protocol.cores import Cores
-from instar.protocol.failures import told_to_clients
-from instar.protocol.models import LocalModel, ModelMaker
-from instar.protocol.samplers import BASE, Samplers
+from instar.protocol.checkpoints import ADAPTER, CheckpointStore
+from instar.protocol.cores import CoreSharing
+from instar.protocol.errors import convert_errors
+from instar.protocol.models import LocalTrainingModel, TrainingModelFactory
+from instar.protocol.samplers import BASE, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
-HOUSEKEEPING = 15.0
+EXPIRY_CHECK_SECONDS = 15.0
 """Most seconds between two looks for sessions and checkpoints that have expired."""
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class _Session:
     seen: float
 
 
-class LocalWorkshop(Workshop):
+class LocalTrainingService(TrainingService):
     """``base_model`` is the name that clients ask for; by default the model's own. ``folder`` keeps the
     checkpoints. ``threads`` are torch's, in each model and each sampler. `start` comes first."""
 
@@ -49,22 +49,22 @@ class LocalWorkshop(Workshop):
         folder: Path,
         *,
         base_model: str | None = None,
-        limits: Limits | None = None,
+        limits: ServiceLimits | None = None,
         threads: int | None = None,
     ) -> None:
         self.base_model = base_model or model.name
-        self.limits = limits or Limits()
+        self.limits = limits or ServiceLimits()
         self._config = model
         self._threads = threads
         self._folder = folder
         self._sessions: dict[str, _Session] = {}
-        self._models: dict[str, LocalModel] = {}
+        self._models: dict[str, LocalTrainingModel] = {}
         self._making = 0
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the base model. Raises ConfigError when the folder is in use, or the model cannot be had."""
-        self._checkpoints = Checkpoints(self._folder)
+        self._checkpoints = CheckpointStore(self._folder)
         try:
             await self._load()
         except BaseException:
@@ -73,15 +73,15 @@ class LocalWorkshop(Workshop):
         self._housekeeper = asyncio.create_task(self._keep_house())
 
     async def _load(self) -> None:
-        self._maker = await asyncio.to_thread(ModelMaker, self._config, self._threads)
+        self._maker = await asyncio.to_thread(TrainingModelFactory, self._config, self._threads)
         self._samplers = await asyncio.to_thread(
-            Samplers,
+            SamplerPool,
             self._config,
             self._maker.base,
             most=self.limits.max_samplers,
             threads=self._threads,
         )
-        self._cores = Cores(self._samplers.use_cores)
+        self._cores = CoreSharing(self._samplers.use_cores)
         self.max_context = self._samplers.info.max_context
         self.vocab_size = self._samplers.info.vocab_size
         self.tokenizer_path = str(self._samplers.folder)
@@ -108,25 +108,25 @@ class LocalWorkshop(Workshop):
         ending = [model for model in self._models.values() if model.session_id == session_id]
         await asyncio.gather(*(self._end(model) for model in ending))
 
-    async def _end(self, model: LocalModel) -> None:
+    async def _end(self, model: LocalTrainingModel) -> None:
         self._models.pop(model.model_id, None)
         await model.end()
 
     # --- models ---
 
     async def create_model(
-        self, session_id: str, owner: str, base_model: str, adapter: Adapter
+        self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
         self.heartbeat(session_id, owner)
         self._check_new(base_model, adapter)
         await self._make_room()
         self._making += 1
         try:
-            with told_to_clients():
+            with convert_errors():
                 backend, adapter = await asyncio.to_thread(self._maker.make, adapter)
         finally:
             self._making -= 1
-        model = LocalModel(
+        model = LocalTrainingModel(
             backend,
             self._checkpoints,
             owner=owner,
@@ -142,7 +142,7 @@ class LocalWorkshop(Workshop):
         self._models[model.model_id] = model
         return model
 
-    def _check_new(self, base_model: str, adapter: Adapter) -> None:
+    def _check_new(self, base_model: str, adapter: AdapterSpec) -> None:
         limits = self.limits
         if base_model not in (self.base_model, self._config.name):
             raise ProtocolError(f"{base_model!r} is not served here: {self.base_model!r} is")
@@ -157,14 +157,17 @@ class LocalWorkshop(Workshop):
         while len(self._models) + self._making >= most:
             holding = {model.session_id for model in self._models.values()}
             quiet = min(holding, key=lambda each: self._sessions[each].seen, default=None)
-            if quiet is None or time.monotonic() - self._sessions[quiet].seen < self.limits.silence:
+            if (
+                quiet is None
+                or time.monotonic() - self._sessions[quiet].seen < self.limits.idle_before_eviction
+            ):
                 raise ProtocolError(f"{most} models are in training, which is the most: end one first", 429)
             await self._end_session(quiet)
 
     def model(self, model_id: str, owner: str) -> TrainingModel:
         return self._model(model_id, owner)
 
-    def _model(self, model_id: str, owner: str) -> LocalModel:
+    def _model(self, model_id: str, owner: str) -> LocalTrainingModel:
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
             raise ProtocolError(f"there is no model {model_id}, or it has ended", 404)
@@ -178,18 +181,18 @@ class LocalWorkshop(Workshop):
 
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
-    ) -> list[Sampled]:
+    ) -> list[SampledSequence]:
         if not 1 <= count <= self.limits.max_operations:
             raise ProtocolError(
                 f"from 1 to {self.limits.max_operations} replies may be asked for, not {count}"
             )
         key, adapter = self._policy(sampler, owner)
-        with told_to_clients(), self._cores.sampling():
+        with convert_errors(), self._cores.sampling():
             return await self._samplers.sample(key, adapter, prompt, params, count)
 
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
         key, adapter = self._policy(sampler, owner)
-        with told_to_clients(), self._cores.sampling():
+        with convert_errors(), self._cores.sampling():
             return await self._samplers.logprobs(key, adapter, tokens)
 
     def _policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
@@ -206,7 +209,7 @@ class LocalWorkshop(Workshop):
         return self._checkpoints.find(path, owner)
 
     def checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        return self._checkpoints.all_of(owner, model_id)
+        return self._checkpoints.list_checkpoints(owner, model_id)
 
     def delete_checkpoint(self, path: str, owner: str) -> None:
         self._checkpoints.delete(path, owner)
@@ -215,7 +218,7 @@ class LocalWorkshop(Workshop):
 
     async def _keep_house(self) -> None:
         while True:
-            await asyncio.sleep(min(HOUSEKEEPING, self.limits.session_ttl / 4))
+            await asyncio.sleep(min(EXPIRY_CHECK_SECONDS, self.limits.session_ttl / 4))
             oldest = time.monotonic() - self.limits.session_ttl
             for session_id in [i for i, session in self._sessions.items() if session.seen < oldest]:
                 log.info("session %s sent no heartbeat for %g s: ended", session_id, self.limits.session_ttl)

@@ -1,4 +1,4 @@
-"""Plays the scenes on one backend and writes what it showed: ``python -m instar.conformance.play JOB OUT``.
+"""Plays the scenes on one backend and writes what it showed: ``python -m instar.conformance.runner JOB OUT``.
 
 A process of its own, so that a backend whose packages conflict with others is played in its own environment.
 Needs no torch unless the backend does. The service's key comes by the environment.
@@ -19,46 +19,46 @@ import numpy as np
 
 from instar.backends.base import Backend
 from instar.config import CloudEngineConfig, LocalEngineConfig, ModelConfig, RunConfig
-from instar.conformance.scenes import Stage, scenes
+from instar.conformance.cases import CaseContext, select_cases
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.registry import resolve_section
 from instar.types import Artifact, Json
 
-SCENE_DEADLINE = 180.0
+CASE_DEADLINE = 180.0
 
 
-class Shown(msgspec.Struct):
+class ConformanceResult(msgspec.Struct):
     """What a play left behind, beside its arrays."""
 
     losses: list[str]
-    played: list[str]
-    failed: dict[str, str]
+    cases: list[str]
+    failures: dict[str, str]
     """Scenes that broke off, and how."""
     artifacts: dict[str, Artifact]
 
 
-async def play(
+async def run_cases(
     config: RunConfig, folder: Path, say: Callable[[str], None] = lambda _: None
-) -> tuple[Shown, dict[str, Any]]:
+) -> tuple[ConformanceResult, dict[str, Any]]:
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
-    stage = Stage(backend, lambda: _engine(config), folder, config.model.max_context)
-    shown = Shown(sorted(backend.capabilities.losses), [], {}, stage.artifacts)
+    stage = CaseContext(backend, lambda: _engine(config), folder, config.model.max_context)
+    shown = ConformanceResult(sorted(backend.capabilities.losses), [], {}, stage.artifacts)
     try:
         await backend.start()
         await backend.save_state(folder / "begin")
-        for name, scene in scenes(backend).items():
+        for name, scene in select_cases(backend).items():
             say(name)
             try:
-                async with asyncio.timeout(SCENE_DEADLINE):
-                    await stage.begin()
+                async with asyncio.timeout(CASE_DEADLINE):
+                    await stage.restore_initial_state()
                     await scene(stage)
             except Exception as error:  # noqa: BLE001 - whatever a scene meets is its result
-                shown.failed[name] = f"{type(error).__name__}: {error}"
+                shown.failures[name] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            shown.played.append(name)
+            shown.cases.append(name)
     finally:
         await backend.close()
     return shown, stage.arrays
@@ -69,7 +69,7 @@ async def _engine(config: RunConfig) -> Engine:
     return create_engine(config)
 
 
-def job(model: ModelConfig, backend: Json, seed: int) -> Json:
+def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
     """What `main` is given, as JSON."""
     local = backend["type"] in ("local", "verl")
     engine: Json = (LocalEngineConfig(max_batch=4, threads=1) if local else CloudEngineConfig()).model_dump()
@@ -80,7 +80,7 @@ def main() -> None:
     given, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = RunConfig.model_validate(json.loads(given.read_text()))
     (out / "work").mkdir(parents=True, exist_ok=True)
-    shown, arrays = asyncio.run(play(config, out / "work", lambda name: print(name, flush=True)))
+    shown, arrays = asyncio.run(run_cases(config, out / "work", lambda name: print(name, flush=True)))
     np.savez(out / "arrays.npz", **arrays)
     (out / "shown.json").write_bytes(msgspec.json.encode(shown))
 

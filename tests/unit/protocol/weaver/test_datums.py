@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.weaver.data import Batch, PassInput, outputs, read_batch
-from instar.protocol.weaver.http import json_response, parse
+from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_outputs, parse_batch
+from instar.protocol.weaver.http import json_response, parse_json
 
 
 def datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict
     }
 
 
-def read(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> Batch:
+def read(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> WeaverBatch:
     body = msgspec.json.encode({"loss_fn": loss, "data": data, "loss_fn_config": config})
-    return read_batch(parse(body, PassInput), vocab_size=100, backward=backward)
+    return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, backward=backward)
 
 
 def ratio_tensors(count: int) -> dict[str, list[float]]:
@@ -61,7 +61,7 @@ def test_no_target_is_not_trained_on() -> None:
     assert first.mask.tolist() == [0, 0, 1]
     assert second.token_ids.tolist() == [4]
     assert not second.mask.any()
-    found = outputs(batch, [np.array([np.nan, np.nan, -2], np.float32), np.array([np.nan], np.float32)])
+    found = build_outputs(batch, [np.array([np.nan, np.nan, -2], np.float32), np.array([np.nan], np.float32)])
     body = bytes(json_response([output["logprobs"]["data"] for output in found]).body)
     assert body == b"[[NaN,-2.0,NaN],[NaN]]"
 
@@ -85,7 +85,7 @@ def test_several_chunks_are_one_input() -> None:
 def test_answers_name_their_datum() -> None:
     batch = read("forward_logprob", {**datum([1, 2], [2, 3]), "datum_id": "null"}, backward=False)
     assert batch.loss is None
-    (output,) = outputs(batch, [np.array([np.nan, -1, -2], np.float32)])
+    (output,) = build_outputs(batch, [np.array([np.nan, -1, -2], np.float32)])
     body = json_response(output).body
     assert body == b'{"logprobs":{"data":[-1.0,-2.0],"dtype":"float32"},"datum_id":"null"}'
 

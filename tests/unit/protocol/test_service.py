@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import adapter_hash
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
-from instar.protocol.base import Adapter, CheckpointInfo, Limits, ProtocolError, TrainingModel
-from instar.protocol.models import ModelMaker
-from instar.protocol.workshop import LocalWorkshop
+from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, ServiceLimits, TrainingModel
+from instar.protocol.models import TrainingModelFactory
+from instar.protocol.service import LocalTrainingService
 from instar.types import Floats, SamplingParams
 from tests.tiny import make_tiny_model
 from tests.unit.backends.conformance import make_sample, tree_samples
@@ -24,7 +24,7 @@ from tests.unit.backends.conformance import make_sample, tree_samples
 ADAM = AdamConfig(lr=0.01, weight_decay=0.1)
 LOSS = LossConfig(name="importance_sampling")
 PROMPT = [9, 40, 41, 42, 43, 44, 45, 46, 47, 9, 12, 300]
-Open = Callable[..., AbstractAsyncContextManager[LocalWorkshop]]
+Open = Callable[..., AbstractAsyncContextManager[LocalTrainingService]]
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def opened(model: ModelConfig, tmp_path: Path) -> Open:
     """Opens a workshop; again: as after a restart."""
 
     @asynccontextmanager
-    async def open_workshop(**limits: float) -> AsyncGenerator[LocalWorkshop]:
-        made = LocalWorkshop(
+    async def open_workshop(**limits: float) -> AsyncGenerator[LocalTrainingService]:
+        made = LocalTrainingService(
             model,
             tmp_path / "checkpoints",
             base_model="tiny",
-            limits=Limits(**limits),  # pyright: ignore[reportArgumentType]
+            limits=ServiceLimits(**limits),  # pyright: ignore[reportArgumentType]
             threads=1,
         )
         await made.start()
@@ -56,14 +56,14 @@ def opened(model: ModelConfig, tmp_path: Path) -> Open:
 
 
 @pytest.fixture
-async def workshop(opened: Open) -> AsyncGenerator[LocalWorkshop]:
+async def service(opened: Open) -> AsyncGenerator[LocalTrainingService]:
     async with opened() as made:
         yield made
 
 
-async def new_model(workshop: LocalWorkshop, owner: str = "me", **adapter: int) -> TrainingModel:
-    session = await workshop.create_session(owner)
-    return await workshop.create_model(session, owner, "tiny", Adapter(**{"rank": 8, "seed": 3} | adapter))
+async def new_model(service: LocalTrainingService, owner: str = "me", **adapter: int) -> TrainingModel:
+    session = await service.create_session(owner)
+    return await service.create_model(session, owner, "tiny", AdapterSpec(**{"rank": 8, "seed": 3} | adapter))
 
 
 async def train(model: TrainingModel | LocalBackend, steps: int = 3, seed: int = 0) -> list[float]:
@@ -90,7 +90,7 @@ def weights_of(info: CheckpointInfo, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("rank", [4, 8])
 async def test_it_trains_to_the_bit_as_the_backend_does_whoever_works_beside(
-    workshop: LocalWorkshop, model: ModelConfig, tmp_path: Path, rank: int
+    service: LocalTrainingService, model: ModelConfig, tmp_path: Path, rank: int
 ) -> None:
     config = LocalBackendConfig(lora=LoraConfig(rank=rank, alpha=32), threads=1)
     alone = LocalBackend(model, config, seed=5)
@@ -100,10 +100,10 @@ async def test_it_trains_to_the_bit_as_the_backend_does_whoever_works_beside(
 
     # All made and trained at once, with sampling beside.
     ours, *others = await asyncio.gather(
-        new_model(workshop, rank=rank, seed=5), *(new_model(workshop, seed=seed) for seed in (6, 7))
+        new_model(service, rank=rank, seed=5), *(new_model(service, seed=seed) for seed in (6, 7))
     )
     beside = [train(other, seed=other.adapter.seed or 0) for other in others]
-    sampling = workshop.sample(None, "me", PROMPT, SamplingParams(max_tokens=30), 4)
+    sampling = service.sample(None, "me", PROMPT, SamplingParams(max_tokens=30), 4)
     ours_losses, *_ = await asyncio.gather(train(ours), *beside, sampling)
 
     assert ours_losses == losses
@@ -112,9 +112,9 @@ async def test_it_trains_to_the_bit_as_the_backend_does_whoever_works_beside(
 
 
 async def test_models_share_the_base_weights(model: ModelConfig) -> None:
-    maker = ModelMaker(model, threads=1)
-    first, _ = maker.make(Adapter(rank=4))
-    second, _ = maker.make(Adapter(rank=8, train_unembed=True))
+    maker = TrainingModelFactory(model, threads=1)
+    first, _ = maker.make(AdapterSpec(rank=4))
+    second, _ = maker.make(AdapterSpec(rank=8, train_unembed=True))
     base = {parameter.data_ptr() for parameter in maker.base.parameters()}
     for backend in (first, second):
         frozen = [p for p in backend._model.causal.parameters() if not p.requires_grad]
@@ -132,9 +132,9 @@ async def test_models_share_the_base_weights(model: ModelConfig) -> None:
     ],
 )
 async def test_the_layers_asked_for_are_trained_and_sampled_from(
-    workshop: LocalWorkshop, tmp_path: Path, flags: dict[str, int], expected: set[str]
+    service: LocalTrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
 ) -> None:
-    trained = await new_model(workshop, **flags)
+    trained = await new_model(service, **flags)
     before = await scored(trained, PROMPT)
     await train(trained)
     info = await trained.export("sampler")
@@ -145,19 +145,21 @@ async def test_the_layers_asked_for_are_trained_and_sampled_from(
     changed = {kinds[part] for name in names for part in name.split(".") if part in kinds}
     assert changed == expected
 
-    (reply,) = await workshop.sample(info.path, "me", PROMPT, SamplingParams(max_tokens=8, seed=1), 1)
+    (reply,) = await service.sample(info.path, "me", PROMPT, SamplingParams(max_tokens=8, seed=1), 1)
     after = await scored(trained, PROMPT + reply.token_ids)
     assert np.abs(after[1 : len(PROMPT)] - before[1:]).max() > 1e-2
     np.testing.assert_allclose(reply.logprobs, after[len(PROMPT) :], atol=1e-5)
-    told = await workshop.logprobs(info.path, "me", PROMPT + reply.token_ids)
+    told = await service.logprobs(info.path, "me", PROMPT + reply.token_ids)
     np.testing.assert_allclose(told, after, atol=1e-5)
     # The base model, tied output layer and all, is what it was.
-    np.testing.assert_allclose(await workshop.logprobs(None, "me", PROMPT), before, atol=1e-5)
+    np.testing.assert_allclose(await service.logprobs(None, "me", PROMPT), before, atol=1e-5)
 
 
-async def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(workshop: LocalWorkshop) -> None:
+async def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(
+    service: LocalTrainingService,
+) -> None:
     """As after a batch whose advantages are all zero: moments decay, and move the weights once more."""
-    models = [await new_model(workshop) for _ in range(2)]
+    models = [await new_model(service) for _ in range(2)]
     zeros = [make_sample("zero", PROMPT, 1, advantages=np.zeros(len(PROMPT), np.float32))]
     untrained = [make_sample("none", PROMPT, len(PROMPT))]
     for model, batch in zip(models, (zeros, untrained), strict=True):
@@ -170,8 +172,8 @@ async def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(workshop
     np.testing.assert_array_equal(*[await scored(model, PROMPT) for model in models])
 
 
-async def test_what_the_backend_refuses_is_the_clients_mistake(workshop: LocalWorkshop) -> None:
-    model = await new_model(workshop)
+async def test_what_the_backend_refuses_is_the_clients_mistake(service: LocalTrainingService) -> None:
+    model = await new_model(service)
     for sample, text in [
         (make_sample("a", [5, 9999], 1), "outside the vocabulary"),
         (make_sample("b", [5] * 257, 1), "b has 257 tokens"),
@@ -187,28 +189,30 @@ async def test_what_the_backend_refuses_is_the_clients_mistake(workshop: LocalWo
 
 
 async def test_a_state_continues_with_the_same_next_step_after_a_restart(opened: Open) -> None:
-    async with opened() as workshop:
-        model = await new_model(workshop)
+    async with opened() as service:
+        model = await new_model(service)
         await train(model, steps=2)
         saved = await model.save("two", optimizer=True)
         next_losses = await train(model, steps=2, seed=10)
         end = await scored(model, PROMPT)
-    async with opened() as workshop:
-        assert workshop.checkpoint(saved.path, "me") == saved
-        resumed = await new_model(workshop, seed=99)
+    async with opened() as service:
+        assert service.checkpoint(saved.path, "me") == saved
+        resumed = await new_model(service, seed=99)
         await resumed.load(saved.path, optimizer=True)
         assert await train(resumed, steps=2, seed=10) == next_losses
         np.testing.assert_array_equal(await scored(resumed, PROMPT), end)
 
-        fresh = await new_model(workshop, seed=99)
+        fresh = await new_model(service, seed=99)
         await fresh.load(saved.path, optimizer=False)
         losses = await train(fresh, steps=2, seed=10)
         assert losses[0] == next_losses[0]
         assert losses[1] != next_losses[1]
 
 
-async def test_states_that_do_not_fit_are_refused_by_name(workshop: LocalWorkshop, tmp_path: Path) -> None:
-    model = await new_model(workshop)
+async def test_states_that_do_not_fit_are_refused_by_name(
+    service: LocalTrainingService, tmp_path: Path
+) -> None:
+    model = await new_model(service)
     await train(model, steps=1)
     weights = await model.save("weights", optimizer=False)
     full = await model.save("full", optimizer=True)
@@ -219,12 +223,12 @@ async def test_states_that_do_not_fit_are_refused_by_name(workshop: LocalWorksho
         await model.load(weights.path, optimizer=True)
     with pytest.raises(ProtocolError, match="not saved as a state"):
         await model.load(sampler.path, optimizer=False)
-    other = await new_model(workshop, rank=4)
+    other = await new_model(service, rank=4)
     with pytest.raises(ProtocolError, match="another model or adapter") as refused:
         await other.load(full.path, optimizer=True)
     assert full.path in str(refused.value)
     assert str(tmp_path) not in str(refused.value)
-    stranger = await new_model(workshop, owner="you")
+    stranger = await new_model(service, owner="you")
     with pytest.raises(ProtocolError, match="there is no checkpoint"):
         await stranger.load(full.path, optimizer=True)
 
@@ -232,13 +236,13 @@ async def test_states_that_do_not_fit_are_refused_by_name(workshop: LocalWorksho
 # --- sampling ---
 
 
-async def test_replies_of_one_request_differ_and_a_seed_repeats_them(workshop: LocalWorkshop) -> None:
+async def test_replies_of_one_request_differ_and_a_seed_repeats_them(service: LocalTrainingService) -> None:
     params = SamplingParams(max_tokens=12, seed=4)
-    three = await workshop.sample(None, "me", PROMPT, params, 3)
+    three = await service.sample(None, "me", PROMPT, params, 3)
     assert len({tuple(reply.token_ids) for reply in three}) == 3
-    again = await workshop.sample(None, "me", PROMPT, params, 3)
+    again = await service.sample(None, "me", PROMPT, params, 3)
     assert [reply.token_ids for reply in again] == [reply.token_ids for reply in three]
-    (one,) = await workshop.sample(None, "me", PROMPT, params, 1)
+    (one,) = await service.sample(None, "me", PROMPT, params, 1)
     assert one.token_ids == three[0].token_ids
     for reply in three:
         assert len(reply.token_ids) == len(reply.logprobs) <= 12
@@ -246,61 +250,63 @@ async def test_replies_of_one_request_differ_and_a_seed_repeats_them(workshop: L
         assert reply.text
 
 
-async def test_logprobs_are_of_the_full_softmax_whatever_is_sampled_from(workshop: LocalWorkshop) -> None:
+async def test_logprobs_are_of_the_full_softmax_whatever_is_sampled_from(
+    service: LocalTrainingService,
+) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.3, top_k=5, seed=1)
-    (reply,) = await workshop.sample(None, "me", PROMPT, params, 1)
-    told = await workshop.logprobs(None, "me", PROMPT + reply.token_ids)
+    (reply,) = await service.sample(None, "me", PROMPT, params, 1)
+    told = await service.logprobs(None, "me", PROMPT + reply.token_ids)
     np.testing.assert_allclose(reply.logprobs, told[len(PROMPT) :], atol=1e-5)
 
 
 async def test_policies_take_turns_where_there_are_fewer_engines(opened: Open) -> None:
-    async with opened(max_samplers=2) as workshop:
-        model = await new_model(workshop)
+    async with opened(max_samplers=2) as service:
+        model = await new_model(service)
         wanted: dict[str | None, Floats] = {None: await scored(model, PROMPT)}
         for step in range(3):
             await train(model, steps=1, seed=step)
             info = await (model.export if step else lambda name: model.save(name, optimizer=True))(f"v{step}")
             wanted[info.path] = await scored(model, PROMPT)
         asked = [*wanted, *reversed(wanted)] * 2
-        told = await asyncio.gather(*(workshop.logprobs(path, "me", PROMPT) for path in asked))
+        told = await asyncio.gather(*(service.logprobs(path, "me", PROMPT) for path in asked))
         for path, logprobs in zip(asked, told, strict=True):
             np.testing.assert_allclose(logprobs, wanted[path], atol=1e-5)
 
 
 async def test_a_policy_in_use_keeps_its_engine(opened: Open) -> None:
-    async with opened(max_samplers=2) as workshop:
-        model = await new_model(workshop)
+    async with opened(max_samplers=2) as service:
+        model = await new_model(service)
         versions: list[str] = []
         for step in range(3):
             await train(model, steps=1, seed=step)
             versions.append((await model.export(f"v{step}")).path)
         reply = asyncio.create_task(
-            workshop.sample(versions[0], "me", PROMPT, SamplingParams(max_tokens=100, seed=2), 1)
+            service.sample(versions[0], "me", PROMPT, SamplingParams(max_tokens=100, seed=2), 1)
         )
         await asyncio.sleep(0)
         while not reply.done():
             for other in versions[1:]:
-                await workshop.logprobs(other, "me", PROMPT)
+                await service.logprobs(other, "me", PROMPT)
         (sampled,) = await reply
-        told = await workshop.logprobs(versions[0], "me", PROMPT + sampled.token_ids)
+        told = await service.logprobs(versions[0], "me", PROMPT + sampled.token_ids)
         np.testing.assert_allclose(sampled.logprobs, told[len(PROMPT) :], atol=1e-5)
 
 
 async def test_engines_at_work_divide_the_memory_and_those_at_rest_give_it_up(
-    workshop: LocalWorkshop,
+    service: LocalTrainingService,
 ) -> None:
-    model = await new_model(workshop)
+    model = await new_model(service)
     path = (await model.export("v")).path
     long = SamplingParams(max_tokens=150, seed=1)
-    await workshop.sample(None, "me", PROMPT, long, 8)
-    base = workshop._samplers._seats[""].engine._scheduler
+    await service.sample(None, "me", PROMPT, long, 8)
+    base = service._samplers._seats[""].engine._scheduler
     whole = base._kv_tokens
     assert base._rows.tokens > 0
-    await workshop.sample(path, "me", PROMPT, long, 8)
+    await service.sample(path, "me", PROMPT, long, 8)
     await until(lambda: base._rows.tokens == 0)
-    (version,) = [seat.engine._scheduler for key, seat in workshop._samplers._seats.items() if key]
+    (version,) = [seat.engine._scheduler for key, seat in service._samplers._seats.items() if key]
     assert version._kv_tokens == whole
-    both = [asyncio.create_task(workshop.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
+    both = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
     await until(lambda: base._kv_tokens == version._kv_tokens == whole // 2)
     await asyncio.gather(*both)
 
@@ -311,20 +317,22 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_sampler_replaced_under_its_name_is_another_policy(workshop: LocalWorkshop) -> None:
-    model = await new_model(workshop)
+async def test_a_sampler_replaced_under_its_name_is_another_policy(service: LocalTrainingService) -> None:
+    model = await new_model(service)
     info = await model.export("latest")
-    before = await workshop.logprobs(info.path, "me", PROMPT)
+    before = await service.logprobs(info.path, "me", PROMPT)
     await train(model)
     await model.export("latest")
-    after = await workshop.logprobs(info.path, "me", PROMPT)
+    after = await service.logprobs(info.path, "me", PROMPT)
     assert np.abs(after - before)[1:].max() > 1e-2
-    workshop.delete_checkpoint(info.path, "me")
+    service.delete_checkpoint(info.path, "me")
     with pytest.raises(ProtocolError, match="there is no checkpoint"):
-        await workshop.logprobs(info.path, "me", PROMPT)
+        await service.logprobs(info.path, "me", PROMPT)
 
 
-async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(workshop: LocalWorkshop) -> None:
+async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(
+    service: LocalTrainingService,
+) -> None:
     for prompt, params, count, text in [
         ([], SamplingParams(), 1, "empty"),
         ([5, 99999], SamplingParams(), 1, "token ids must be"),
@@ -333,51 +341,51 @@ async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(work
         (PROMPT, SamplingParams(), 0, "replies"),
     ]:
         with pytest.raises(ProtocolError, match=text) as refused:
-            await workshop.sample(None, "me", prompt, params, count)
+            await service.sample(None, "me", prompt, params, count)
         assert (refused.value.status, refused.value.category) == (400, "user")
-    assert await workshop.sample(None, "me", PROMPT, SamplingParams(max_tokens=1), 1)
+    assert await service.sample(None, "me", PROMPT, SamplingParams(max_tokens=1), 1)
 
 
 # --- sessions and limits ---
 
 
-async def test_others_do_not_find_a_session_or_its_models(workshop: LocalWorkshop) -> None:
-    model = await new_model(workshop)
+async def test_others_do_not_find_a_session_or_its_models(service: LocalTrainingService) -> None:
+    model = await new_model(service)
     uses: list[Callable[[], object]] = [
-        lambda: workshop.heartbeat(model.session_id, "you"),
-        lambda: workshop.model(model.model_id, "you"),
-        lambda: workshop.model("model-unheard-of", "me"),
+        lambda: service.heartbeat(model.session_id, "you"),
+        lambda: service.model(model.model_id, "you"),
+        lambda: service.model("model-unheard-of", "me"),
     ]
     for use in uses:
         with pytest.raises(ProtocolError) as refused:
             use()
         assert refused.value.status == 404
     with pytest.raises(ProtocolError):
-        await workshop.end_session(model.session_id, "you")
-    assert workshop.model(model.model_id, "me") is model
+        await service.end_session(model.session_id, "you")
+    assert service.model(model.model_id, "me") is model
 
 
 async def test_a_session_without_heartbeats_ends_and_lets_its_models_go(opened: Open) -> None:
-    async with opened(session_ttl=0.4) as workshop:
-        silent, lively = await new_model(workshop), await new_model(workshop)
+    async with opened(session_ttl=0.4) as service:
+        silent, lively = await new_model(service), await new_model(service)
         sampler = await silent.export("kept")
         for _ in range(10):
-            workshop.heartbeat(lively.session_id, "me")
+            service.heartbeat(lively.session_id, "me")
             await asyncio.sleep(0.1)
         with pytest.raises(ProtocolError, match="has ended"):
-            workshop.heartbeat(silent.session_id, "me")
+            service.heartbeat(silent.session_id, "me")
         with pytest.raises(ProtocolError, match="has ended"):
-            workshop.model(silent.model_id, "me")
+            service.model(silent.model_id, "me")
         with pytest.raises(ProtocolError, match="was ended") as gone:
             await silent.optim_step(ADAM)
         assert gone.value.status == 404
-        assert workshop.model(lively.model_id, "me") is lively
-        assert await workshop.sample(sampler.path, "me", PROMPT, SamplingParams(max_tokens=1), 1)
+        assert service.model(lively.model_id, "me") is lively
+        assert await service.sample(sampler.path, "me", PROMPT, SamplingParams(max_tokens=1), 1)
 
 
 async def test_expired_checkpoints_leave_the_disk(opened: Open, tmp_path: Path) -> None:
-    async with opened(session_ttl=0.4) as workshop:
-        info = await (await new_model(workshop)).export("short", ttl=0.01)
+    async with opened(session_ttl=0.4) as service:
+        info = await (await new_model(service)).export("short", ttl=0.01)
         folder = weights_of(info, tmp_path).parent
         assert folder.exists()
         await asyncio.sleep(0.3)
@@ -385,36 +393,36 @@ async def test_expired_checkpoints_leave_the_disk(opened: Open, tmp_path: Path) 
 
 
 async def test_ending_a_model_makes_room_for_another(opened: Open) -> None:
-    async with opened(max_models=2) as workshop:
-        first, second = await new_model(workshop), await new_model(workshop)
+    async with opened(max_models=2) as service:
+        first, second = await new_model(service), await new_model(service)
         with pytest.raises(ProtocolError, match="2 models are in training") as refused:
-            await new_model(workshop)
+            await new_model(service)
         assert refused.value.status == 429
-        await workshop.end_model(first.model_id, "me")
-        third = await new_model(workshop)
-        await workshop.end_session(second.session_id, "me")
-        assert await new_model(workshop)
+        await service.end_model(first.model_id, "me")
+        third = await new_model(service)
+        await service.end_session(second.session_id, "me")
+        assert await new_model(service)
         assert np.isfinite(await train(third, steps=1)).all()
 
 
 async def test_too_many_at_once_are_refused_too(opened: Open) -> None:
-    async with opened(max_models=2) as workshop:
-        made = await asyncio.gather(*(new_model(workshop) for _ in range(5)), return_exceptions=True)
+    async with opened(max_models=2) as service:
+        made = await asyncio.gather(*(new_model(service) for _ in range(5)), return_exceptions=True)
         assert sum(isinstance(model, TrainingModel) for model in made) == 2
 
 
 async def test_what_cannot_be_made_is_refused_by_name(opened: Open) -> None:
-    async with opened(max_rank=16) as workshop:
-        session = await workshop.create_session("me")
+    async with opened(max_rank=16) as service:
+        session = await service.create_session("me")
         for base, adapter, text in [
-            ("another-model", Adapter(), "'another-model' is not served here: 'tiny' is"),
-            ("tiny", Adapter(rank=17), "from 1 to 16"),
-            ("tiny", Adapter(rank=0), "from 1 to 16"),
-            ("tiny", Adapter(rank=1, seed=2**80), "64 bits"),
-            ("tiny", Adapter(rank=1, train_attn=False, train_mlp=False), "nothing is to be trained"),
+            ("another-model", AdapterSpec(), "'another-model' is not served here: 'tiny' is"),
+            ("tiny", AdapterSpec(rank=17), "from 1 to 16"),
+            ("tiny", AdapterSpec(rank=0), "from 1 to 16"),
+            ("tiny", AdapterSpec(rank=1, seed=2**80), "64 bits"),
+            ("tiny", AdapterSpec(rank=1, train_attn=False, train_mlp=False), "nothing is to be trained"),
         ]:
             with pytest.raises(ProtocolError, match=text) as refused:
-                await workshop.create_model(session, "me", base, adapter)
+                await service.create_model(session, "me", base, adapter)
             assert refused.value.status == 400
-        unseeded = await workshop.create_model(session, "me", "tiny", Adapter(rank=1))
+        unseeded = await service.create_model(session, "me", "tiny", AdapterSpec(rank=1))
         assert unseeded.adapter.seed is not None

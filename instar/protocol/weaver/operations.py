@@ -11,41 +11,43 @@ from typing import Any
 
 from starlette.responses import Response
 
-from instar.protocol.base import Operations, Outcome, ProtocolError
-from instar.protocol.weaver.http import Call, error_fields, json_response
+from instar.protocol.base import OperationResult, OperationScheduler, ProtocolError
+from instar.protocol.weaver.http import WeaverRequest, error_fields, json_response
 
 HOLD = 25.0
 """Less than half of the 60 s after which the SDK gives a request up."""
 
-Work = Callable[[], Awaitable[Any]]
+OperationWork = Callable[[], Awaitable[Any]]
 
 
-class Running:
-    def __init__(self, operations: Operations) -> None:
+class WeaverOperationRoutes:
+    def __init__(self, operations: OperationScheduler) -> None:
         self._operations = operations
 
-    async def start(self, kind: str, call: Call, work: Work) -> Response:
-        return await self.shown(self._operations.submit(kind, call.owner, work), call)
+    async def submit(self, kind: str, request: WeaverRequest, work: OperationWork) -> Response:
+        return await self.respond(self._operations.submit(kind, request.owner, work), request)
 
-    async def finish(self, kind: str, call: Call, work: Work, *, key: str | None, deadline: float) -> Any:
+    async def run(
+        self, kind: str, request: WeaverRequest, work: OperationWork, *, key: str | None, deadline: float
+    ) -> Any:
         """The value of work that the SDK does not wait for as an operation, but may well ask for twice."""
-        operation_id = self._operations.submit(kind, call.owner, work, key=key)
-        outcome = await self._operations.wait(operation_id, call.owner, deadline)
+        operation_id = self._operations.submit(kind, request.owner, work, key=key)
+        outcome = await self._operations.wait(operation_id, request.owner, deadline)
         if outcome is None:
             raise ProtocolError(f"{kind} is not done after {deadline:g} s: ask again", 503, "server")
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
 
-    async def show(self, call: Call) -> Response:
-        return await self.shown(call.path["operation"], call)
+    async def show(self, request: WeaverRequest) -> Response:
+        return await self.respond(request.path_params["operation"], request)
 
-    async def shown(self, operation_id: str, call: Call) -> Response:
-        outcome = await self._operations.wait(operation_id, call.owner, HOLD)
+    async def respond(self, operation_id: str, request: WeaverRequest) -> Response:
+        outcome = await self._operations.wait(operation_id, request.owner, HOLD)
         return json_response({"id": operation_id, **_status(outcome)})
 
 
-def _status(outcome: Outcome | None) -> dict[str, Any]:
+def _status(outcome: OperationResult | None) -> dict[str, Any]:
     if outcome is None:
         return {"status": "running"}
     if outcome.error is None:

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from instar.clouds.base import SERVICES
 from instar.config import DType, ModelConfig, RunConfig
-from instar.conformance.compare import Check, Play, compare
-from instar.conformance.play import Shown, job, play
-from instar.conformance.served import PROTOCOLS, Served, served
+from instar.conformance.compare import BackendRecord, CheckResult, compare
+from instar.conformance.runner import ConformanceResult, build_job, run_cases
+from instar.conformance.server import PROTOCOLS, ServerProcess, run_server
 from instar.errors import BackendError, ConfigError
 from instar.types import Json
 
@@ -35,7 +35,7 @@ TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 OTHER_KERNELS = {"verl": 10.0}
 """Times the tolerance, where another implementation computes: it sums in another order, and Adam enlarges
 what differs in small gradients. The services' protocols end at the local backend itself."""
-PLAY_DEADLINE = 900.0
+RUN_DEADLINE = 900.0
 Say = Callable[[str], None]
 
 
@@ -69,7 +69,7 @@ def check_backend(
     python: str | None = None,
     dtype: DType = "fp32",
     say: Say = lambda _: None,
-) -> list[Check]:
+) -> list[CheckResult]:
     from instar.conformance.tiny import make_tiny_model
 
     with tempfile.TemporaryDirectory(prefix="instar-check-") as scratch:
@@ -83,18 +83,18 @@ def check_backend(
         return compare(expected, found, CONTEXT, TOLERANCE[dtype] * OTHER_KERNELS.get(name, 1.0))
 
 
-def _expected(model: ModelConfig, folder: Path) -> Play:
+def _expected(model: ModelConfig, folder: Path) -> BackendRecord:
     section: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
-    config = RunConfig.model_validate(job(model, section, SEED))
+    config = RunConfig.model_validate(build_job(model, section, SEED))
     folder.mkdir()
-    shown, arrays = asyncio.run(play(config, folder))
-    return Play(shown, arrays, _weights(Path(shown.artifacts["five"].path)))
+    shown, arrays = asyncio.run(run_cases(config, folder))
+    return BackendRecord(shown, arrays, _weights(Path(shown.artifacts["five"].path)))
 
 
 @contextmanager
 def _under_test(
     name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
-) -> Generator[tuple[Json, Served | None]]:
+) -> Generator[tuple[Json, ServerProcess | None]]:
     """The backend's section, and its server where that is ours."""
     if name in ("local", "verl"):
         yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
@@ -105,20 +105,25 @@ def _under_test(
     if url is not None:
         yield section | {"base_url": url}, None
         return
-    with served(PROTOCOLS[name], model, folder / "server", threads=1) as server:
+    with run_server(PROTOCOLS[name], model, folder / "server", threads=1) as server:
         yield section | {"base_url": server.url}, server
 
 
 def _found(
-    model: ModelConfig, section: Json, folder: Path, python: str | None, server: Served | None, say: Say
-) -> Play:
+    model: ModelConfig,
+    section: Json,
+    folder: Path,
+    python: str | None,
+    server: ServerProcess | None,
+    say: Say,
+) -> BackendRecord:
     """Played in another process, with the backend's own interpreter; its key comes by the environment."""
     folder.mkdir()
-    (folder / "job.json").write_text(json.dumps(job(model, section, SEED)))
+    (folder / "job.json").write_text(json.dumps(build_job(model, section, SEED)))
     env = dict(os.environ)
     if server is not None:
         env[SERVICES[section["type"]].key_env] = server.key
-    command = [python or sys.executable, "-m", "instar.conformance.play"]
+    command = [python or sys.executable, "-m", "instar.conformance.runner"]
     with (folder / "play.log").open("wb") as log:
         child = subprocess.Popen(
             [*command, str(folder / "job.json"), str(folder)], env=env, stdout=subprocess.PIPE, stderr=log
@@ -127,23 +132,23 @@ def _found(
         assert child.stdout is not None
         for line in child.stdout:
             say(line.decode().strip())
-        code = child.wait(PLAY_DEADLINE)
+        code = child.wait(RUN_DEADLINE)
     finally:
         child.kill()
         child.wait()
     if code != 0:
         raise BackendError(f"the check broke off:\n{(folder / 'play.log').read_text()[-2000:]}")
-    shown = msgspec.json.decode((folder / "shown.json").read_bytes(), type=Shown)
+    shown = msgspec.json.decode((folder / "shown.json").read_bytes(), type=ConformanceResult)
     with np.load(folder / "arrays.npz") as arrays:
-        return Play(shown, dict(arrays), _weights_of(shown, server))
+        return BackendRecord(shown, dict(arrays), _weights_of(shown, server))
 
 
-def _weights_of(shown: Shown, server: Served | None) -> dict[str, Any] | None:
+def _weights_of(shown: ConformanceResult, server: ServerProcess | None) -> dict[str, Any] | None:
     artifact = shown.artifacts.get("five")
     if artifact is None:
         return None
     if artifact.kind == "remote":
-        return None if server is None else _weights(server.sampler(artifact.path))
+        return None if server is None else _weights(server.adapter_folder(artifact.path))
     return _weights(Path(artifact.path))
 
 
@@ -153,7 +158,7 @@ def _weights(folder: Path) -> dict[str, Any]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def _table(checks: list[Check]) -> Table:
+def _table(checks: list[CheckResult]) -> Table:
     table = Table("check", "", "difference")
     for check in checks:
         table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)

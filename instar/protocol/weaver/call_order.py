@@ -13,7 +13,7 @@ from collections.abc import Callable
 from instar.protocol.base import ProtocolError
 
 
-class Order:
+class WeaverCallOrder:
     """Of one model. ``submit`` is given the place and returns the operation; when it raises, the place is
     still free."""
 
@@ -23,22 +23,22 @@ class Order:
         self._inserted: list[int] = []
         """For each call without a number, the highest number there was before it."""
 
-    def numbered(self, seq: int, call: str | None, submit: Callable[[int], str]) -> str:
+    def submit_numbered(self, seq: int, request: str | None, submit: Callable[[int], str]) -> str:
         """``call`` tells two calls apart and is the same when one is sent again; None: unknown. Raises
         ProtocolError 409 when another call has the client's sequence id."""
         known = self._calls.get(seq)
-        if known is not None and call is not None and known != call:
+        if known is not None and request is not None and known != request:
             raise ProtocolError(
                 f"sequence id {seq} was used by another call: one client at a time may train a model. Create "
                 "a model and load a saved state to go on elsewhere",
                 409,
             )
         operation = submit(seq + bisect_left(self._inserted, seq))
-        self._calls[seq] = call
+        self._calls[seq] = request
         self._highest = max(self._highest, seq)
         return operation
 
-    def unnumbered(self, submit: Callable[[int], str]) -> str:
+    def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
         """Sent again it stands, and is done, twice: to save or to load twice is to do it once."""
         operation = submit(self._highest + len(self._inserted) + 1)
         self._inserted.append(self._highest)

@@ -25,8 +25,8 @@ from pydantic import ValidationError
 
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
-from instar.protocol.weaver.http import parse
-from instar.protocol.weaver.tensors import Pack, Place, Placed
+from instar.protocol.weaver.http import parse_json
+from instar.protocol.weaver.tensors import PackedTensor, TensorLocation, TensorPack
 from instar.types import NOT_SAMPLED, Floats, Sample
 
 NO_TARGET = -100
@@ -37,18 +37,18 @@ LOGPROBS_ONLY = "forward_logprob"
 OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
 """Names in `loss_fn_config`, and ours."""
 Ints = NDArray[np.int64]
-NO_PACK = Pack()
+NO_PACK = TensorPack()
 
 
-class Chunk(msgspec.Struct):
-    tokens: list[int] | Placed
+class WeaverChunk(msgspec.Struct):
+    tokens: list[int] | PackedTensor
     type: str = "encoded_text"
 
 
-class ModelInput(msgspec.Struct):
-    chunks: list[Chunk]
+class WeaverModelInput(msgspec.Struct):
+    chunks: list[WeaverChunk]
 
-    def tokens(self, pack: Pack = NO_PACK) -> Ints:
+    def tokens(self, pack: TensorPack = NO_PACK) -> Ints:
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
                 raise ProtocolError(f"chunks of type {chunk.type!r} are not taken, only 'encoded_text'")
@@ -59,37 +59,37 @@ class ModelInput(msgspec.Struct):
         return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, np.int64), *rows])
 
 
-def _row(tokens: list[int] | Placed, pack: Pack) -> Ints:
+def _row(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
     if isinstance(tokens, list):
         return np.array(tokens, np.int64)
-    row = pack.array(tokens.place)
+    row = pack.array(tokens.location)
     if row.dtype.kind != "i":
         raise ProtocolError(f"tokens are {row.dtype}, not whole numbers")
     return row.astype(np.int64)
 
 
-class Datum(msgspec.Struct):
+class WeaverDatum(msgspec.Struct):
     loss_fn_inputs: dict[str, msgspec.Raw]
-    model_input: ModelInput | None = None
+    model_input: WeaverModelInput | None = None
     metadata: dict[str, Any] = {}
     datum_id: str | None = None
 
 
-class PassInput(msgspec.Struct):
+class WeaverPassInput(msgspec.Struct):
     loss_fn: str
-    data: list[Datum]
+    data: list[WeaverDatum]
     loss_fn_config: dict[str, Any] = {}
 
 
-class Tensor(msgspec.Struct):
+class WeaverTensor(msgspec.Struct):
     """One of the two: the numbers, or where they lie in the pack."""
 
     data: list[float] | None = None
-    place: Place | None = msgspec.field(name="$tensor", default=None)
+    location: TensorLocation | None = msgspec.field(name="$tensor", default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class WeaverBatch:
     """What a pass computes. ``loss`` is None where only logprobs are asked for."""
 
     loss: LossConfig | None
@@ -99,7 +99,9 @@ class Batch:
     datum_ids: list[str | None]
 
 
-def read_batch(given: PassInput, pack: Pack = NO_PACK, *, vocab_size: int, backward: bool) -> Batch:
+def parse_batch(
+    given: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, backward: bool
+) -> WeaverBatch:
     """Raises ProtocolError for what cannot be honoured, by name."""
     if backward and given.loss_fn == LOGPROBS_ONLY:
         raise ProtocolError(f"loss_fn {LOGPROBS_ONLY!r} has no backward pass")
@@ -111,15 +113,15 @@ def read_batch(given: PassInput, pack: Pack = NO_PACK, *, vocab_size: int, backw
     if not given.data:
         raise ProtocolError("data is empty")
     read = [_read_datum(datum, pack, given.loss_fn, i, vocab_size) for i, datum in enumerate(given.data)]
-    return Batch(
-        read_loss(given.loss_fn, given.loss_fn_config),
+    return WeaverBatch(
+        parse_loss(given.loss_fn, given.loss_fn_config),
         [sample for sample, _ in read],
         [scored for _, scored in read],
         [datum.datum_id for datum in given.data],
     )
 
 
-def read_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
+def parse_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
     """What is not known in ``config`` is refused, unless it asks for nothing: the loss is a sum."""
     ours: dict[str, Any] = {}
     for key, value in config.items():
@@ -139,7 +141,7 @@ def read_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
 
 
 def _read_datum(
-    datum: Datum, pack: Pack, loss_fn: str, index: int, vocab_size: int
+    datum: WeaverDatum, pack: TensorPack, loss_fn: str, index: int, vocab_size: int
 ) -> tuple[Sample, NDArray[np.bool_]]:
     if datum.model_input is None:
         raise ProtocolError(f"datum {index} has no model_input; managed datasets are not offered here")
@@ -198,7 +200,7 @@ def _loss_inputs(inputs: _Inputs, loss_fn: str, scored: NDArray[np.bool_]) -> tu
 class _Inputs:
     """A datum's ``loss_fn_inputs``: tensors with one entry per token of its model input."""
 
-    def __init__(self, given: dict[str, msgspec.Raw], pack: Pack, index: int, length: int) -> None:
+    def __init__(self, given: dict[str, msgspec.Raw], pack: TensorPack, index: int, length: int) -> None:
         self._given = given
         self._pack = pack
         self._index = index
@@ -233,9 +235,9 @@ class _Inputs:
     def _values(self, name: str) -> NDArray[Any]:
         if name not in self._given:
             raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} is missing")
-        tensor = parse(self._given[name], Tensor)
-        if tensor.place is not None:
-            values = self._pack.array(tensor.place)
+        tensor = parse_json(self._given[name], WeaverTensor)
+        if tensor.location is not None:
+            values = self._pack.array(tensor.location)
         elif tensor.data is not None:
             values = np.array(tensor.data, np.float64)
         else:
@@ -265,7 +267,7 @@ def _shifted(values: Floats, size: int, *, first: float = np.nan) -> Floats:
     return shifted
 
 
-def outputs(batch: Batch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
+def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
     """`loss_fn_outputs`: per datum the logprob of each target; NaN where it was not computed."""
     return [
         {

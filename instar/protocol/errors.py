@@ -19,7 +19,7 @@ from instar.protocol.base import ProtocolError
 log = logging.getLogger(__name__)
 
 
-def as_protocol_error(error: Exception) -> ProtocolError:
+def to_protocol_error(error: Exception) -> ProtocolError:
     """What the local backend refuses is the client's to mend. What is no error of ours is named by its type
     alone, for its text may hold what is not the client's to see; the log has it all."""
     if isinstance(error, ProtocolError):
@@ -34,9 +34,9 @@ def as_protocol_error(error: Exception) -> ProtocolError:
 
 
 @contextmanager
-def told_to_clients() -> Generator[None]:
+def convert_errors() -> Generator[None]:
     """Failures inside become ProtocolErrors."""
     try:
         yield
     except Exception as error:
-        raise as_protocol_error(error) from error
+        raise to_protocol_error(error) from error

@@ -21,23 +21,23 @@ PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
 
 
 @dataclass
-class Served:
+class ServerProcess:
     url: str
     key: str = field(repr=False)
     folder: Path
     """Where its checkpoints are."""
     process: subprocess.Popen[str] = field(repr=False)
 
-    def sampler(self, path: str) -> Path:
+    def adapter_folder(self, path: str) -> Path:
         """The adapter's folder behind a sampler's path, in either protocol's form."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
 
 @contextmanager
-def served(
+def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
-) -> Generator[Served]:
+) -> Generator[ServerProcess]:
     """Up when this is entered; stopped on leaving. Its output goes to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
@@ -51,7 +51,7 @@ def served(
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         said = json.loads(_first_line(process, log))
-        yield Served(said["url"], said["api_key"], folder / "checkpoints", process)
+        yield ServerProcess(said["url"], said["api_key"], folder / "checkpoints", process)
     finally:
         process.terminate()
         try:
