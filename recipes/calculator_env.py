@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from instar.demo.agent import evaluate, prompt
 from instar.rollout.tasksets.gsm8k import final_number
-from instar.rollout.tasksets.synthetic import make_problems
+from instar.rollout.tasksets.word_problems import make_problems
 
 
 async def calc(expression: str) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from instar.agents.client import Clients
+from instar.agents.openai_agent import Clients
 from instar.demo.agent import CALC, calculate
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.gsm8k import MARK, final_number

@@ -6,7 +6,7 @@ import random
 import re
 from typing import Any
 
-from instar.agents.client import Clients
+from instar.agents.openai_agent import Clients
 from instar.errors import AgentError
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.textarena import Game

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instar.agents.client import Clients
+from instar.agents.openai_agent import Clients
 from instar.errors import AgentError
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.verifiers import load_environment

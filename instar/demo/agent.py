@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal
 
-from instar.agents.client import Clients
+from instar.agents.openai_agent import Clients
 from instar.rollout.base import AgentSession
 from instar.types import Json
 

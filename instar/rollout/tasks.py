@@ -10,7 +10,7 @@ from typing import cast
 from instar import registry
 from instar.config import JsonlTasksConfig, PythonTasksConfig, TasksConfig
 from instar.errors import ConfigError
-from instar.rollout.tasksets.lines import read_lines
+from instar.rollout.tasksets.jsonl import read_lines
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]

@@ -6,8 +6,8 @@ from statistics import fmean
 
 from instar.rewards.base import Transcript
 from instar.rewards.judge.answers import Scored, convert, short, unit
-from instar.rewards.judge.judging import Judge, votes_detail
-from instar.rewards.judge.record import conversation
+from instar.rewards.judge.base import Judge, votes_detail
+from instar.rewards.judge.session_steps import conversation
 from instar.rewards.judge.rubric import fit
 from instar.types import Json, Reward, Task
 

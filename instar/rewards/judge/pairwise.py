@@ -11,10 +11,10 @@ from typing import Literal
 
 from instar.rewards.base import GroupScorer, Transcript
 from instar.rewards.judge.answers import Compared, convert, short
-from instar.rewards.judge.judging import Judge
-from instar.rewards.judge.own_model import asked_by_a_judge
+from instar.rewards.judge.base import Judge
+from instar.rewards.judge.run_model import asked_by_a_judge
 from instar.rewards.judge.panel import Vote, all_of
-from instar.rewards.judge.record import conversation
+from instar.rewards.judge.session_steps import conversation
 from instar.rewards.judge.rubric import Part, fit
 from instar.types import Json, Reward, Task
 

@@ -12,8 +12,8 @@ from instar.config.judge import JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Surroundings
 from instar.rewards.judge.answers import Garbage, candidates, short
-from instar.rewards.judge.ledger import Ledger
-from instar.rewards.judge.own_model import OwnModel
+from instar.rewards.judge.budget import Ledger
+from instar.rewards.judge.run_model import OwnModel
 from instar.rewards.judge.rubric import Part, Question, Rubric, digest
 from instar.rewards.judge.wire import Endpoint, HttpEndpoint, Reply
 from instar.types import Json, new_id

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from instar.rewards.base import Transcript
 from instar.rewards.judge.answers import FollowedSteps, Garbage, ScoredSteps, convert, short, unit
-from instar.rewards.judge.judging import Judge, votes_detail
+from instar.rewards.judge.base import Judge, votes_detail
 from instar.rewards.judge.panel import Vote, all_of
-from instar.rewards.judge.record import Step, steps_of, windows
+from instar.rewards.judge.session_steps import Step, steps_of, windows
 from instar.rewards.judge.rubric import Part
 from instar.types import Json, Reward, Task
 

@@ -19,8 +19,8 @@ import msgspec
 from instar.config import BfclTasksConfig
 from instar.rewards.base import Transcript
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.lines import read_lines
-from instar.rollout.tasksets.packages import folder_of, needed
+from instar.rollout.tasksets.jsonl import read_lines
+from instar.rollout.tasksets.optional_packages import folder_of, needed
 from instar.types import Json, Task
 
 INSTALL = "pip install --no-deps bfcl-eval"

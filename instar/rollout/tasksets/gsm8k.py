@@ -12,8 +12,8 @@ from itertools import islice
 from instar.config import Gsm8kTasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.lines import read_lines
-from instar.rollout.tasksets.synthetic import make_problems
+from instar.rollout.tasksets.jsonl import read_lines
+from instar.rollout.tasksets.word_problems import make_problems
 from instar.types import Json, Task
 
 MARK = "####"

@@ -6,8 +6,8 @@ from itertools import islice
 
 from instar.config import HumanEvalTasksConfig
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.lines import read_lines
-from instar.rollout.tasksets.packages import folder_of
+from instar.rollout.tasksets.jsonl import read_lines
+from instar.rollout.tasksets.optional_packages import folder_of
 from instar.types import Json, Task
 
 FILE = "data/HumanEval.jsonl.gz"

@@ -10,7 +10,7 @@ from typing import Any
 from instar.config import TextArenaTasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.packages import needed
+from instar.rollout.tasksets.optional_packages import needed
 from instar.types import Json, Task
 
 MOST_PLAYERS = 2

@@ -15,7 +15,7 @@ from instar import registry
 from instar.config import VerifiersTasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.packages import needed
+from instar.rollout.tasksets.optional_packages import needed
 from instar.types import Json, Task
 
 TAKEN = (signal.SIGINT, signal.SIGTERM)

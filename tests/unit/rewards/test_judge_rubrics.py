@@ -11,9 +11,9 @@ import pytest
 
 from instar.errors import ScoreError
 from instar.rewards.base import NO_TASK, GroupScorer
-from instar.rewards.judge.judging import Judge
+from instar.rewards.judge.base import Judge
 from instar.rewards.judge.pairwise import Game, choose_pairs, expected_points
-from instar.rewards.judge.record import conversation, steps_of
+from instar.rewards.judge.session_steps import conversation, steps_of
 from instar.rewards.judge.rubric import Part, fit
 from instar.types import CallStatus, Link, Message, Reward, ToolCall
 from tests.unit.data.build import make_call

@@ -13,8 +13,8 @@ from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, Surroundings, Transcript
 from instar.rewards.factory import create_scorers
-from instar.rewards.rule import RuleReward
-from instar.rewards.rules.workers import _sandbox  # pyright: ignore[reportPrivateUsage]
+from instar.rewards.python_rule import RuleReward
+from instar.rewards.rules.worker_pool import _sandbox  # pyright: ignore[reportPrivateUsage]
 from instar.rewards.scoring import score_sessions
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.types import Message, Reward, RewardSource, ScoreState, Task

@@ -16,8 +16,8 @@ from instar.config import ExactRewardConfig, RunConfig
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.factory import create_scorers
 from instar.rewards.rules.answers import answer_in, last_number, number, version_of
-from instar.rewards.rules.sandboxed import INSIDE
-from instar.rewards.rules.workers import Workers
+from instar.rewards.rules.sandbox_rules import INSIDE
+from instar.rewards.rules.worker_pool import Workers
 from instar.rewards.sandbox import bubblewrap
 from instar.types import Task
 from tests.unit.rewards.rules import scored, started, transcript

@@ -19,8 +19,8 @@ from instar.config import TasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.rollout.tasksets.gsm8k import final_number
-from instar.rollout.tasksets.gym import mixed
-from instar.rollout.tasksets.synthetic import make_problems
+from instar.rollout.tasksets.reasoning_gym import mixed
+from instar.rollout.tasksets.word_problems import make_problems
 from instar.rollout.tasksets.textarena import Game
 
 GAMES = [

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from instar.rewards.rules.confine import can_confine, confine
+from instar.rewards.rules.self_sandbox import can_confine, confine
 
 MEMORY = 4 * 2**30
 SHOWN = 500

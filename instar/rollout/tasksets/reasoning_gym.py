@@ -12,7 +12,7 @@ from instar.config.tasks import ReasoningGymPart
 from instar.errors import ConfigError
 from instar.rewards.base import Evaluating
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.packages import needed
+from instar.rollout.tasksets.optional_packages import needed
 from instar.types import Json, Task
 
 

@@ -19,8 +19,8 @@ from instar.rewards.sandbox.base import Job, Limits, Outcome, Sandbox
 from instar.rewards.sandbox.factory import create_sandbox
 from instar.types import Reward, Task
 
-INSIDE = Path(__file__).with_name("inside.py")
-INSIDE_PYTEST = Path(__file__).with_name("inside_pytest.py")
+INSIDE = Path(__file__).with_name("sandbox_runner.py")
+INSIDE_PYTEST = Path(__file__).with_name("sandbox_pytest_plugin.py")
 
 
 class SandboxedRule(Rule):

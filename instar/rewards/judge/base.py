@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, Surroundings, Transcript
-from instar.rewards.judge.own_model import asked_by_a_judge
+from instar.rewards.judge.run_model import asked_by_a_judge
 from instar.rewards.judge.panel import Panel
-from instar.rewards.judge.record import task_part
+from instar.rewards.judge.session_steps import task_part
 from instar.rewards.judge.rubric import Part, Rubric
 from instar.types import Call, Json, Reward, RewardSource, Task
 

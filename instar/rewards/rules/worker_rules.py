@@ -9,7 +9,7 @@ from instar.config import JsonSchemaRewardConfig, MathRewardConfig, RegexRewardC
 from instar.errors import ConfigError
 from instar.rewards.base import Surroundings, Transcript
 from instar.rewards.rules.answers import Rule, answer_in, expected_of, field_of
-from instar.rewards.rules.workers import Workers
+from instar.rewards.rules.worker_pool import Workers
 from instar.types import Reward, Task
 
 

@@ -15,7 +15,7 @@ from instar.errors import ConfigError, ScoreError
 from instar.models import usable_cores
 from instar.types import Json
 
-PROGRAM = Path(__file__).with_name("worker.py")
+PROGRAM = Path(__file__).with_name("check_worker.py")
 START = 120.0
 """Seconds for a worker to import what it needs."""
 MOST = 4

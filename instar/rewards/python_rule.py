@@ -14,7 +14,7 @@ from instar.config import RuleRewardConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Evaluating, Scorer, Surroundings, Transcript
 from instar.rewards.rules.answers import version_of
-from instar.rewards.rules.workers import Workers
+from instar.rewards.rules.worker_pool import Workers
 from instar.types import Reward, RewardSource, Task
 
 SECONDS = 10.0
