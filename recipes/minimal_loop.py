@@ -103,7 +103,9 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
         """One session of the agent: its reward, and its calls as flat samples."""
         opened = await gateway.open_session(channel=Channel.TRAIN, seed=seed)
         value = reward(task, await agent(task, opened))
-        await gateway.complete(opened.session_id, [Reward(opened.session_id, value, RewardSource.RULE)])
+        await gateway.complete_session(
+            opened.session_id, [Reward(opened.session_id, value, RewardSource.RULE)]
+        )
         session = await store.session(opened.session_id)
         assert session is not None
         return value, linearize(session, await store.calls(opened.session_id))

@@ -17,7 +17,7 @@ import uvloop
 
 from instar.config import ScoringConfig
 from instar.config.judge import JudgeRewardConfig
-from instar.rewards.base import Surroundings
+from instar.rewards.base import ScoringContext
 from instar.rewards.judge.factory import create_judge
 from instar.rewards.runner import ScoringRunner
 from instar.store.sqlite import SqliteStore
@@ -39,9 +39,9 @@ async def run(arguments: argparse.Namespace) -> None:
             type="judge", endpoint=f"{arguments.url}/v1", model="m", timeout=1.0, concurrency=most
         )
     )
-    await judge.start(Surroundings(RUN, store))
+    await judge.start(ScoringContext(RUN, store))
     config = ScoringConfig(concurrency=most, deadline=10.0, retries=arguments.retries)
-    runner = ScoringRunner(store, RUN, [judge], config, on_live=[judge])
+    runner = ScoringRunner(store, RUN, [judge], config, live_scorers=[judge])
     running = asyncio.create_task(runner.run())
     while not running.done():
         done = sum(n for states in (await store.score_counts(RUN)).values() for n in states.values())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from instar.agents.openai_agent import Clients
+from instar.agents.openai_agent import OpenAIAgent
 from instar.rollout.base import AgentSession
 from instar.types import Json
 
 
-class Asker(Clients):
+class SingleCallAgent(OpenAIAgent):
     """Asks what the task says: its `messages`, or else its `question`, or its `prompt`, behind a system line;
     with the task's `tools`, where it has some."""
 
@@ -34,7 +34,7 @@ class Asker(Clients):
         )
 
 
-ask = Asker()
+ask = SingleCallAgent()
 
 
 def _asked(task: Json) -> list[Any]:

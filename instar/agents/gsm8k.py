@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from instar.agents.openai_agent import Clients
+from instar.agents.openai_agent import OpenAIAgent
 from instar.demo.agent import CALC, calculate
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.gsm8k import MARK, final_number
@@ -40,7 +40,7 @@ CHECK: Any = {
 RIGHT, WRONG = "correct", "wrong, try again"
 
 
-class Solver(Clients):
+class Gsm8kTextAgent(OpenAIAgent):
     """Writes a calculation, is told its result, and answers, behind so many worked examples."""
 
     async def __call__(
@@ -64,7 +64,7 @@ class Solver(Clients):
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"= {result}"}]
 
 
-class Checker(Clients):
+class Gsm8kToolAgent(OpenAIAgent):
     """Calculates, has the answer checked, and tries again where that is wrong. The reward is 1 for an answer
     that the first check found right, and halves with every further check."""
 
@@ -99,8 +99,8 @@ class Checker(Clients):
         return MAX_TURNS, 0.0
 
 
-solve = Solver()
-check = Checker()
+solve = Gsm8kTextAgent()
+check = Gsm8kToolAgent()
 
 
 def check_answer(arguments: str, final: str) -> str:

@@ -7,7 +7,7 @@ from openai import AsyncOpenAI
 from instar.rollout.base import AgentSession
 
 
-class Clients:
+class OpenAIAgent:
     """One connection pool for all sessions: making a client costs 24 ms, deriving one 0.06 ms."""
 
     def __init__(self) -> None:

@@ -6,17 +6,17 @@ import random
 import re
 from typing import Any
 
-from instar.agents.openai_agent import Clients
+from instar.agents.openai_agent import OpenAIAgent
 from instar.errors import AgentError
 from instar.rollout.base import AgentSession
-from instar.rollout.tasksets.textarena import Game
+from instar.rollout.tasksets.textarena import TextArenaGame
 from instar.types import Json
 
 OFFERED = re.compile(r"'(\[\w+\])'")
 """How a game for two names the moves that it would take."""
 
 
-class Player(Clients):
+class TextArenaAgent(OpenAIAgent):
     async def __call__(
         self,
         task: Json,
@@ -30,12 +30,12 @@ class Player(Clients):
         """``unfinished`` is the reward of a game that so many turns did not end. In a game for two, the other
         one moves at random."""
         client = self.client_for(session)
-        game = Game(task["game"], task["seed"], task["args"])
+        game = TextArenaGame(task["game"], task["seed"], task["args"])
         seat = task["seed"] % game.players
         other = random.Random(f"{task['seed']}/opponent")
         messages: list[Any] = [{"role": "system", "content": hint}]
         turns = 0
-        while not game.done and turns < max_turns:
+        while not game.is_done and turns < max_turns:
             player, told = game.observe()
             if player != seat:
                 game.move(_any_move(told, other))
@@ -52,7 +52,7 @@ class Player(Clients):
         return turns, unfinished if rewards is None else float(rewards[seat])
 
 
-play = Player()
+play = TextArenaAgent()
 
 
 def _any_move(told: str, dice: random.Random) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from instar.agents.openai_agent import Clients
+from instar.agents.openai_agent import OpenAIAgent
 from instar.errors import AgentError
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.verifiers import load_environment
 from instar.types import Json
 
 
-class Runner(Clients):
+class VerifiersAgent(OpenAIAgent):
     async def __call__(self, task: Json, session: AgentSession, *, max_tokens: int = 64) -> tuple[int, float]:
         from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
@@ -27,4 +27,4 @@ class Runner(Clients):
         return len(state["trajectory"]), float(state["reward"])
 
 
-run = Runner()
+run = VerifiersAgent()

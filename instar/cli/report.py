@@ -16,7 +16,7 @@ import typer
 from instar.cluster.layout import RunFolder, public_settings
 from instar.config import RunConfig
 from instar.errors import InstarError
-from instar.rewards.judge.agreement import Agreement, run_agreement
+from instar.rewards.judge.agreement import JudgeAgreement, measure_run_agreement
 from instar.store.base import SessionRow
 from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
@@ -133,12 +133,12 @@ def _gain(by_label: dict[str, dict[str, SessionRow]], task: str) -> float:
     return (by_label["after"][task].reward or 0.0) - (by_label["before"][task].reward or 0.0)
 
 
-async def _judges(config: RunConfig) -> list[Agreement]:
+async def _judges(config: RunConfig) -> list[JudgeAgreement]:
     store = open_store(config, read_only=True)
     try:
         # Every reward is read for it, so only where there is something to find.
         judged = any(scorer.startswith("judge:") for scorer in await store.score_counts(config.name))
-        return await run_agreement(store, config.name) if judged else []
+        return await measure_run_agreement(store, config.name) if judged else []
     finally:
         await store.close()
 
@@ -165,7 +165,7 @@ def _page(
     evaluations: list[Json],
     picture: Path,
     examples: list[tuple[str, list[Call], float | None]],
-    judges: list[Agreement],
+    judges: list[JudgeAgreement],
     warnings: list[str],
 ) -> str:
     image = base64.b64encode(picture.read_bytes()).decode()
@@ -251,7 +251,7 @@ def _staleness(steps: list[Json]) -> list[str]:
     return parts
 
 
-def _agreement(judges: list[Agreement]) -> list[str]:
+def _agreement(judges: list[JudgeAgreement]) -> list[str]:
     """How far each judge agrees with itself and with the rules: docs/judge.md says what the columns mean."""
     head = (
         "judge",

@@ -23,7 +23,7 @@ from instar.cli.run_store import store_of
 from instar.cli.tags import pages, require
 from instar.config import RunConfig, ScoringConfig
 from instar.errors import ConfigError, Conflict
-from instar.rewards.base import NO_TASK, GroupScorer, Scorer, Surroundings, Transcript
+from instar.rewards.base import NO_TASK, GroupScorer, Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
 from instar.rewards.scoring import score_sessions
 from instar.rollout.tasks import TaskSet, load_tasks
@@ -79,7 +79,7 @@ async def _rescore(
         scorers = create_scorers(wanted, _taskset(wanted))
         for scorer in scorers:
             stack.push_async_callback(scorer.close)
-            await scorer.start(Surroundings(config.name, store))
+            await scorer.start(ScoringContext(config.name, store))
         return {
             scorer.key: await rescore(store, config.name, scorer, where, wanted.scoring) for scorer in scorers
         }
@@ -189,7 +189,7 @@ async def _score(
     async def load() -> list[Transcript]:
         return [Transcript(each, await store.calls(each), None) for each in ids]
 
-    verdict = await score_sessions(scorer, task, ids, load, config, at_hand=slots)
+    verdict = await score_sessions(scorer, task, ids, load, config, memory_slot=slots)
     gave_up = any(score.state is ScoreState.FALLBACK for score in verdict.scores)
     if not gave_up or verdict.rewards:
         try:

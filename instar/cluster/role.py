@@ -364,7 +364,7 @@ async def rollout(context: RoleContext) -> None:
     directory = EndpointDirectory(store, context.run_id)
     (url,) = (await directory.wait_for_urls("gateway")).values()
     client = GatewayClient(url, os.environ.pop(ADMIN_KEY_ENV))
-    following = asyncio.create_task(directory.watch_url("gateway", client.move))
+    following = asyncio.create_task(directory.watch_url("gateway", client.set_url))
     agent = create_agent(config.rollout.agent)
     monitor = Monitor(config.run_dir)
     evaluator = None
@@ -380,7 +380,7 @@ async def rollout(context: RoleContext) -> None:
             assert evaluator is not None
             beating = asyncio.create_task(context.heartbeat(store, lambda: evaluator.doing))
             await run_until_first(
-                evaluator.try_all(context.arguments.evaluate), wait_any(context.stop, context.drain)
+                evaluator.try_evaluate_all(context.arguments.evaluate), wait_any(context.stop, context.drain)
             )
         else:
             tasks = load_tasks(config.rollout.tasks)

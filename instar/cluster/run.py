@@ -43,8 +43,8 @@ from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
 from instar.gateway.auth import resolve_admin_key
-from instar.rewards.factory import background_scorers
-from instar.rewards.runner import IDLE
+from instar.rewards.factory import create_background_scorers
+from instar.rewards.runner import IDLE_STATUS
 from instar.store.base import Run, Store
 from instar.store.factory import open_store
 from instar.trainer.monitor import read_metrics
@@ -102,7 +102,7 @@ async def serve_run(
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
-    scored = background_scorers(config).needed(live=live)
+    scored = create_background_scorers(config).are_needed(live=live)
     config, keys = take_secrets(config, os.environ)
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
@@ -438,7 +438,7 @@ async def _end_scoring(run: LiveRun, stop: asyncio.Event) -> None:
     while time.monotonic() < deadline and not stop.is_set():
         run.cluster.raise_failure()
         told = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
-        if not told or told[0].startswith(IDLE) or run.cluster.roles[REWARDS].exit_code.done():
+        if not told or told[0].startswith(IDLE_STATUS) or run.cluster.roles[REWARDS].exit_code.done():
             return
         await _pause(HEARTBEAT_SECONDS, stop)
     run.cluster.log("some sessions are left without a score; --resume goes on with them")

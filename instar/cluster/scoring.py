@@ -8,10 +8,10 @@ import os
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, RoleContext, call_when_set
 from instar.cluster.endpoints import EndpointDirectory
 from instar.config import RunConfig
-from instar.rewards.base import Surroundings
-from instar.rewards.factory import HasScorer, background_scorers, create_scoring
+from instar.rewards.base import ScoringContext
+from instar.rewards.factory import TextScorerSource, create_background_scorers, create_scoring
 from instar.rewards.runner import ScoringRunner
-from instar.rewards.scoring import InRollout
+from instar.rewards.scoring import InlineScoring
 from instar.store.base import Store
 
 ROLE = "rewards"
@@ -31,12 +31,12 @@ class RolloutScorers:
     def __init__(self, context: RoleContext, store: Store) -> None:
         self._context = context
         self._store = store
-        self._started: list[InRollout] = []
+        self._started: list[InlineScoring] = []
 
-    async def start(self, tasks: HasScorer) -> InRollout:
+    async def start(self, tasks: TextScorerSource) -> InlineScoring:
         made = create_scoring(self._context.config, tasks)
         self._started.append(made)
-        await made.start(Surroundings(self._context.run_id, self._store))
+        await made.start(ScoringContext(self._context.run_id, self._store))
         return made
 
     async def close(self) -> None:
@@ -52,14 +52,14 @@ async def rewards(context: RoleContext) -> None:
     admin_key = os.environ.pop(ADMIN_KEY_ENV)
     directory = EndpointDirectory(store, context.run_id)
     (url,) = (await directory.wait_for_urls("gateway")).values()
-    found = background_scorers(context.config)
+    found = create_background_scorers(context.config)
     used = [scorer for scorer in found.scorers if scorer.background or scorer in found.live]
-    runner = ScoringRunner(store, context.run_id, used, context.config.scoring, on_live=found.live)
-    around = Surroundings(context.run_id, store, api_key=admin_key)
-    around.move(url)
+    runner = ScoringRunner(store, context.run_id, used, context.config.scoring, live_scorers=found.live)
+    around = ScoringContext(context.run_id, store, api_key=admin_key)
+    around.set_gateway_url(url)
     for scorer in used:
         await scorer.start(around)
-    following = asyncio.create_task(directory.watch_url("gateway", around.move))
+    following = asyncio.create_task(directory.watch_url("gateway", around.set_gateway_url))
     beating = asyncio.create_task(context.heartbeat(store, lambda: runner.doing))
     draining = asyncio.create_task(call_when_set(runner.drain, context.drain, context.stop))
     try:

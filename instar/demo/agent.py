@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal
 
-from instar.agents.openai_agent import Clients
+from instar.agents.openai_agent import OpenAIAgent
 from instar.rollout.base import AgentSession
 from instar.types import Json
 
@@ -48,7 +48,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-class CalculatorAgent(Clients):
+class CalculatorAgent(OpenAIAgent):
     async def __call__(
         self,
         task: Json,

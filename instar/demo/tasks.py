@@ -24,19 +24,19 @@ THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shell
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ArithmeticProblem:
     kind: str
     numbers: tuple[int, ...]
     question: str
     answer: int
 
     @property
-    def held_out(self) -> bool:
+    def is_held_out(self) -> bool:
         key = f"{self.kind}:{','.join(map(str, self.numbers))}"
         return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
 
 
-Maker = Callable[[random.Random], Problem]
+ProblemMaker = Callable[[random.Random], ArithmeticProblem]
 
 
 def train_tasks(seed: int = 0, size: int = 2000) -> list[Json]:
@@ -61,7 +61,7 @@ def _take(seed: int, size: int, *, held_out: bool) -> list[Json]:
     """The first ``size`` distinct problems of that side, kinds in a fixed rotation so that every
     prefix of the list has the same mix."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
-    taken: dict[tuple[str, tuple[int, ...]], Problem] = {}
+    taken: dict[tuple[str, tuple[int, ...]], ArithmeticProblem] = {}
     for wanted in range(size):
         makers = PLAIN if wanted % 4 == 0 else WORDED
         turn = wanted // 4 if wanted % 4 == 0 else wanted - wanted // 4 - 1
@@ -69,7 +69,7 @@ def _take(seed: int, size: int, *, held_out: bool) -> list[Json]:
         while True:
             problem = make(rng)
             key = (problem.kind, problem.numbers)
-            if problem.held_out is held_out and key not in taken:
+            if problem.is_held_out is held_out and key not in taken:
                 taken[key] = problem
                 break
     return [{"question": p.question, "answer": p.answer, "kind": p.kind} for p in taken.values()]
@@ -78,68 +78,68 @@ def _take(seed: int, size: int, *, held_out: bool) -> list[Json]:
 # --- plain arithmetic ---------------------------------------------------------------------------
 
 
-def _plus(rng: random.Random) -> Problem:
+def _plus(rng: random.Random) -> ArithmeticProblem:
     a, b = rng.randint(100, 999), rng.randint(100, 999)
-    return Problem("plus", (a, b), f"What is {a} plus {b}?", a + b)
+    return ArithmeticProblem("plus", (a, b), f"What is {a} plus {b}?", a + b)
 
 
-def _minus(rng: random.Random) -> Problem:
+def _minus(rng: random.Random) -> ArithmeticProblem:
     b, a = sorted((rng.randint(100, 999), rng.randint(100, 999)))
-    return Problem("minus", (a, b), f"What is {a} minus {b}?", a - b)
+    return ArithmeticProblem("minus", (a, b), f"What is {a} minus {b}?", a - b)
 
 
-def _times(rng: random.Random) -> Problem:
+def _times(rng: random.Random) -> ArithmeticProblem:
     a, b = rng.randint(12, 99), rng.randint(12, 999)
-    return Problem("times", (a, b), f"What is {a} times {b}?", a * b)
+    return ArithmeticProblem("times", (a, b), f"What is {a} times {b}?", a * b)
 
 
 # --- word problems ------------------------------------------------------------------------------
 
 
-def _boxes(rng: random.Random) -> Problem:
+def _boxes(rng: random.Random) -> ArithmeticProblem:
     a, b, things = rng.randint(12, 99), rng.randint(12, 399), rng.choice(THINGS)
     question = f"A box holds {a} {things}. How many {things} are in {b} boxes?"
-    return Problem("boxes", (a, b), question, a * b)
+    return ArithmeticProblem("boxes", (a, b), question, a * b)
 
 
-def _more(rng: random.Random) -> Problem:
+def _more(rng: random.Random) -> ArithmeticProblem:
     a, b = rng.randint(100, 999), rng.randint(100, 999)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and gets {b} more. How many {things} does {who} have?"
-    return Problem("more", (a, b), question, a + b)
+    return ArithmeticProblem("more", (a, b), question, a + b)
 
 
-def _left(rng: random.Random) -> Problem:
+def _left(rng: random.Random) -> ArithmeticProblem:
     a, b = rng.randint(300, 999), rng.randint(100, 299)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and gives away {b}. How many {things} are left?"
-    return Problem("left", (a, b), question, a - b)
+    return ArithmeticProblem("left", (a, b), question, a - b)
 
 
-def _compare(rng: random.Random) -> Problem:
+def _compare(rng: random.Random) -> ArithmeticProblem:
     b, a = sorted(rng.sample(range(100, 1000), 2))
     (who, other), things = rng.sample(PEOPLE, 2), rng.choice(THINGS)
     question = (
         f"{who} has {a} {things} and {other} has {b}. How many more {things} does {who} have than {other}?"
     )
-    return Problem("compare", (a, b), question, a - b)
+    return ArithmeticProblem("compare", (a, b), question, a - b)
 
 
-def _share(rng: random.Random) -> Problem:
+def _share(rng: random.Random) -> ArithmeticProblem:
     b, each, things = rng.randint(3, 40), rng.randint(12, 99), rng.choice(THINGS)
     question = f"{b * each} {things} are shared equally among {b} children. How many does each child get?"
-    return Problem("share", (b * each, b), question, each)
+    return ArithmeticProblem("share", (b * each, b), question, each)
 
 
-def _two_step(rng: random.Random) -> Problem:
+def _two_step(rng: random.Random) -> ArithmeticProblem:
     a, b, c = rng.randint(12, 60), rng.randint(12, 60), rng.randint(11, 99)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} buys {a} packs of {b} {things} and loses {c}. How many {things} are left?"
-    return Problem("two_step", (a, b, c), question, a * b - c)
+    return ArithmeticProblem("two_step", (a, b, c), question, a * b - c)
 
 
-PLAIN: tuple[Maker, ...] = (_plus, _minus, _times)
-WORDED: tuple[Maker, ...] = (_boxes, _more, _left, _compare, _share, _two_step)
+PLAIN: tuple[ProblemMaker, ...] = (_plus, _minus, _times)
+WORDED: tuple[ProblemMaker, ...] = (_boxes, _more, _left, _compare, _share, _two_step)
 
 
 def kinds() -> Iterator[str]:

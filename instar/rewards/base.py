@@ -36,7 +36,7 @@ class Transcript:
 
 
 @dataclass(slots=True)
-class Surroundings:
+class ScoringContext:
     """What a scorer may use of the run."""
 
     run_id: str
@@ -45,24 +45,24 @@ class Surroundings:
     """The run's own gateway, for a judge that is the run's model. It changes when the gateway moves."""
     api_key: str = ""
 
-    def move(self, url: str) -> None:
+    def set_gateway_url(self, url: str) -> None:
         """The gateway is there now: a judge that is the run's model asks it from now on."""
         self.base_url = f"{url}/v1"
 
 
-class Evaluating(ABC):
+class WorkerTextScorer(ABC):
     """A task set's scorer that evaluates what a model wrote: it is made once more in a process that can do no
     harm, and asked there."""
 
-    check: str
+    check_name: str
     """Which it is there."""
-    setup: Json
+    check_args: Json
     """What it is made with."""
-    sealed: bool
+    requires_sandbox: bool
     """Whether it is refused where there is no sandbox."""
 
     @abstractmethod
-    def question(self, task: Task, text: str) -> Json:
+    def build_request(self, task: Task, text: str) -> Json:
         """About a final text."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Scorer(ABC):
     """Changes when the same session might be scored otherwise."""
     background: bool = False
     """Whether it is too slow, or too uncertain, for a rollout to wait for it."""
-    turns: asyncio.Semaphore | None = None
+    concurrency_limit: asyncio.Semaphore | None = None
     """How many it can do at once, where that is few. An attempt holds one; waiting for it is no part of the
     attempt, so that the deadline is that of the scoring alone."""
 
@@ -88,7 +88,7 @@ class Scorer(ABC):
         """What a session is scored by once."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
-    async def start(self, run: Surroundings) -> None:  # noqa: B027 - most need nothing
+    async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most need nothing
         """Before the first score. Raises ConfigError where it cannot work here."""
 
     @abstractmethod
@@ -113,24 +113,24 @@ class GroupScorer(Scorer):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScoringResult:
     """What scoring came to, to be recorded in one transaction."""
 
     scores: tuple[Score, ...] = ()
     rewards: tuple[Reward, ...] = ()
 
     @property
-    def reason(self) -> str | None:
+    def failure_reason(self) -> str | None:
         """Why a scorer gave up, where one did."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 
-class Scoring(ABC):
+class RolloutScoring(ABC):
     """What a rollout has its sessions scored by before it ends them."""
 
-    background: bool = False
+    has_background_scorers: bool = False
     """Whether others score its sessions afterwards, so that a group has to wait for them."""
 
     @abstractmethod
-    async def score(self, task: Task, transcript: Transcript) -> Verdict:
+    async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
         """Never raises what a scorer did: one that fails is recorded as such."""

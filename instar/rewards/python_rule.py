@@ -12,9 +12,9 @@ from instar import registry
 from instar.async_utils import run_in_daemon_thread
 from instar.config import RuleRewardConfig
 from instar.errors import ConfigError, InstarError
-from instar.rewards.base import Evaluating, Scorer, Surroundings, Transcript
-from instar.rewards.rules.answers import version_of
-from instar.rewards.rules.worker_pool import Workers
+from instar.rewards.base import Scorer, ScoringContext, Transcript, WorkerTextScorer
+from instar.rewards.rules.answers import settings_version
+from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
 SECONDS = 10.0
@@ -24,28 +24,32 @@ SECONDS = 10.0
 class RuleReward(Scorer):
     """The configured function, or else ``own``: the task set's scorer of a final text."""
 
-    def __init__(self, config: RuleRewardConfig, own: Callable[[Task, str], float] | None = None) -> None:
+    def __init__(
+        self, config: RuleRewardConfig, text_scorer: Callable[[Task, str], float] | None = None
+    ) -> None:
         self.args = config.args
-        self.thread = config.thread
-        self.own = own
-        self.workers: Workers | None = None
+        self.runs_in_thread = config.thread
+        self.text_scorer = text_scorer
+        self.workers: CheckWorkerPool | None = None
         self.function: Callable[..., Any] | None = None
         self.name = config.name or config.function or "task set"
-        self.version = version_of(config) if config.args else ""
+        self.version = settings_version(config) if config.args else ""
         if config.function is not None:
             self.function = registry.load_object(config.function)
             if not callable(self.function):
                 raise ConfigError(f"reward.function: {config.function} is not callable")
             self._is_async = inspect.iscoroutinefunction(self.function)
-        elif own is None:
+        elif text_scorer is None:
             raise ConfigError(
                 "reward.function: missing, and these tasks have no scorer of their own (reasoning_gym's do)"
             )
-        elif isinstance(own, Evaluating):
-            self.workers = Workers(own.check, own.setup, sealed=own.sealed)
-            self.turns = self.workers.turns
+        elif isinstance(text_scorer, WorkerTextScorer):
+            self.workers = CheckWorkerPool(
+                text_scorer.check_name, text_scorer.check_args, requires_sandbox=text_scorer.requires_sandbox
+            )
+            self.concurrency_limit = self.workers.concurrency_limit
 
-    async def start(self, run: Surroundings) -> None:
+    async def start(self, context: ScoringContext) -> None:
         if self.workers is not None:
             await self.workers.start()
 
@@ -56,17 +60,19 @@ class RuleReward(Scorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if self.function is not None:
             value = await self._ask(partial(self.function, task.data, transcript, **self.args))
-        elif self.workers is not None and isinstance(self.own, Evaluating):
-            found = await self.workers.ask(SECONDS, **self.own.question(task, transcript.final_text))
+        elif self.workers is not None and isinstance(self.text_scorer, WorkerTextScorer):
+            found = await self.workers.run_check(
+                SECONDS, **self.text_scorer.build_request(task, transcript.final_text)
+            )
             value = found.get("value", 0.0)
         else:
-            assert self.own is not None
-            value = self.own(task, transcript.final_text)
+            assert self.text_scorer is not None
+            value = self.text_scorer(task, transcript.final_text)
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise InstarError(f"reward rule {self.name} returned {value!r:.200}; a finite number is needed")
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]
 
     async def _ask(self, rule: Callable[[], Any]) -> Any:
         """A rule that takes its time must not keep others waiting, nor outlast its deadline."""
-        value = rule() if self._is_async or not self.thread else await run_in_daemon_thread(rule)
+        value = rule() if self._is_async or not self.runs_in_thread else await run_in_daemon_thread(rule)
         return await value if inspect.isawaitable(value) else value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from instar.config import ScoringConfig
 from instar.errors import Conflict
-from instar.rewards.base import JUDGE_AGENT, NO_TASK, GroupScorer, Scorer, Transcript, Verdict
+from instar.rewards.base import JUDGE_AGENT, NO_TASK, GroupScorer, Scorer, ScoringResult, Transcript
 from instar.rewards.scoring import score_sessions
 from instar.store.base import Store, Unscored
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
@@ -28,13 +28,13 @@ IN_ROLLOUT = (Channel.TRAIN, Channel.VAL)
 
 
 @dataclass
-class Counts:
+class ScoringCounts:
     scored: int = 0
     fallback: int = 0
     under_way: int = 0
     last_reason: str = ""
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: ScoringResult) -> None:
         for score in verdict.scores:
             if score.state is ScoreState.FALLBACK:
                 self.fallback += 1
@@ -54,20 +54,20 @@ class ScoringRunner:
         scorers: Sequence[Scorer],
         config: ScoringConfig,
         *,
-        on_live: Sequence[Scorer] = (),
+        live_scorers: Sequence[Scorer] = (),
     ) -> None:
         self.store = store
         self.run_id = run_id
         self.config = config
-        self.counts = Counts()
+        self.counts = ScoringCounts()
         alone = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
         background = [scorer for scorer in alone if scorer.background]
         together = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
-        self._groups = _Groups(self, background, together)
-        self._lanes = [
-            _Lane(self, scorer, channels)
+        self._group_queue = _GroupQueue(self, background, together)
+        self._scorer_queues = [
+            _ScorerQueue(self, scorer, channels)
             for scorer in alone
-            if (channels := _channels(scorer, scorer in on_live))
+            if (channels := _channels(scorer, scorer in live_scorers))
         ]
         self._draining = False
 
@@ -75,8 +75,8 @@ class ScoringRunner:
     def doing(self) -> str:
         counts = self.counts
         gave_up = f", {counts.fallback} given up ({counts.last_reason[:80]})" if counts.fallback else ""
-        waiting = f", {self._groups.waiting} groups waiting" if self._groups.waiting else ""
-        now = f"{counts.under_way} under way" if counts.under_way or waiting else IDLE
+        waiting = f", {self._group_queue.waiting} groups waiting" if self._group_queue.waiting else ""
+        now = f"{counts.under_way} under way" if counts.under_way or waiting else IDLE_STATUS
         return f"{now}, {counts.scored} scored{gave_up}{waiting}"
 
     async def run(self) -> None:
@@ -87,9 +87,9 @@ class ScoringRunner:
             self.counts.fallback += states.get(ScoreState.FALLBACK, 0)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for lane in self._lanes:
+                for lane in self._scorer_queues:
                     tasks.create_task(lane.run(tasks))
-                tasks.create_task(self._groups.run(tasks))
+                tasks.create_task(self._group_queue.run(tasks))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -101,10 +101,10 @@ class ScoringRunner:
     def draining(self) -> bool:
         return self._draining
 
-    async def transcript(self, session_id: str) -> Transcript:
+    async def load_transcript(self, session_id: str) -> Transcript:
         return Transcript(session_id, await self.store.calls(session_id), None)
 
-    async def record(self, verdict: Verdict) -> None:
+    async def record(self, verdict: ScoringResult) -> None:
         try:
             new = await self.store.record_scores(verdict.scores, verdict.rewards)
         except Conflict:  # another process was faster, in the very moment
@@ -112,11 +112,11 @@ class ScoringRunner:
         if new:
             self.counts.add(verdict)
 
-    def scored(self, session_id: str, scorer: Scorer) -> None:
-        self._groups.scored(session_id, scorer.name)
+    def mark_scored(self, session_id: str, scorer: Scorer) -> None:
+        self._group_queue.scored(session_id, scorer.name)
 
 
-IDLE = "idle"
+IDLE_STATUS = "idle"
 """So begins what it says of itself when nothing is left to score."""
 
 
@@ -124,7 +124,7 @@ def _channels(scorer: Scorer, live: bool) -> tuple[Channel, ...]:
     return (*(IN_ROLLOUT if scorer.background else ()), *((Channel.LIVE,) if live else ()))
 
 
-class _Lane:
+class _ScorerQueue:
     """One scorer and the sessions that it is to see one by one."""
 
     def __init__(self, runner: ScoringRunner, scorer: Scorer, channels: tuple[Channel, ...]) -> None:
@@ -190,7 +190,7 @@ class _Lane:
         runner.counts.under_way += 1
 
         async def load() -> list[Transcript]:
-            return [await runner.transcript(session.session_id)]
+            return [await runner.load_transcript(session.session_id)]
 
         try:
             verdict = await score_sessions(
@@ -199,11 +199,11 @@ class _Lane:
                 [session.session_id],
                 load,
                 runner.config,
-                at_hand=self._at_hand,
-                slot=self._slots,
+                memory_slot=self._at_hand,
+                attempt_slot=self._slots,
             )
             await runner.record(verdict)
-            runner.scored(session.session_id, self.scorer)
+            runner.mark_scored(session.session_id, self.scorer)
         finally:
             runner.counts.under_way -= 1
             del self._under_way[session.session_id]
@@ -217,7 +217,7 @@ class _Lane:
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _PendingGroup:
     """A group that waits for scores."""
 
     sessions: list[str]
@@ -225,7 +225,7 @@ class _Waiting:
     """(session, scorer)"""
 
 
-class _Groups:
+class _GroupQueue:
     """Groups whose sessions have all ended: compares those sessions, and lets the trainer have the group once
     every one of them has its scores."""
 
@@ -238,7 +238,7 @@ class _Groups:
         slots = runner.config.concurrency
         self._slots = {scorer.key: asyncio.Semaphore(slots) for scorer in together}
         self._at_hand = {scorer.key: asyncio.Semaphore(2 * slots) for scorer in together}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _PendingGroup] = {}
         """By group."""
         self._group_of: dict[str, str] = {}
         self._compared: set[tuple[str, str]] = set()
@@ -279,7 +279,7 @@ class _Groups:
         wanted = {(each, scorer.name) for each in done for scorer in (*self.alone, *self.together)}
         missing = wanted - scored - self._meanwhile
         self._meanwhile = None
-        self._waiting[group.group_id] = _Waiting(done, missing)
+        self._waiting[group.group_id] = _PendingGroup(done, missing)
         self._group_of |= dict.fromkeys(done, group.group_id)
         for scorer in self.together:
             key = (group.group_id, scorer.key)
@@ -301,7 +301,7 @@ class _Groups:
         runner.counts.under_way += 1
 
         async def load() -> list[Transcript]:
-            return [await runner.transcript(each) for each in session_ids]
+            return [await runner.load_transcript(each) for each in session_ids]
 
         try:
             verdict = await score_sessions(
@@ -310,8 +310,8 @@ class _Groups:
                 session_ids,
                 load,
                 runner.config,
-                at_hand=self._at_hand[scorer.key],
-                slot=self._slots[scorer.key],
+                memory_slot=self._at_hand[scorer.key],
+                attempt_slot=self._slots[scorer.key],
             )
             await runner.record(verdict)
             for each in session_ids:

@@ -17,7 +17,7 @@ from typing import Any
 from instar import async_utils
 from instar.config import ScoringConfig
 from instar.errors import EngineUnavailable, InstarError, ScoreError, StoreError
-from instar.rewards.base import GroupScorer, Scorer, Scoring, Surroundings, Transcript, Verdict
+from instar.rewards.base import GroupScorer, RolloutScoring, Scorer, ScoringContext, ScoringResult, Transcript
 from instar.types import Reward, RewardSource, Score, ScoreState, Task
 
 log = logging.getLogger(__name__)
@@ -30,28 +30,28 @@ GRACE = 2.0
 """Seconds that an attempt has to end after it was cancelled; then it is left behind."""
 REASON_KEPT = 1000
 
-Load = Callable[[], Awaitable[Sequence[Transcript]]]
+LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
 """Reads the sessions, for every attempt anew: while one waits for the next, nothing is held."""
-Slot = AbstractAsyncContextManager[Any]
+AsyncSlot = AbstractAsyncContextManager[Any]
 
 
 async def score_sessions(
     scorer: Scorer,
     task: Task,
     session_ids: Sequence[str],
-    load: Load,
+    load: LoadTranscripts,
     config: ScoringConfig,
     *,
-    at_hand: Slot | None = None,
-    slot: Slot | None = None,
-) -> Verdict:
+    memory_slot: AsyncSlot | None = None,
+    attempt_slot: AsyncSlot | None = None,
+) -> ScoringResult:
     """Try until it is scored, or given up. ``at_hand`` is held while the sessions are in memory, ``slot``
     during an attempt; neither between two of them. Raises StoreError, and nothing of the scorer's own."""
     for attempt in range(1, config.retries + 2):
         try:
-            async with at_hand or nullcontext():
+            async with memory_slot or nullcontext():
                 transcripts = await load()
-                async with slot or nullcontext(), scorer.turns or nullcontext():
+                async with attempt_slot or nullcontext(), scorer.concurrency_limit or nullcontext():
                     rewards = await _within(config.deadline, _score(scorer, task, transcripts))
             checked = _checked(scorer, rewards, session_ids)
         except StoreError:
@@ -64,7 +64,7 @@ async def score_sessions(
             await asyncio.sleep(_pause(attempt - 1, error))
         else:
             scores = tuple(Score(each, scorer.key, ScoreState.SCORED, attempt) for each in session_ids)
-            return Verdict(scores, checked)
+            return ScoringResult(scores, checked)
     raise AssertionError("the last attempt returns")
 
 
@@ -118,16 +118,16 @@ def _reward_id(scorer: Scorer, reward: Reward) -> str:
 
 def _given_up(
     scorer: Scorer, session_ids: Sequence[str], attempts: int, reason: str, value: float | None
-) -> Verdict:
+) -> ScoringResult:
     log.warning("%s gave up on %s after %d attempts: %s", scorer.key, session_ids[0], attempts, reason)
     scores = tuple(Score(each, scorer.key, ScoreState.FALLBACK, attempts, reason) for each in session_ids)
     if value is None:
-        return Verdict(scores)
+        return ScoringResult(scores)
     rewards = [
         Reward(each, value, RewardSource.FALLBACK, scorer.name, detail={"reason": reason})
         for each in session_ids
     ]
-    return Verdict(scores, _checked(scorer, rewards, session_ids))
+    return ScoringResult(scores, _checked(scorer, rewards, session_ids))
 
 
 def _may_pass(error: Exception) -> bool:
@@ -149,24 +149,24 @@ def _describe(error: Exception) -> str:
     return text.strip()[:REASON_KEPT]
 
 
-class InRollout(Scoring):
+class InlineScoring(RolloutScoring):
     """The scorers that a rollout waits for, one after another."""
 
     def __init__(self, scorers: Sequence[Scorer], config: ScoringConfig) -> None:
         self.scorers = [scorer for scorer in scorers if not scorer.background]
-        self.background = len(self.scorers) < len(scorers)
+        self.has_background_scorers = len(self.scorers) < len(scorers)
         self.config = config
 
-    async def start(self, run: Surroundings) -> None:
+    async def start(self, context: ScoringContext) -> None:
         """Before the first session. Raises ConfigError."""
         for scorer in self.scorers:
-            await scorer.start(run)
+            await scorer.start(context)
 
     async def close(self) -> None:
         for scorer in self.scorers:
             await scorer.close()
 
-    async def score(self, task: Task, transcript: Transcript) -> Verdict:
+    async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
         async def load() -> list[Transcript]:
             return [transcript]
 
@@ -174,7 +174,7 @@ class InRollout(Scoring):
             await score_sessions(scorer, task, [transcript.session_id], load, self.config)
             for scorer in self.scorers
         ]
-        return Verdict(
+        return ScoringResult(
             tuple(score for verdict in verdicts for score in verdict.scores),
             tuple(reward for verdict in verdicts for reward in verdict.rewards),
         )

@@ -21,12 +21,12 @@ MAX_AGE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    next_index: int
+class AdmissionState:
+    next_group_index: int
     """Of the next group to start."""
-    room: int
+    startable_groups: int
     """Groups that may start right away."""
-    finished: bool
+    is_finished: bool
     """Whether the steps of the run are all trained, so that nothing more is wanted."""
     progress: Progress
 
@@ -38,10 +38,10 @@ class Admission:
         self.steps = config.trainer.steps
         self.groups_of = config.count_live_groups
         self.steps_ahead = config.max_staleness + 1
-        self._last: Admitted | None = None
+        self._last: AdmissionState | None = None
         self._looked = 0.0
 
-    async def look(self) -> Admitted:
+    async def read_state(self) -> AdmissionState:
         """Where the run stands. Cheap while nothing changes."""
         progress = await self.store.progress(self.run_id)
         aged = time.monotonic() - self._looked > MAX_AGE
@@ -50,7 +50,7 @@ class Admission:
             self._looked = time.monotonic()
         return self._last
 
-    async def _admit(self, progress: Progress) -> Admitted:
+    async def _admit(self, progress: Progress) -> AdmissionState:
         """The three reads are of different moments. Whatever happens between them makes the room smaller
         than it is, never larger, until the next look."""
         waiting = await self.store.groups(
@@ -63,9 +63,9 @@ class Admission:
         in_steps = self.groups_of(len(steps))
         made_up = max(0, started - progress.groups_open - len(waiting) - in_steps)
         wanted = self.groups_of(min(done + self.steps_ahead, self.steps)) + made_up
-        return Admitted(
-            next_index=started,
-            room=max(0, wanted - started),
-            finished=done >= self.steps,
+        return AdmissionState(
+            next_group_index=started,
+            startable_groups=max(0, wanted - started),
+            is_finished=done >= self.steps,
             progress=progress,
         )

@@ -85,7 +85,7 @@ class CommandAgent(Agent):
         self.config = config
 
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        command = [fill(part, task.data) for part in self.config.command]
+        command = [fill_template(part, task.data) for part in self.config.command]
         env = {
             **{name: value for name, value in os.environ.items() if name not in SECRETS},
             **self.config.env,
@@ -124,7 +124,7 @@ class CommandAgent(Agent):
             await process.wait()
 
 
-def fill(part: str, data: Json) -> str:
+def fill_template(part: str, data: Json) -> str:
     """Replace ``{field}`` by that field of the task; other braces stay as they are."""
 
     def value(match: re.Match[str]) -> str:

@@ -12,22 +12,22 @@ from typing import Any
 
 from instar.config import EvalMode, FunctionAgentConfig, RunConfig
 from instar.errors import ConfigError
-from instar.rewards.base import Scoring
+from instar.rewards.base import RolloutScoring
 from instar.rollout.agents import create_agent
 from instar.rollout.base import Agent
 from instar.rollout.gateway_client import GatewayClient
-from instar.rollout.slots import Slot, SlotRunner, describe, together
+from instar.rollout.slots import RolloutSlot, SlotRunner, describe_error, gather_or_cancel
 from instar.rollout.tasks import TaskSet
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, Json, Reward, Score, SessionStatus
 
 log = logging.getLogger(__name__)
 
-Record = Callable[[str, int, Mapping[str, Any]], None]
+RecordMetrics = Callable[[str, int, Mapping[str, Any]], None]
 """Takes ("eval", step, figures)."""
-Progress = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Takes (tasks done, tasks in all)."""
-Combine = Callable[[Sequence[Reward], Sequence[Score]], float | None]
+CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
 """What the rewards of a session come to."""
 POLL = 0.1
 PATIENCE = 60.0
@@ -42,10 +42,10 @@ class Evaluator:
         gateway: GatewayClient,
         tasks: TaskSet,
         agent: Agent,
-        scoring: Scoring,
-        record: Record | None = None,
+        scoring: RolloutScoring,
+        record: RecordMetrics | None = None,
         *,
-        combine: Combine,
+        combine: CombineRewards,
     ) -> None:
         if config.eval is None or config.rollout is None:
             raise ConfigError("eval: needs held-out tasks (eval.tasks) and an agent (rollout.agent)")
@@ -67,7 +67,7 @@ class Evaluator:
         """In every mode, one after the other."""
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
-    async def last_version(self) -> int:
+    async def last_evaluated_version(self) -> int:
         """The newest version that was evaluated to the end, in every mode, while training went on; 0 where
         none was."""
         groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
@@ -79,19 +79,19 @@ class Evaluator:
                 modes.setdefault(int(found[1]), set()).add(found[2])
         return max((version for version in modes if modes[version] >= set(self.eval.modes)), default=0)
 
-    async def try_all(self, label: str) -> None:
+    async def try_evaluate_all(self, label: str) -> None:
         """`evaluate_all`, but a failure is only reported: training goes on without these figures."""
         try:
             await self.evaluate_all(label)
         except ConfigError:
             raise
         except Exception as error:  # whatever it is, it kept tasks from being tried, and no more
-            text = f"the evaluation {label!r} failed: {describe(error)}"
+            text = f"the evaluation {label!r} failed: {describe_error(error)}"
             log.warning(text, exc_info=True)
             if self.record is not None:
                 self.record("warning", 0, {"text": text})
 
-    async def evaluate(self, mode: str, label: str, progress: Progress | None = None) -> Json:
+    async def evaluate(self, mode: str, label: str, progress: ReportProgress | None = None) -> Json:
         """Try every task once. What an interrupted evaluation of the same label, mode and version has
         finished is kept."""
         began = time.monotonic()
@@ -118,8 +118,8 @@ class Evaluator:
                 progress(done, len(self.tasks))
 
         groups = await self._groups(f"{label}-{mode}-v{version}")
-        await together(one(place, group) for place, group in enumerate(groups))
-        if self.scoring.background:
+        await gather_or_cancel(one(place, group) for place, group in enumerate(groups))
+        if self.scoring.has_background_scorers:
             self.doing = f"evaluating {label}, {mode}: waiting for rewards"
             await self._until_scored({group.group_id for group in groups})
         rewards = [await self._reward_of(group) for group in groups]
@@ -155,7 +155,7 @@ class Evaluator:
             for index, group_id in enumerate(ids)
             if group_id not in there
         }
-        await together(self.store.open_group(group) for group in fresh.values())
+        await gather_or_cancel(self.store.open_group(group) for group in fresh.values())
         return [there.get(group_id) or fresh[group_id] for group_id in ids]
 
     async def _try(self, slots: SlotRunner, group: Group, place: int) -> None:
@@ -164,8 +164,8 @@ class Evaluator:
             if session.status is SessionStatus.OPEN:
                 await self.store.end_session(session.session_id, SessionStatus.ABANDONED, "interrupted")
         attempt = 1 + max((session.attempt for session in earlier), default=-1)
-        await slots.run(Slot(group, 0, attempt, place=place))
-        scored = GroupStatus.SCORING if self.scoring.background else GroupStatus.READY
+        await slots.run(RolloutSlot(group, 0, attempt, seed_index=place))
+        scored = GroupStatus.SCORING if self.scoring.has_background_scorers else GroupStatus.READY
         await self.store.close_group(group.group_id, scored)
 
     async def _until_scored(self, group_ids: set[str]) -> None:

@@ -40,13 +40,13 @@ class GatewayClient:
     """Opens and ends sessions. A gateway that is away (it is being restarted, say) is waited for up to
     ``patience`` seconds; after that EngineUnavailable is raised."""
 
-    def __init__(self, url: str, admin_key: str, *, patience: float = 120.0) -> None:
-        self.move(url)
-        self.patience = patience
+    def __init__(self, url: str, admin_key: str, *, max_wait: float = 120.0) -> None:
+        self.set_url(url)
+        self.max_wait = max_wait
         self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
         self._http: aiohttp.ClientSession | None = None
 
-    def move(self, url: str) -> None:
+    def set_url(self, url: str) -> None:
         """The gateway is there now: sessions that are opened from now on are opened there."""
         self.url = url.rstrip("/")
 
@@ -77,7 +77,7 @@ class GatewayClient:
         opened = await self._post("/sessions", body, OpenedSession)
         return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=body.metadata)
 
-    async def complete(
+    async def complete_session(
         self,
         session_id: str,
         rewards: Sequence[Reward] = (),
@@ -92,7 +92,7 @@ class GatewayClient:
         )
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
-    async def fail(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
+    async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
         """End the session as failed; ``reward`` is recorded as a fallback."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
@@ -104,7 +104,7 @@ class GatewayClient:
             self._http = None
 
     async def _post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.max_wait
         tries = 0
         while True:
             try:

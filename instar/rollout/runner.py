@@ -11,11 +11,11 @@ from typing import Protocol
 
 from instar.config import RunConfig
 from instar.errors import AgentError, ConfigError
-from instar.rewards.base import Scoring
-from instar.rollout.admission import Admission, Admitted
+from instar.rewards.base import RolloutScoring
+from instar.rollout.admission import Admission, AdmissionState
 from instar.rollout.base import Agent
 from instar.rollout.gateway_client import GatewayClient
-from instar.rollout.slots import Outcome, Slot, SlotRunner, together
+from instar.rollout.slots import RolloutSlot, SlotResult, SlotRunner, gather_or_cancel
 from instar.rollout.tasks import TaskSet
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, Session, SessionStatus, Task
@@ -23,21 +23,21 @@ from instar.types import Channel, Group, GroupStatus, Session, SessionStatus, Ta
 log = logging.getLogger(__name__)
 
 POLL = 0.05
-HOPELESS = 8
+MAX_FAILED_GROUPS = 8
 """Groups in a row that may fail as a whole."""
 
 
-class Evaluates(Protocol):
+class PeriodicEvaluator(Protocol):
     """What evaluates while training goes on, if anything."""
 
     @property
     def doing(self) -> str: ...
 
-    async def last_version(self) -> int:
+    async def last_evaluated_version(self) -> int:
         """Evaluated so far; 0 is none."""
         ...
 
-    async def try_all(self, label: str) -> None:
+    async def try_evaluate_all(self, label: str) -> None:
         """Raises nothing that training could go on without."""
         ...
 
@@ -50,7 +50,7 @@ class RolloutRunner:
         gateway: GatewayClient,
         tasks: TaskSet,
         agent: Agent,
-        scoring: Scoring,
+        scoring: RolloutScoring,
     ) -> None:
         if config.rollout is None:
             raise ConfigError("rollout: this run has none")
@@ -63,7 +63,7 @@ class RolloutRunner:
         self.scoring = scoring
         self.counters = self.slots.counters
         self.admission = Admission(config, store, self.run_id)
-        self.evaluator: Evaluates | None = None
+        self.evaluator: PeriodicEvaluator | None = None
         self.groups_done = 0
         self._order = lru_cache(maxsize=2)(self._shuffled)
         self._hopeless = 0
@@ -105,15 +105,15 @@ class RolloutRunner:
             await self._resume()
             while True:
                 self._collect()
-                state = await self.admission.look()
-                if self._draining or state.finished:
+                state = await self.admission.read_state()
+                if self._draining or state.is_finished:
                     self._draining = True
                     if not self._running:
                         return
                 else:
                     await self._evaluate_if_due(state)
-                    if state.room and self._unfinished < self.rollout.concurrency:
-                        await self._start_group(state.next_index)
+                    if state.startable_groups and self._unfinished < self.rollout.concurrency:
+                        await self._start_group(state.next_group_index)
                         continue
                 await self._pause()
         finally:
@@ -137,19 +137,19 @@ class RolloutRunner:
                 await self._freed.wait()
         self._freed.clear()
 
-    async def _evaluate_if_due(self, state: Admitted) -> None:
+    async def _evaluate_if_due(self, state: AdmissionState) -> None:
         """No group starts meanwhile, so that evaluation and rollout do not slow each other down."""
         every = self.config.eval.every if self.config.eval else None
         version = state.progress.head_version
         if self.evaluator is None or every is None:
             return
         if self._evaluated is None:  # an earlier process may have been ended in the midst of one
-            self._evaluated = await self.evaluator.last_version()
+            self._evaluated = await self.evaluator.last_evaluated_version()
         if version // every > self._evaluated // every:
             self._evaluated = version
             self._evaluating = True
             try:
-                await self.evaluator.try_all(f"v{version}")
+                await self.evaluator.try_evaluate_all(f"v{version}")
             finally:
                 self._evaluating = False
 
@@ -176,26 +176,26 @@ class RolloutRunner:
             task=self.task_for(index),
         )
         await self.store.open_group(group)
-        self._launch(group, [Slot(group, number) for number in range(group.size)])
+        self._launch(group, [RolloutSlot(group, number) for number in range(group.size)])
 
-    def _launch(self, group: Group, slots: list[Slot], failed: bool = False) -> None:
+    def _launch(self, group: Group, slots: list[RolloutSlot], failed: bool = False) -> None:
         self._unfinished += len(slots)
         self._running.add(asyncio.create_task(self._run_group(group, slots, failed), name=group.group_id))
 
-    async def _run_group(self, group: Group, slots: list[Slot], failed: bool) -> None:
+    async def _run_group(self, group: Group, slots: list[RolloutSlot], failed: bool) -> None:
         """``failed``: a slot that was final before already failed."""
-        outcomes = await together(self._run_slot(slot) for slot in slots)
+        outcomes = await gather_or_cancel(self._run_slot(slot) for slot in slots)
         self._note(outcomes)
         failed = failed or any(outcome.status is SessionStatus.FAILED for outcome in outcomes)
         await self._abandon_open(group, "superseded")
         if failed and self.rollout.group_policy == "drop":
             await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
         else:
-            scored = GroupStatus.SCORING if self.scoring.background else GroupStatus.READY
+            scored = GroupStatus.SCORING if self.scoring.has_background_scorers else GroupStatus.READY
             await self.store.close_group(group.group_id, scored)
         self.groups_done += 1
 
-    def _note(self, outcomes: list[Outcome]) -> None:
+    def _note(self, outcomes: list[SlotResult]) -> None:
         """Stop a run that cannot come to anything: an agent that never works is a mistake in the config,
         and under `drop` it would be tried for ever."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
@@ -204,13 +204,13 @@ class RolloutRunner:
             self._hopeless += 1
         else:
             self._hopeless = 0
-        if self._hopeless >= HOPELESS:
+        if self._hopeless >= MAX_FAILED_GROUPS:
             raise AgentError(
-                f"rollout.agent: every session of the last {HOPELESS} groups failed, or got no reward; "
-                f"the last one: {self.counters.last_failure}"
+                f"rollout.agent: every session of the last {MAX_FAILED_GROUPS} groups failed or got "
+                f"no reward; the last one: {self.counters.last_failure}"
             )
 
-    async def _run_slot(self, slot: Slot) -> Outcome:
+    async def _run_slot(self, slot: RolloutSlot) -> SlotResult:
         try:
             return await self.slots.run(slot)
         finally:
@@ -222,12 +222,12 @@ class RolloutRunner:
     async def _resume(self) -> None:
         """Take up the groups that an earlier process left open: what was running is abandoned, and slots
         without a final session are run."""
-        if not self.scoring.background:
+        if not self.scoring.has_background_scorers:
             for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.SCORING):
                 await self.store.close_group(group.group_id, GroupStatus.READY)  # nobody is to score it now
         for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
             sessions = await self._abandon_open(group, "interrupted")
-            slots: list[Slot] = []
+            slots: list[RolloutSlot] = []
             failed = False
             for number in range(group.size):
                 tried = [session for session in sessions if session.slot == number]
@@ -239,7 +239,7 @@ class RolloutRunner:
             log.info("taking up %s: %d of %d sessions to run", group.group_id, len(slots), group.size)
             self._launch(group, slots, failed)
 
-    def _missing(self, group: Group, number: int, tried: list[Session]) -> Slot | None:
+    def _missing(self, group: Group, number: int, tried: list[Session]) -> RolloutSlot | None:
         """What is left to run of a slot; None when it has its final session."""
         attempt = 1 + max((session.attempt for session in tried), default=-1)
         failures = sum(session.status is SessionStatus.FAILED for session in tried)
@@ -248,7 +248,7 @@ class RolloutRunner:
         refilling = self.rollout.group_policy == "refill" and failures <= self.rollout.refills
         if failures and not refilling:
             return None
-        return Slot(group, number, attempt, failures)
+        return RolloutSlot(group, number, attempt, failures)
 
     def _final(self, tried: list[Session]) -> Session:
         ended = (SessionStatus.COMPLETED, SessionStatus.FAILED)

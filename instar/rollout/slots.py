@@ -20,7 +20,7 @@ import aiohttp
 from instar import async_utils
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable, InstarError
-from instar.rewards.base import Scoring, Transcript, Verdict
+from instar.rewards.base import RolloutScoring, ScoringResult, Transcript
 from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.rollout.gateway_client import GatewayClient, backoff
 from instar.store.base import Store
@@ -36,19 +36,19 @@ REASON_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class RolloutSlot:
     group: Group
     number: int
     attempt: int = 0
     """Number of the next attempt."""
     refills: int = 0
     """Further sessions already spent on it."""
-    place: int | None = None
+    seed_index: int | None = None
     """What its seed is derived from. Default: the group's index."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SlotResult:
     session_id: str
     status: SessionStatus
     reason: str | None = None
@@ -63,7 +63,7 @@ class Outcome:
 
 
 @dataclass
-class Counters:
+class RolloutCounters:
     running: int = 0
     completed: int = 0
     failed: int = 0
@@ -87,10 +87,10 @@ class SlotRunner:
         store: Store,
         gateway: GatewayClient,
         agent: Agent,
-        scoring: Scoring,
+        scoring: RolloutScoring,
         *,
         sampling: SamplingConfig | None = None,
-        counters: Counters | None = None,
+        counters: RolloutCounters | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
@@ -99,10 +99,10 @@ class SlotRunner:
         self.agent = agent
         self.scoring = scoring
         self.sampling = (sampling or config.sampling).model_dump(include=set(SamplingConfig.model_fields))
-        self.counters = counters or Counters()
+        self.counters = counters or RolloutCounters()
         self.limit = asyncio.Semaphore(config.concurrency)
 
-    async def run(self, slot: Slot) -> Outcome:
+    async def run(self, slot: RolloutSlot) -> SlotResult:
         """Until the slot has its final session."""
         attempt, refills, retries = slot.attempt, slot.refills, 0
         while True:
@@ -120,9 +120,9 @@ class SlotRunner:
     def _may_refill(self, refills: int) -> bool:
         return self.config.group_policy == "refill" and refills < self.config.refills
 
-    async def _attempt(self, slot: Slot, attempt: int, refill: int, *, last: bool) -> Outcome:
+    async def _attempt(self, slot: RolloutSlot, attempt: int, refill: int, *, last: bool) -> SlotResult:
         group = slot.group
-        place = group.index if slot.place is None else slot.place
+        place = group.index if slot.seed_index is None else slot.seed_index
         # Another attempt after a transient fault repeats the draw; a refill is another draw.
         again = (f"refill-{refill}",) if refill else ()
         session = await self.gateway.open_session(
@@ -143,21 +143,21 @@ class SlotRunner:
         finally:
             self.counters.running -= 1
 
-    async def _play(self, slot: Slot, session: AgentSession, *, last: bool) -> Outcome:
+    async def _play(self, slot: RolloutSlot, session: AgentSession, *, last: bool) -> SlotResult:
         task = slot.group.task
         try:
-            result = await within(self.config.timeout, self.agent.run(task, session), "the agent")
+            result = await run_with_timeout(self.config.timeout, self.agent.run(task, session), "the agent")
         except Exception as error:  # noqa: BLE001 — an agent is foreign code: whatever it raises is its failure
             if is_transient(error) and not last:
-                return await self._abandon(session.session_id, f"transient: {describe(error)}")
-            return await self._fail(session.session_id, describe(error))
+                return await self._abandon(session.session_id, f"transient: {describe_error(error)}")
+            return await self._fail(session.session_id, describe_error(error))
         calls = await self.store.calls(session.session_id)
         verdict = await self.scoring.score(task, Transcript(session.session_id, calls, result.reward))
         return await self._complete(session.session_id, verdict, result)
 
-    async def _complete(self, session_id: str, verdict: Verdict, result: AgentResult) -> Outcome:
+    async def _complete(self, session_id: str, verdict: ScoringResult, result: AgentResult) -> SlotResult:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
-        ended = await self.gateway.complete(session_id, verdict.rewards, metadata, verdict.scores)
+        ended = await self.gateway.complete_session(session_id, verdict.rewards, metadata, verdict.scores)
         if ended.status is not SessionStatus.COMPLETED:
             return self._failed(session_id, "ended by the agent itself")
         if not ended.changed:
@@ -165,31 +165,31 @@ class SlotRunner:
             # was lost, and then this changes nothing.
             await self.store.record_scores(verdict.scores, verdict.rewards)
         self.counters.completed += 1
-        reason = None if verdict.reason is None else f"reward: {verdict.reason}"
+        reason = None if verdict.failure_reason is None else f"reward: {verdict.failure_reason}"
         if reason is not None:
             self.counters.unscored += 1
             self.counters.last_failure = reason
         value = next((reward.value for reward in verdict.rewards if reward.call_id is None), None)
-        return Outcome(session_id, SessionStatus.COMPLETED, reason, value)
+        return SlotResult(session_id, SessionStatus.COMPLETED, reason, value)
 
-    async def _fail(self, session_id: str, reason: str) -> Outcome:
-        await self.gateway.fail(session_id, reason, self.config.failed_reward)
+    async def _fail(self, session_id: str, reason: str) -> SlotResult:
+        await self.gateway.fail_session(session_id, reason, self.config.failed_reward)
         return self._failed(session_id, reason)
 
-    def _failed(self, session_id: str, reason: str) -> Outcome:
+    def _failed(self, session_id: str, reason: str) -> SlotResult:
         log.warning("session %s failed: %s", session_id, reason)
         self.counters.failed += 1
         self.counters.last_failure = reason
-        return Outcome(session_id, SessionStatus.FAILED, reason, self.config.failed_reward)
+        return SlotResult(session_id, SessionStatus.FAILED, reason, self.config.failed_reward)
 
-    async def _abandon(self, session_id: str, reason: str) -> Outcome:
+    async def _abandon(self, session_id: str, reason: str) -> SlotResult:
         """Straight to the store: the gateway may be what is away."""
         await self.store.end_session(session_id, SessionStatus.ABANDONED, reason)
         self.counters.abandoned += 1
-        return Outcome(session_id, SessionStatus.ABANDONED, reason)
+        return SlotResult(session_id, SessionStatus.ABANDONED, reason)
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
+async def run_with_timeout(seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
     """The work's result, or AgentTimeout. Work that does not end when cancelled is left behind."""
     return await async_utils.run_with_deadline(
         seconds,
@@ -200,7 +200,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, T], what: str) -> T:
     )
 
 
-async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results, in order. The first error cancels the others and is raised as it is."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -237,7 +237,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The reason that is recorded. Our own errors say it all; others need their name."""
     text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
     return text.strip()[:REASON_KEPT]

@@ -10,7 +10,7 @@ from typing import cast
 from instar import registry
 from instar.config import JsonlTasksConfig, PythonTasksConfig, TasksConfig
 from instar.errors import ConfigError
-from instar.rollout.tasksets.jsonl import read_lines
+from instar.rollout.tasksets.jsonl import read_json_lines
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]
@@ -44,7 +44,7 @@ def load_tasks(config: TasksConfig) -> TaskSet:
 
 
 def jsonl_tasks(config: JsonlTasksConfig) -> TaskSet:
-    lines = islice(read_lines(config.path), config.limit)
+    lines = islice(read_json_lines(config.path), config.limit)
     return TaskSet([_jsonl_task(config, number, record) for number, record in lines])
 
 

@@ -13,7 +13,7 @@ from instar.types import Reward, RewardSource
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class JudgeAgreement:
     """Of one judge in one version. What could not be compared is None."""
 
     judge: str
@@ -33,7 +33,7 @@ class Agreement:
     """Pearson's, where neither is always the same."""
 
 
-async def run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[Agreement]:
+async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[JudgeAgreement]:
     """Of every judge of a run, by name; reads so many sessions at once."""
     tallies: dict[str, _Tally] = {}
     after = 0
@@ -45,7 +45,7 @@ async def run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[A
     return [tally.result(name) for name, tally in sorted(tallies.items())]
 
 
-def agreement(sessions: Sequence[Sequence[Reward]]) -> list[Agreement]:
+def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreement]:
     """The same of rewards at hand, those of each session together."""
     tallies: dict[str, _Tally] = {}
     for rewards in sessions:
@@ -92,9 +92,9 @@ class _Tally:
     def compare(self, judge: float, rule: float) -> None:
         self.compared.append((judge, rule))
 
-    def result(self, name: str) -> Agreement:
+    def result(self, name: str) -> JudgeAgreement:
         same = [(judge >= 0.5) == (rule >= 0.5) for judge, rule in self.compared]
-        return Agreement(
+        return JudgeAgreement(
             judge=name,
             rewards=self.rewards,
             mean=self.total / self.rewards,

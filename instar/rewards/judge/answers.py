@@ -8,33 +8,33 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from instar.rewards.judge.wire import Reply
+from instar.rewards.judge.wire import JudgeReply
 from instar.types import Json
 
 MOST_TRIES = 200
 """Opening braces in a text that are tried as the beginning of an answer."""
 
 
-class Garbage(Exception):
+class UnparseableAnswer(Exception):
     """It is no answer to what was asked."""
 
 
-class Scored(msgspec.Struct):
+class ScoreAnswer(msgspec.Struct):
     score: float
     reasons: str = ""
 
 
-class ScoredStep(msgspec.Struct):
+class StepScoreAnswer(msgspec.Struct):
     step: int
     score: float
     reasons: str = ""
 
 
-class ScoredSteps(msgspec.Struct):
-    steps: list[ScoredStep]
+class StepScoresAnswer(msgspec.Struct):
+    steps: list[StepScoreAnswer]
 
 
-class Compared(msgspec.Struct):
+class ComparisonAnswer(msgspec.Struct):
     winner: Literal["A", "B", "tie"]
     reasons: str = ""
 
@@ -44,33 +44,33 @@ Signal = Literal[
 ]
 
 
-class FollowedStep(msgspec.Struct):
+class StepSignalAnswer(msgspec.Struct):
     step: int
     signal: Signal
     reasons: str = ""
 
 
-class FollowedSteps(msgspec.Struct):
-    steps: list[FollowedStep]
+class StepSignalsAnswer(msgspec.Struct):
+    steps: list[StepSignalAnswer]
 
 
 T = TypeVar("T")
 
 
-def candidates(reply: Reply) -> Iterator[Json]:
+def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
     """Every object that may be the answer: what was given as one, else those in the text, the last first (a
     judge may quote before it answers)."""
-    if reply.given is not None:
-        yield reply.given
+    if reply.structured_answer is not None:
+        yield reply.structured_answer
     yield from reversed(_objects(reply.text))
 
 
-def convert(answer: Json, kind: type[T]) -> T:
-    """Raises Garbage."""
+def convert_answer(answer: Json, kind: type[T]) -> T:
+    """Raises UnparseableAnswer."""
     try:
         return msgspec.convert(answer, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise Garbage(str(error)) from error
+        raise UnparseableAnswer(str(error)) from error
 
 
 def _objects(text: str) -> list[Json]:
@@ -94,13 +94,13 @@ def _no_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
 
 
-def unit(score: float, scale: tuple[float, float]) -> float:
-    """A score on the scale, brought to 0..1. Raises Garbage for one that is off it."""
+def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
+    """A score on the scale, brought to 0..1. Raises UnparseableAnswer for one that is off it."""
     low, high = scale
     if not low <= score <= high:
-        raise Garbage(f"a score of {score:g} is not on the scale from {low:g} to {high:g}")
+        raise UnparseableAnswer(f"a score of {score:g} is not on the scale from {low:g} to {high:g}")
     return (score - low) / (high - low)
 
 
-def short(text: Any, most: int = 500) -> str:
+def truncate(text: Any, most: int = 500) -> str:
     return str(text)[:most]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ScoreError
-from instar.rewards.base import Scorer, Surroundings, Transcript
-from instar.rewards.judge.run_model import asked_by_a_judge
-from instar.rewards.judge.panel import Panel
-from instar.rewards.judge.session_steps import task_part
-from instar.rewards.judge.rubric import Part, Rubric
+from instar.rewards.base import Scorer, ScoringContext, Transcript
+from instar.rewards.judge.panel import JudgePanel
+from instar.rewards.judge.rubric import JudgePromptPart, Rubric
+from instar.rewards.judge.run_model import is_judge_call
+from instar.rewards.judge.session_steps import render_task
 from instar.types import Call, Json, Reward, RewardSource, Task
 
 
@@ -19,12 +19,12 @@ class Judge(Scorer):
 
     def __init__(self, config: JudgeRewardConfig) -> None:
         self.config = config
-        self.panel = Panel(config, Rubric.load(config.rubric, config.criteria))
+        self.panel = JudgePanel(config, Rubric.load(config.rubric, config.criteria))
         self.name = f"judge:{config.name or config.rubric}"
         self.version = self.panel.version
 
-    async def start(self, run: Surroundings) -> None:
-        await self.panel.start(run)
+    async def start(self, context: ScoringContext) -> None:
+        await self.panel.start(context)
 
     async def close(self) -> None:
         await self.panel.close()
@@ -33,19 +33,19 @@ class Judge(Scorer):
         """A judge's own questions are sessions too, where the run's model judges: they are left alone."""
         if not transcript.calls:
             raise ScoreError("there is nothing to judge: the session has no calls")
-        if any(asked_by_a_judge(call) for call in transcript.calls):
+        if any(is_judge_call(call) for call in transcript.calls):
             return []
         return await self.judge(task, transcript)
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         raise NotImplementedError
 
-    def asked(self, task: Task) -> list[Part]:
+    def task_parts(self, task: Task) -> list[JudgePromptPart]:
         """The task, in a quarter of the room at most."""
-        return task_part(task, self.config.max_prompt_chars // 4)
+        return render_task(task, self.config.max_prompt_chars // 4)
 
     @property
-    def room(self) -> int:
+    def max_session_chars(self) -> int:
         """Characters for what is to be judged."""
         return self.config.max_prompt_chars * 3 // 4
 

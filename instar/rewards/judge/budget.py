@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 
 from instar.config.judge import BudgetConfig
 from instar.errors import ScoreError
-from instar.rewards.base import Surroundings
+from instar.rewards.base import ScoringContext
 from instar.store.base import Store
 
-_ledgers: WeakKeyDictionary[Store, dict[str, Ledger]] = WeakKeyDictionary()
+_ledgers: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
 
 
-class Ledger:
+class JudgeBudget:
     """Begins with what the store says was paid. Shared by the judges of a run in this process."""
 
     def __init__(self, calls: int, dollars: float) -> None:
@@ -26,12 +26,12 @@ class Ledger:
         self._settled = asyncio.Event()
 
     @classmethod
-    async def of(cls, run: Surroundings) -> Ledger:
-        calls, dollars = await run.store.judged(run.run_id)
-        return _ledgers.setdefault(run.store, {}).setdefault(run.run_id, cls(calls, dollars))
+    async def for_run(cls, context: ScoringContext) -> JudgeBudget:
+        calls, dollars = await context.store.judged(context.run_id)
+        return _ledgers.setdefault(context.store, {}).setdefault(context.run_id, cls(calls, dollars))
 
     @asynccontextmanager
-    async def asking(self, budget: BudgetConfig, most: float) -> AsyncGenerator[None]:
+    async def reserve(self, budget: BudgetConfig, most: float) -> AsyncGenerator[None]:
         """While a question is under way that may cost ``most``. Where only the questions under way stand
         against another one, it waits for them: they may cost less. Raises ScoreError."""
         while not self._fits(budget, self._pending_calls, self._pending_dollars + most):
@@ -48,7 +48,7 @@ class Ledger:
             self._settled.set()
             self._settled = asyncio.Event()
 
-    def paid(self, dollars: float) -> None:
+    def record_payment(self, dollars: float) -> None:
         self.calls += 1
         self.dollars += dollars
 

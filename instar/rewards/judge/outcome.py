@@ -5,22 +5,25 @@ from __future__ import annotations
 from statistics import fmean
 
 from instar.rewards.base import Transcript
-from instar.rewards.judge.answers import Scored, convert, short, unit
+from instar.rewards.judge.answers import ScoreAnswer, convert_answer, scale_to_unit, truncate
 from instar.rewards.judge.base import Judge, votes_detail
-from instar.rewards.judge.session_steps import conversation
-from instar.rewards.judge.rubric import fit
+from instar.rewards.judge.rubric import truncate_parts
+from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
 
 class OutcomeJudge(Judge):
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
-        parts = [*self.asked(task), *fit(conversation(transcript.calls), self.room)]
+        parts = [
+            *self.task_parts(task),
+            *truncate_parts(render_conversation(transcript.calls), self.max_session_chars),
+        ]
         votes = await self.panel.ask(parts, self._read, transcript.session_id)
-        values = [vote.said[0] for vote in votes]
-        detail = votes_detail(values, [vote.said[1] for vote in votes])
+        values = [vote.answer[0] for vote in votes]
+        detail = votes_detail(values, [vote.answer[1] for vote in votes])
         cost = sum(vote.cost for vote in votes)
         return [self.reward(transcript.session_id, fmean(values), detail, cost)]
 
     def _read(self, answer: Json) -> tuple[float, str]:
-        said = convert(answer, Scored)
-        return unit(said.score, self.config.scale), short(said.reasons)
+        said = convert_answer(answer, ScoreAnswer)
+        return scale_to_unit(said.score, self.config.scale), truncate(said.reasons)

@@ -10,12 +10,12 @@ from statistics import fmean
 from typing import Literal
 
 from instar.rewards.base import GroupScorer, Transcript
-from instar.rewards.judge.answers import Compared, convert, short
+from instar.rewards.judge.answers import ComparisonAnswer, convert_answer, truncate
 from instar.rewards.judge.base import Judge
-from instar.rewards.judge.run_model import asked_by_a_judge
-from instar.rewards.judge.panel import Vote, all_of
-from instar.rewards.judge.session_steps import conversation
-from instar.rewards.judge.rubric import Part, fit
+from instar.rewards.judge.panel import JudgeVote, gather_all
+from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
+from instar.rewards.judge.run_model import is_judge_call
+from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
 Winner = tuple[Literal["A", "B", "tie"], str]
@@ -27,7 +27,7 @@ ROUNDS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Game:
+class PairComparison:
     """What came of comparing two sessions, by their places in the group."""
 
     first: int
@@ -47,23 +47,26 @@ class PairwiseJudge(Judge, GroupScorer):
         return await self.score_group(task, [transcript])
 
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        ran = [t for t in transcripts if t.calls and not any(asked_by_a_judge(call) for call in t.calls)]
+        ran = [t for t in transcripts if t.calls and not any(is_judge_call(call) for call in t.calls)]
         if len(ran) < 2:
             return []
-        shown = [fit(conversation(transcript.calls), self.room // 2) for transcript in ran]
-        games = await all_of(
+        shown = [
+            truncate_parts(render_conversation(transcript.calls), self.max_session_chars // 2)
+            for transcript in ran
+        ]
+        games = await gather_all(
             [self._play(task, ran, shown, a, b) for a, b in choose_pairs(len(ran), self.config.pairs)]
         )
-        strengths = expected_points(len(ran), games)
+        strengths = expected_win_rates(len(ran), games)
         return [self._rewarded(ran, place, value, games) for place, value in enumerate(strengths)]
 
     async def _play(
-        self, task: Task, ran: Sequence[Transcript], shown: Sequence[list[Part]], a: int, b: int
-    ) -> Game:
+        self, task: Task, ran: Sequence[Transcript], shown: Sequence[list[JudgePromptPart]], a: int, b: int
+    ) -> PairComparison:
         if shown[a] == shown[b]:
-            return Game(a, b, 0.5, self.config.votes, self.config.votes, "the two are the same")
-        asked, payer = self.asked(task), ran[a].session_id
-        there, back = await all_of(
+            return PairComparison(a, b, 0.5, self.config.votes, self.config.votes, "the two are the same")
+        asked, payer = self.task_parts(task), ran[a].session_id
+        there, back = await gather_all(
             [
                 self.panel.ask([*asked, *_beside(shown[x], shown[y])], _read, payer)
                 for x, y in ((a, b), (b, a))
@@ -71,7 +74,9 @@ class PairwiseJudge(Judge, GroupScorer):
         )
         return _game(a, b, there, back)
 
-    def _rewarded(self, ran: Sequence[Transcript], place: int, value: float, games: Sequence[Game]) -> Reward:
+    def _rewarded(
+        self, ran: Sequence[Transcript], place: int, value: float, games: Sequence[PairComparison]
+    ) -> Reward:
         own = [game for game in games if place in (game.first, game.second)]
         against: list[Json] = []
         for game in own:
@@ -89,28 +94,30 @@ class PairwiseJudge(Judge, GroupScorer):
         return self.reward(ran[place].session_id, value, detail, sum(game.cost / 2 for game in own))
 
 
-def _beside(first: Sequence[Part], second: Sequence[Part]) -> list[Part]:
+def _beside(first: Sequence[JudgePromptPart], second: Sequence[JudgePromptPart]) -> list[JudgePromptPart]:
     return [
-        *(Part(f"session A, {part.label}", part.text) for part in first),
-        *(Part(f"session B, {part.label}", part.text) for part in second),
+        *(JudgePromptPart(f"session A, {part.label}", part.text) for part in first),
+        *(JudgePromptPart(f"session B, {part.label}", part.text) for part in second),
     ]
 
 
 def _read(answer: Json) -> Winner:
-    said = convert(answer, Compared)
-    return said.winner, short(said.reasons)
+    said = convert_answer(answer, ComparisonAnswer)
+    return said.winner, truncate(said.reasons)
 
 
-def _game(a: int, b: int, there: Sequence[Vote[Winner]], back: Sequence[Vote[Winner]]) -> Game:
+def _game(
+    a: int, b: int, there: Sequence[JudgeVote[Winner]], back: Sequence[JudgeVote[Winner]]
+) -> PairComparison:
     points: list[float] = []
     agreed = 0
     for one, other in zip(there, back, strict=True):
-        forward = {"A": 1.0, "B": 0.0, "tie": 0.5}[one.said[0]]
-        backward = {"A": 0.0, "B": 1.0, "tie": 0.5}[other.said[0]]
+        forward = {"A": 1.0, "B": 0.0, "tie": 0.5}[one.answer[0]]
+        backward = {"A": 0.0, "B": 1.0, "tie": 0.5}[other.answer[0]]
         agreed += forward == backward
         points.append(forward if forward == backward else 0.5)
     cost = sum(vote.cost for vote in (*there, *back))
-    return Game(a, b, fmean(points), agreed, len(points), there[0].said[1], cost)
+    return PairComparison(a, b, fmean(points), agreed, len(points), there[0].answer[1], cost)
 
 
 def choose_pairs(size: int, most: int) -> list[tuple[int, int]]:
@@ -126,7 +133,7 @@ def choose_pairs(size: int, most: int) -> list[tuple[int, int]]:
     return list(islice(ring, max(most, size - 1)))
 
 
-def expected_points(size: int, games: Sequence[Game]) -> list[float]:
+def expected_win_rates(size: int, games: Sequence[PairComparison]) -> list[float]:
     """Bradley-Terry: how often each would win against all the others. Where all pairs were played, that is
     the share of points that it made, a little nearer to a half."""
     points = [PRIOR / 2] * size

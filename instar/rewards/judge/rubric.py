@@ -23,7 +23,7 @@ rules, or of the end of the record."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JudgePromptPart:
     """``label`` is our own word; ``text`` is somebody else's, and may say anything."""
 
     label: str
@@ -31,8 +31,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    parts: Sequence[Part]
+class JudgeQuestion:
+    parts: Sequence[JudgePromptPart]
     fields: Mapping[str, str]
     """What the instructions leave open: ``$steps``."""
 
@@ -57,7 +57,7 @@ class Rubric:
     def version(self) -> str:
         return digest([FRAME, self.instructions, self.criteria, self.schema]).hex()
 
-    def write(self, question: Question) -> tuple[str, str]:
+    def render(self, question: JudgeQuestion) -> tuple[str, str]:
         """(the judge's instructions, the framed record). The mark is new each time: what is in the record
         was written before it, so nothing there can end the frame or pass for a line of ours."""
         mark = f"#{secrets.token_hex(8)}"
@@ -78,31 +78,33 @@ def digest(content: object) -> bytes:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def fit(parts: Sequence[Part], limit: int) -> list[Part]:
+def truncate_parts(parts: Sequence[JudgePromptPart], limit: int) -> list[JudgePromptPart]:
     """All of them, or where they are longer than ``limit`` their beginning and end, with a line of ours for
     what was left out between them."""
     total = sum(len(part.text) for part in parts)
     if total <= limit:
         return list(parts)
     head, tail = _first(parts, limit // 2), _last(parts, limit - limit // 2)
-    return [*head, Part(f"left out here: {total - limit} characters"), *tail]
+    return [*head, JudgePromptPart(f"left out here: {total - limit} characters"), *tail]
 
 
-def _first(parts: Sequence[Part], room: int) -> list[Part]:
-    kept: list[Part] = []
+def _first(parts: Sequence[JudgePromptPart], room: int) -> list[JudgePromptPart]:
+    kept: list[JudgePromptPart] = []
     for part in parts:
-        kept.append(Part(part.label, part.text[:room]))
+        kept.append(JudgePromptPart(part.label, part.text[:room]))
         room -= len(part.text)
         if room <= 0:
             break
     return kept
 
 
-def _last(parts: Sequence[Part], room: int) -> list[Part]:
-    kept: list[Part] = []
+def _last(parts: Sequence[JudgePromptPart], room: int) -> list[JudgePromptPart]:
+    kept: list[JudgePromptPart] = []
     for part in reversed(parts):
         cut = len(part.text) > room
-        kept.append(Part(f"{part.label}, its end", part.text[len(part.text) - room :]) if cut else part)
+        kept.append(
+            JudgePromptPart(f"{part.label}, its end", part.text[len(part.text) - room :]) if cut else part
+        )
         room -= len(part.text)
         if room <= 0:
             break

@@ -8,48 +8,54 @@ from yarl import URL
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ConfigError, ScoreError
 from instar.gateway.base import OpenedSession, OpenSession
-from instar.rewards.base import JUDGE_AGENT, Surroundings
-from instar.rewards.judge.wire import Endpoint, Http, Reply, chat_body, read_chat
+from instar.rewards.base import JUDGE_AGENT, ScoringContext
+from instar.rewards.judge.wire import (
+    JudgeEndpoint,
+    JudgeHttpClient,
+    JudgeReply,
+    build_chat_request,
+    parse_chat_response,
+)
 from instar.types import UNTRAINABLE, Call, Json, SessionStatus, Tag
 
-OWN_MODEL = JUDGE_AGENT
+JUDGE_MODEL_NAME = JUDGE_AGENT
 """The model that such a call asks for: the gateway answers any name, and the record tells what it was."""
 REASON = "a judge's question"
 
 
-def asked_by_a_judge(call: Call) -> bool:
-    return call.model == OWN_MODEL
+def is_judge_call(call: Call) -> bool:
+    return call.model == JUDGE_MODEL_NAME
 
 
-class OwnModel(Endpoint):
+class RunModelEndpoint(JudgeEndpoint):
     """Each question is a live session of its own. It is tagged as not to be trained on before it is asked,
     and abandoned when it is answered: neither trained on nor scored."""
 
-    def __init__(self, config: JudgeRewardConfig, run: Surroundings) -> None:
-        if not run.base_url:
+    def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
+        if not context.base_url:
             raise ConfigError("reward.endpoint: given 'self'; there is no gateway of a run here to ask")
-        self._config = config.model_copy(update={"model": OWN_MODEL})
-        self._run = run
-        self._http = Http(config.timeout, run.api_key, proxied=False)
+        self._config = config.model_copy(update={"model": JUDGE_MODEL_NAME})
+        self._context = context
+        self._http = JudgeHttpClient(config.timeout, context.api_key, use_proxy=False)
 
-    async def ask(self, system: str, user: str, schema: Json) -> Reply:
+    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
         session = await self._open()
-        store = self._run.store
+        store = self._context.store
         await store.add_tags([Tag(session.session_id, UNTRAINABLE, reason=REASON, author="judge")])
         try:
             raw = await self._http.post(
                 URL(session.base_url.rstrip("/") + "/chat/completions"),
                 _headers(session.api_key),
-                chat_body(self._config, system, user, None),
+                build_chat_request(self._config, system, user, None),
             )
         finally:
             await store.end_session(session.session_id, SessionStatus.ABANDONED, REASON)
-        return read_chat(raw)
+        return parse_chat_response(raw)
 
     async def _open(self) -> OpenedSession:
         body = msgspec.to_builtins(OpenSession(metadata={"judge": self._config.name or self._config.rubric}))
-        root = self._run.base_url.rstrip("/").removesuffix("/v1")
-        raw = await self._http.post(URL(f"{root}/sessions"), _headers(self._run.api_key), body)
+        root = self._context.base_url.rstrip("/").removesuffix("/v1")
+        raw = await self._http.post(URL(f"{root}/sessions"), _headers(self._context.api_key), body)
         try:
             return msgspec.json.decode(raw, type=OpenedSession)
         except msgspec.DecodeError as error:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from instar.rewards.judge.rubric import Part, fit
+from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 LOOK_AHEAD = 3
@@ -14,21 +14,21 @@ LOOK_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SessionStep:
     """One call. ``after`` is what came next in the same conversation, empty where nothing did."""
 
     number: int
     call: Call
-    before: tuple[Part, ...]
-    reply: Part
-    after: tuple[Part, ...]
+    before: tuple[JudgePromptPart, ...]
+    reply: JudgePromptPart
+    after: tuple[JudgePromptPart, ...]
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.call.status is CallStatus.OK
 
 
-def steps_of(calls: Sequence[Call]) -> list[Step]:
+def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
     numbers = {call.call_id: number for number, call in enumerate(calls, 1)}
     by_id = {call.call_id: call for call in calls}
     following: dict[str, Call] = {}
@@ -40,17 +40,17 @@ def steps_of(calls: Sequence[Call]) -> list[Step]:
 
 def _step(
     call: Call, number: int, numbers: dict[str, int], by_id: dict[str, Call], following: dict[str, Call]
-) -> Step:
+) -> SessionStep:
     parent = by_id.get(call.parent_id or "")
-    before: list[Part] = []
+    before: list[JudgePromptPart] = []
     if parent is not None and numbers[parent.call_id] != number - 1:
-        before.append(Part(f"step {number} goes on from step {numbers[parent.call_id]}"))
+        before.append(JudgePromptPart(f"step {number} goes on from step {numbers[parent.call_id]}"))
     elif parent is None and number > 1:
-        before.append(Part(f"step {number} begins another conversation"))
+        before.append(JudgePromptPart(f"step {number} begins another conversation"))
     before += [_part(f"step {number}", message) for message in _new_messages(call, parent)]
     broken = "" if call.status is CallStatus.OK else ", broken off"
-    reply = Part(f"step {number}: reply of the assistant{broken}", message_text(call.reply))
-    return Step(number, call, tuple(before), reply, tuple(_after(call, number, following)))
+    reply = JudgePromptPart(f"step {number}: reply of the assistant{broken}", render_message(call.reply))
+    return SessionStep(number, call, tuple(before), reply, tuple(_after(call, number, following)))
 
 
 def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
@@ -66,7 +66,7 @@ def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
     return call.messages[same:]
 
 
-def _after(call: Call, number: int, following: dict[str, Call]) -> Iterator[Part]:
+def _after(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:
     current = call
     for _ in range(LOOK_AHEAD):
         if (then := following.get(current.call_id)) is None:
@@ -75,15 +75,17 @@ def _after(call: Call, number: int, following: dict[str, Call]) -> Iterator[Part
         yield from (_part(f"step {number}, what came next", message) for message in news)
         if any(message["role"] == "user" for message in news):
             return
-        yield Part(f"step {number}, what came next: reply of the assistant", message_text(then.reply))
+        yield JudgePromptPart(
+            f"step {number}, what came next: reply of the assistant", render_message(then.reply)
+        )
         current = then
 
 
-def _part(where: str, message: Message) -> Part:
-    return Part(f"{where}: {message['role']}", message_text(message))
+def _part(where: str, message: Message) -> JudgePromptPart:
+    return JudgePromptPart(f"{where}: {message['role']}", render_message(message))
 
 
-def message_text(message: Message) -> str:
+def render_message(message: Message) -> str:
     parts: list[str] = []
     if reasoning := message.get("reasoning"):
         parts.append(f"(thinks) {reasoning}")
@@ -97,28 +99,28 @@ def message_text(message: Message) -> str:
     return "\n".join(parts)
 
 
-def task_part(task: Task, limit: int) -> list[Part]:
+def render_task(task: Task, limit: int) -> list[JudgePromptPart]:
     """What the session was given to do; nothing for a person's own use."""
     if not task.data:
         return []
     text = json.dumps(task.data, ensure_ascii=False, default=str)
-    return fit([Part("the task, as data", text)], limit)
+    return truncate_parts([JudgePromptPart("the task, as data", text)], limit)
 
 
-def conversation(calls: Sequence[Call]) -> list[Part]:
+def render_conversation(calls: Sequence[Call]) -> list[JudgePromptPart]:
     """A whole session."""
-    return [part for step in steps_of(calls) for part in (*step.before, step.reply)]
+    return [part for step in build_steps(calls) for part in (*step.before, step.reply)]
 
 
-def windows(
-    steps: Sequence[Step], shown: Callable[[Step], Sequence[Part]], limit: int
-) -> Iterator[tuple[list[Step], list[Part]]]:
+def split_into_windows(
+    steps: Sequence[SessionStep], shown: Callable[[SessionStep], Sequence[JudgePromptPart]], limit: int
+) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
     """The steps in as few runs as fit the limit, each with what is shown of them."""
-    taken: list[Step] = []
-    parts: list[Part] = []
+    taken: list[SessionStep] = []
+    parts: list[JudgePromptPart] = []
     size = 0
     for step in steps:
-        own = fit(shown(step), limit)
+        own = truncate_parts(shown(step), limit)
         length = sum(len(part.text) for part in own)
         if taken and size + length > limit:
             yield taken, parts

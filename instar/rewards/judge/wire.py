@@ -34,17 +34,17 @@ _REFUSED_FORMAT = (400, 404, 422)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JudgeReply:
     text: str
-    given: Json | None = None
+    structured_answer: Json | None = None
     """The answer itself, where the endpoint gave it as JSON and not as text."""
-    tokens_in: int = 0
-    tokens_out: int = 0
-    cut: bool = False
+    input_tokens: int = 0
+    output_tokens: int = 0
+    is_truncated: bool = False
     """It was longer than `max_tokens`."""
 
 
-class Refused(ScoreError):
+class JudgeHttpError(ScoreError):
     """The endpoint answered with this status."""
 
     def __init__(self, status: int, message: str, **more: Any) -> None:
@@ -52,22 +52,22 @@ class Refused(ScoreError):
         self.status = status
 
 
-class Endpoint(ABC):
+class JudgeEndpoint(ABC):
     @abstractmethod
-    async def ask(self, system: str, user: str, schema: Json) -> Reply:
+    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
         """Raises ScoreError."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
 
-class Http:
+class JudgeHttpClient:
     """Posts JSON, through the proxy that the environment names if ``proxied``. ``secret`` is never part of an
     error's text."""
 
-    def __init__(self, timeout: float, secret: str | None = None, *, proxied: bool = True) -> None:
+    def __init__(self, timeout: float, secret: str | None = None, *, use_proxy: bool = True) -> None:
         self._timeout = timeout
-        self._proxied = proxied
+        self._proxied = use_proxy
         self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
@@ -91,11 +91,11 @@ class Http:
         if 200 <= response.status < 300:
             return raw
         again = response.status in _AGAIN or response.status >= 500
-        raise Refused(
+        raise JudgeHttpError(
             response.status,
             f"the judge answered {response.status}: {self._clean(_said(raw))}",
             again=again,
-            wait=retry_after(response.headers.get("Retry-After")) if again else None,
+            wait=parse_retry_after(response.headers.get("Retry-After")) if again else None,
         )
 
     def _clean(self, text: str) -> str:
@@ -127,7 +127,7 @@ def _said(raw: bytes) -> str:
     return str(message or body)[:200]
 
 
-def retry_after(header: str | None) -> float | None:
+def parse_retry_after(header: str | None) -> float | None:
     """Seconds, or a date."""
     if not header:
         return None
@@ -170,7 +170,7 @@ class _Chat(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def chat_body(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
+def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
     # OpenAI's newer models refuse the name that everyone else goes by.
     own = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
     body: Json = {
@@ -186,17 +186,17 @@ def chat_body(config: JudgeRewardConfig, system: str, user: str, schema: Json | 
     return body
 
 
-def read_chat(raw: bytes) -> Reply:
+def parse_chat_response(raw: bytes) -> JudgeReply:
     answer = _decode(raw, _Chat)
     if not answer.choices:
         raise ScoreError("the judge's answer is empty", again=True)
     choice, usage = answer.choices[0], answer.usage or _Usage()
     content = choice.message.content or choice.message.refusal or ""
-    return Reply(
+    return JudgeReply(
         content if isinstance(content, str) else "".join(part.text or "" for part in content),
-        tokens_in=usage.prompt_tokens or 0,
-        tokens_out=usage.completion_tokens or 0,
-        cut=choice.finish_reason == "length",
+        input_tokens=usage.prompt_tokens or 0,
+        output_tokens=usage.completion_tokens or 0,
+        is_truncated=choice.finish_reason == "length",
     )
 
 
@@ -215,7 +215,7 @@ class _Messages(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def messages_body(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
+def build_messages_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
     body: Json = {
         "model": config.model,
         "system": system,
@@ -230,13 +230,13 @@ def messages_body(config: JudgeRewardConfig, system: str, user: str, schema: Jso
     return body
 
 
-def read_messages(raw: bytes) -> Reply:
+def parse_messages_response(raw: bytes) -> JudgeReply:
     answer = _decode(raw, _Messages)
     usage = answer.usage or _Usage()
     given = next(
         (b.input for b in answer.content if b.type == "tool_use" and isinstance(b.input, dict)), None
     )
-    return Reply(
+    return JudgeReply(
         "".join(block.text or "" for block in answer.content if block.type == "text"),
         cast(Json | None, given),
         usage.input_tokens or 0,
@@ -255,13 +255,13 @@ def _decode(raw: bytes, kind: type[T]) -> T:
 # --- both ---------------------------------------------------------------------------------------
 
 
-class HttpEndpoint(Endpoint):
+class HttpJudgeEndpoint(JudgeEndpoint):
     """Raises ConfigError for a key or an address that cannot be."""
 
     def __init__(self, config: JudgeRewardConfig) -> None:
         self._config = config
         key = _key(config)
-        self._http = Http(config.timeout, key)
+        self._http = JudgeHttpClient(config.timeout, key)
         self._url = _url(config)
         self._headers = {"content-type": "application/json"}
         if config.dialect == "messages":
@@ -273,12 +273,12 @@ class HttpEndpoint(Endpoint):
         self._headers.update(config.headers)
         self._by_schema = config.structured != "text"
 
-    async def ask(self, system: str, user: str, schema: Json) -> Reply:
+    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
         if not self._by_schema:
             return await self._post(system, user, None)
         try:
             return await self._post(system, user, schema)
-        except Refused as error:
+        except JudgeHttpError as error:
             if self._config.structured != "auto" or error.status not in _REFUSED_FORMAT:
                 raise
         # It may be the schema that it does not take. If so, it is not asked for one again.
@@ -286,11 +286,13 @@ class HttpEndpoint(Endpoint):
         self._by_schema = False
         return reply
 
-    async def _post(self, system: str, user: str, schema: Json | None) -> Reply:
+    async def _post(self, system: str, user: str, schema: Json | None) -> JudgeReply:
         anthropic = self._config.dialect == "messages"
-        body = (messages_body if anthropic else chat_body)(self._config, system, user, schema)
+        body = (build_messages_request if anthropic else build_chat_request)(
+            self._config, system, user, schema
+        )
         raw = await self._http.post(self._url, self._headers, body)
-        return (read_messages if anthropic else read_chat)(raw)
+        return (parse_messages_response if anthropic else parse_chat_response)(raw)
 
     async def close(self) -> None:
         await self._http.close()

@@ -16,22 +16,22 @@ NUMBER = re.compile(
 )
 MINUS = "\N{MINUS SIGN}"
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-SHOWN = 500
+MAX_DETAIL_CHARS = 500
 """Most characters of an answer that are kept with its reward."""
-CODE = "2"
+RULES_VERSION = "2"
 """Of all rules here; changes when one of them might give the same answer another score."""
 
 
-class Rule(Scorer):
+class AnswerRule(Scorer):
     """A scorer of source RULE. ``part`` and ``after`` of its section say where the answer is."""
 
     def __init__(self, section: Any) -> None:
         self.name = section.name
-        self.version = version_of(section)
+        self.version = settings_version(section)
 
     def reward(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
         shown: Json = {
-            name: word[:SHOWN] if isinstance(word, str) else word
+            name: word[:MAX_DETAIL_CHARS] if isinstance(word, str) else word
             for name, word in detail.items()
             if word not in (None, "")
         }
@@ -47,12 +47,12 @@ class Rule(Scorer):
         ]
 
 
-def version_of(section: Section) -> str:
+def settings_version(section: Section) -> str:
     settings = section.model_dump_json(exclude={"name"})
-    return hashlib.sha256(f"{CODE} {settings}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{RULES_VERSION} {settings}".encode()).hexdigest()[:8]
 
 
-def answer_in(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
+def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
     """The answer; None where the text has none."""
     if after is not None:
         _, marker, text = text.rpartition(after)
@@ -63,7 +63,7 @@ def answer_in(text: str, *, part: str = "whole", after: str | None = None) -> st
             lines = [line for line in text.splitlines() if line.strip()]
             return lines[-1] if lines else None
         case "last_number":
-            return last_number(text)
+            return find_last_number(text)
         case "last_block":
             blocks = BLOCK.findall(text)
             return blocks[-1] if blocks else text
@@ -71,13 +71,13 @@ def answer_in(text: str, *, part: str = "whole", after: str | None = None) -> st
             return text
 
 
-def last_number(text: str) -> str | None:
+def find_last_number(text: str) -> str | None:
     """As ASCII, whichever minus stands before it."""
     found = NUMBER.findall(text.replace(MINUS, "-"))
     return found[-1] if found else None
 
 
-def number(word: str) -> float | None:
+def parse_number(word: str) -> float | None:
     """``1,234.5``, ``$3``, ``2/3``, ``1e-3``."""
     above, _, below = word.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
     try:
@@ -86,7 +86,7 @@ def number(word: str) -> float | None:
         return None
 
 
-def field_of(task: Task, path: str) -> Any:
+def get_task_field(task: Task, path: str) -> Any:
     """The task's field; ``a.b`` is field ``b`` of field ``a``."""
     value: Any = task.data
     for name in [path] if path in task.data else path.split("."):
@@ -97,8 +97,8 @@ def field_of(task: Task, path: str) -> Any:
     return value
 
 
-def expected_of(task: Task, path: str, after: str | None = None) -> list[str]:
+def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
     """Every right answer, as text."""
-    value = field_of(task, path)
+    value = get_task_field(task, path)
     right = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
     return [text.rpartition(after)[2] for text in right] if after is not None else right

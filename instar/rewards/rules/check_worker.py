@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from instar.rewards.rules.self_sandbox import can_confine, confine
+from instar.rewards.rules.self_sandbox import can_sandbox_self, sandbox_self
 
 MEMORY = 4 * 2**30
 SHOWN = 500
@@ -123,8 +123,8 @@ def main() -> None:
         say(missing=error.name)
         return
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    if confined := can_confine():
-        confine()
+    if confined := can_sandbox_self():
+        sandbox_self()
     say(ready=True, confined=confined)
     for line in sys.stdin:
         asked = json.loads(line)

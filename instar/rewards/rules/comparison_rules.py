@@ -5,11 +5,18 @@ from __future__ import annotations
 from instar.config import ExactRewardConfig, NumericRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Transcript
-from instar.rewards.rules.answers import MINUS, Rule, answer_in, expected_of, last_number, number
+from instar.rewards.rules.answers import (
+    MINUS,
+    AnswerRule,
+    extract_answer,
+    find_last_number,
+    get_expected_answers,
+    parse_number,
+)
 from instar.types import Reward, Task
 
 
-class ExactReward(Rule):
+class ExactReward(AnswerRule):
     def __init__(self, config: ExactRewardConfig) -> None:
         super().__init__(config)
         self.config = config
@@ -18,8 +25,10 @@ class ExactReward(Rule):
         config = self.config
         if not task.data:
             return []
-        right = {self._plain(text) for text in expected_of(task, config.expected, config.expected_after)}
-        answer = answer_in(transcript.final_text, part=config.part, after=config.after)
+        right = {
+            self._plain(text) for text in get_expected_answers(task, config.expected, config.expected_after)
+        }
+        answer = extract_answer(transcript.final_text, part=config.part, after=config.after)
         if answer is None:
             return self.reward(transcript, 0.0, reason="there is no answer in the final text")
         return self.reward(transcript, self._plain(answer) in right, answer=answer)
@@ -34,7 +43,7 @@ class ExactReward(Rule):
         return text.casefold() if self.config.ignore_case else text
 
 
-class NumericReward(Rule):
+class NumericReward(AnswerRule):
     def __init__(self, config: NumericRewardConfig) -> None:
         super().__init__(config)
         self.config = config
@@ -43,18 +52,18 @@ class NumericReward(Rule):
         if not task.data:
             return []
         right = [self._right(task, text) for text in self._expected(task)]
-        answer = answer_in(transcript.final_text, part="last_number", after=self.config.after)
-        value = None if answer is None else number(answer)
+        answer = extract_answer(transcript.final_text, part="last_number", after=self.config.after)
+        value = None if answer is None else parse_number(answer)
         if value is None:
             return self.reward(transcript, 0.0, reason="there is no number in the final text")
         return self.reward(transcript, any(self._near(value, one) for one in right), answer=answer)
 
     def _expected(self, task: Task) -> list[str]:
-        return expected_of(task, self.config.expected, self.config.expected_after)
+        return get_expected_answers(task, self.config.expected, self.config.expected_after)
 
     def _right(self, task: Task, text: str) -> float:
-        word = last_number(text)
-        value = None if word is None else number(word)
+        word = find_last_number(text)
+        value = None if word is None else parse_number(word)
         if value is None:
             raise ScoreError(
                 f"task {task.task_id!r}: its {self.config.expected!r} is {text!r:.100}, no number"

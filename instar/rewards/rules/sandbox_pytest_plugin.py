@@ -1,4 +1,4 @@
-"""A pytest plugin that reports, inside the sandbox, in one line that begins with a key (see inside.py)."""
+"""A pytest plugin that reports, inside the sandbox, in one line that begins with a key (see the runner)."""
 
 from __future__ import annotations
 

@@ -6,20 +6,22 @@ import sys
 from pathlib import Path
 
 from instar.rewards.sandbox import seccomp
-from instar.rewards.sandbox.landlock import DEVICES, LEAST_ABI, landlock_abi
-from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, prctl, restrict_calls, restrict_files
+from instar.rewards.sandbox.landlock import DEVICES, MIN_ABI, landlock_abi
+from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, apply_landlock, apply_seccomp, prctl
 
 SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 
 
-def can_confine() -> bool:
-    return landlock_abi() >= LEAST_ABI and seccomp.supported()
+def can_sandbox_self() -> bool:
+    return landlock_abi() >= MIN_ABI and seccomp.is_supported()
 
 
-def confine() -> None:
+def sandbox_self() -> None:
     """No file is written, no other program or process started, no socket opened, nobody signalled."""
     known = [*SYSTEM, sys.prefix, sys.base_prefix, *sys.path]
     readable = sorted({str(path.resolve()) for each in known if each and (path := Path(each)).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    restrict_files(landlock_abi(), readable, [], list(DEVICES), run=False)
-    restrict_calls(seccomp.filter_program((), shares_processes=True, signals=False, alone=True))
+    apply_landlock(landlock_abi(), readable, [], list(DEVICES), allow_execute=False)
+    apply_seccomp(
+        seccomp.build_filter((), shares_host_processes=True, allow_signals=False, deny_new_processes=True)
+    )

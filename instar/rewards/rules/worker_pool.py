@@ -25,24 +25,24 @@ KEPT = ("PATH", "HOME", "PYTHONPATH", "LANG")
 """What of our environment a worker is given; a key is not in it."""
 
 
-class Workers:
+class CheckWorkerPool:
     """``ask`` may be called many times at once, best by those who hold one of ``turns``. ``setup`` is what a
     check is made with. One that evaluates answers must be ``sealed``: where no process can shut itself in, it
     is begun in a sandbox."""
 
-    def __init__(self, check: str, setup: Json | None = None, *, sealed: bool = False) -> None:
-        self.check = check
+    def __init__(self, check: str, setup: Json | None = None, *, requires_sandbox: bool = False) -> None:
+        self.check_name = check
         self.setup = json.dumps(setup or {})
-        self.sealed = sealed
-        self.within: list[str] = []
-        self.idle: list[asyncio.subprocess.Process] = []
-        self.turns = asyncio.Semaphore(min(MOST, usable_cores()))
+        self.requires_sandbox = requires_sandbox
+        self.command_prefix: list[str] = []
+        self.idle_workers: list[asyncio.subprocess.Process] = []
+        self.concurrency_limit = asyncio.Semaphore(min(MOST, usable_cores()))
 
     async def start(self) -> None:
         """Raises ConfigError where a package is missing, or a sandbox."""
-        self.idle.append(await self._spawn())
+        self.idle_workers.append(await self._spawn())
 
-    async def ask(self, seconds: float, **asked: Any) -> dict[str, Any]:
+    async def run_check(self, seconds: float, **asked: Any) -> dict[str, Any]:
         """The answer; ``ok`` is False, with the reason, where it took longer than so many seconds."""
         # One that died may have been killed by somebody else; two were by what they were asked.
         answer = await self._ask(seconds, asked) or await self._ask(seconds, asked)
@@ -54,7 +54,7 @@ class Workers:
 
     async def _ask(self, seconds: float, asked: dict[str, Any]) -> dict[str, Any] | None:
         """None where the worker died."""
-        worker = self.idle.pop() if self.idle else await self._spawn()
+        worker = self.idle_workers.pop() if self.idle_workers else await self._spawn()
         answer = None
         try:
             answer = await self._exchange(worker, seconds, asked)
@@ -64,12 +64,12 @@ class Workers:
             if answer is None:
                 await asyncio.shield(_end(worker))
             else:
-                self.idle.append(worker)
+                self.idle_workers.append(worker)
         return answer
 
     async def close(self) -> None:
-        while self.idle:
-            await _end(self.idle.pop())
+        while self.idle_workers:
+            await _end(self.idle_workers.pop())
 
     async def _exchange(
         self, worker: asyncio.subprocess.Process, seconds: float, asked: dict[str, Any]
@@ -87,21 +87,21 @@ class Workers:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         worker, said = await self._begin()
-        if "ready" in said and self.sealed and not said["confined"] and not self.within:
+        if "ready" in said and self.requires_sandbox and not said["confined"] and not self.command_prefix:
             await _end(worker)
-            self.within = _sandbox()
+            self.command_prefix = _sandbox()
             worker, said = await self._begin()
         if "ready" in said:
             return worker
         await _end(worker)
         if missing := said.get("missing"):
-            raise ConfigError(f"reward.type: {self.check} needs {missing}: pip install 'instar[rules]'")
-        raise ScoreError(f"the process that checks {self.check} did not start", again=True)
+            raise ConfigError(f"reward.type: {self.check_name} needs {missing}: pip install 'instar[rules]'")
+        raise ScoreError(f"the process that checks {self.check_name} did not start", again=True)
 
     async def _begin(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
         """A process, and what it says first."""
         worker = await asyncio.create_subprocess_exec(
-            *(*self.within, sys.executable, "-P", str(PROGRAM), self.check, self.setup),
+            *(*self.command_prefix, sys.executable, "-P", str(PROGRAM), self.check_name, self.setup),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -7,35 +7,35 @@ from typing import Any
 
 from instar.config import JsonSchemaRewardConfig, MathRewardConfig, RegexRewardConfig
 from instar.errors import ConfigError
-from instar.rewards.base import Surroundings, Transcript
-from instar.rewards.rules.answers import Rule, answer_in, expected_of, field_of
-from instar.rewards.rules.worker_pool import Workers
+from instar.rewards.base import ScoringContext, Transcript
+from instar.rewards.rules.answers import AnswerRule, extract_answer, get_expected_answers, get_task_field
+from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, Task
 
 
-class CheckedRule(Rule):
+class WorkerRule(AnswerRule):
     def __init__(self, section: Any, check: str) -> None:
         super().__init__(section)
         self.seconds: float = section.seconds
-        self.workers = Workers(check)
-        self.turns = self.workers.turns
+        self.workers = CheckWorkerPool(check)
+        self.concurrency_limit = self.workers.concurrency_limit
 
-    async def start(self, run: Surroundings) -> None:
+    async def start(self, context: ScoringContext) -> None:
         await self.workers.start()
 
     async def close(self) -> None:
         await self.workers.close()
 
-    async def checked(self, transcript: Transcript, answer: str | None, **asked: Any) -> list[Reward]:
+    async def check_answer(self, transcript: Transcript, answer: str | None, **asked: Any) -> list[Reward]:
         if answer is None:
             return self.reward(transcript, 0.0, reason="there is no answer in the final text")
-        found = await self.workers.ask(self.seconds, answer=answer, **asked)
+        found = await self.workers.run_check(self.seconds, answer=answer, **asked)
         return self.reward(
             transcript, found["ok"], answer=found.get("answer", answer), reason=found.get("reason")
         )
 
 
-class MathReward(CheckedRule):
+class MathReward(WorkerRule):
     def __init__(self, config: MathRewardConfig) -> None:
         super().__init__(config, "math")
         self.config = config
@@ -43,12 +43,12 @@ class MathReward(CheckedRule):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not task.data:
             return []
-        expected = expected_of(task, self.config.expected, self.config.expected_after)
-        answer = answer_in(transcript.final_text, after=self.config.after)
-        return await self.checked(transcript, answer, expected=expected)
+        expected = get_expected_answers(task, self.config.expected, self.config.expected_after)
+        answer = extract_answer(transcript.final_text, after=self.config.after)
+        return await self.check_answer(transcript, answer, expected=expected)
 
 
-class JsonSchemaReward(CheckedRule):
+class JsonSchemaReward(WorkerRule):
     def __init__(self, config: JsonSchemaRewardConfig) -> None:
         super().__init__(config, "json_schema")
         self.config = config
@@ -58,12 +58,12 @@ class JsonSchemaReward(CheckedRule):
         if schema is None:
             if not task.data:
                 return []
-            schema = field_of(task, self.config.expected)
-        answer = answer_in(transcript.final_text, part=self.config.part, after=self.config.after)
-        return await self.checked(transcript, answer, schema=schema)
+            schema = get_task_field(task, self.config.expected)
+        answer = extract_answer(transcript.final_text, part=self.config.part, after=self.config.after)
+        return await self.check_answer(transcript, answer, schema=schema)
 
 
-class RegexReward(CheckedRule):
+class RegexReward(WorkerRule):
     def __init__(self, config: RegexRewardConfig) -> None:
         super().__init__(config, "regex")
         self.config = config
@@ -81,8 +81,8 @@ class RegexReward(CheckedRule):
         if pattern is None:
             if not task.data:
                 return []
-            pattern = str(field_of(task, config.expected))
-        answer = answer_in(transcript.final_text, part=config.part, after=config.after)
-        return await self.checked(
+            pattern = str(get_task_field(task, config.expected))
+        answer = extract_answer(transcript.final_text, part=config.part, after=config.after)
+        return await self.check_answer(
             transcript, answer, pattern=pattern, how=config.how, ignore_case=config.ignore_case
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Stop = Literal["time", "memory", "processes", "output", "files"]
-WHY: dict[Stop, str] = {
+SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
+LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
     "time": "it ran past its {seconds:g} s",
     "memory": "it took more than {memory_mb} MB of memory",
     "processes": "it had more than {processes} processes",
@@ -19,7 +19,7 @@ WHY: dict[Stop, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Of one job: all its processes together, but for ``memory_mb``, which also bounds each one's address
     space."""
 
@@ -34,32 +34,32 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SandboxJob:
     """A command, run in a folder of its own that is gone afterwards."""
 
     command: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """Put into the folder, by name; each may be run."""
-    named: Mapping[str, str] = field(default_factory=dict[str, str])
+    file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables that hold the full path of one of the files."""
-    read: Sequence[Path] = ()
+    readable_paths: Sequence[Path] = ()
     """What else it may read of this machine, besides the system's folders and this Python."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SandboxResult:
     exit_code: int
     """127: there is no such command. 128 + n: ended by signal n."""
     output: str
     """stdout and stderr together."""
-    stopped: Stop | None
+    exceeded_limit: SandboxLimitName | None
     """Which limit ended it."""
     reason: str
     """Why it failed, in words; empty when it did not."""
 
     @property
     def ok(self) -> bool:
-        return self.exit_code == 0 and self.stopped is None
+        return self.exit_code == 0 and self.exceeded_limit is None
 
 
 class Sandbox(ABC):
@@ -68,5 +68,5 @@ class Sandbox(ABC):
     name: str
 
     @abstractmethod
-    async def run(self, job: Job, limits: Limits) -> Outcome:
+    async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         """Raises ScoreError when the sandbox itself failed."""

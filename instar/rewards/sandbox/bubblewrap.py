@@ -11,8 +11,16 @@ from pathlib import Path
 
 from instar.errors import ConfigError
 from instar.rewards.sandbox import seccomp
-from instar.rewards.sandbox.base import Job, Limits, Outcome, Sandbox
-from instar.rewards.sandbox.supervise import LAUNCHER, MB, Launch, below, fresh_uid, readable, supervise
+from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
+from instar.rewards.sandbox.supervise import (
+    LAUNCHER,
+    MB,
+    SandboxLaunch,
+    descendant_pids,
+    list_readable_paths,
+    pick_unused_uid,
+    supervise,
+)
 
 FOLDER, TEMPORARY = "/job", "/tmp"
 INSIDE = "/run/launcher.py"
@@ -26,30 +34,30 @@ class BubblewrapSandbox(Sandbox):
         program = shutil.which("bwrap")
         if program is None:
             raise ConfigError("bubblewrap is not installed (no `bwrap` in PATH)")
-        if not seccomp.supported():
+        if not seccomp.is_supported():
             raise ConfigError(f"no seccomp filter is known for {os.uname().machine}")
         self.program = program
 
-    async def run(self, job: Job, limits: Limits) -> Outcome:
-        uid = fresh_uid()
+    async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
+        uid = pick_unused_uid()
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
         if not limits.network:  # of a network of its own; unix sockets of the machine's are not
             families += (seccomp.AF_UNIX,)
-        launch = Launch(
-            before=[self.program, *_namespaces(uid, limits), *_files(job, limits), "--"],
-            launcher=INSIDE,
+        launch = SandboxLaunch(
+            command_prefix=[self.program, *_namespaces(uid, limits), *_files(job, limits), "--"],
+            launcher_path=INSIDE,
             folder=FOLDER,
             temporary=TEMPORARY,
-            seccomp=seccomp.filter_program(families, shares_processes=False),
+            seccomp=seccomp.build_filter(families, shares_host_processes=False),
             uid=uid,
             landlock=None,
-            kill=_kill,
-            usage=_usage,
+            kill_job=_kill,
+            measure_files=_usage,
         )
         return await supervise(launch, job, limits)
 
 
-def _namespaces(uid: int | None, limits: Limits) -> list[str]:
+def _namespaces(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "job"]
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
@@ -59,12 +67,12 @@ def _namespaces(uid: int | None, limits: Limits) -> list[str]:
     return flags if limits.network else [*flags, "--unshare-net"]
 
 
-def _files(job: Job, limits: Limits) -> list[str]:
+def _files(job: SandboxJob, limits: SandboxLimits) -> list[str]:
     size = str(limits.files_mb * MB)
     flags = ["--dev", "/dev", "--proc", "/proc"]
     for path in WRITABLE:
         flags += ["--perms", "1777", "--size", size, "--tmpfs", path]
-    paths = readable(job, limits)
+    paths = list_readable_paths(job, limits)
     for folder in _above([*paths, Path(INSIDE)]):
         flags += ["--perms", "0755", "--dir", str(folder)]
     for path in paths:
@@ -86,7 +94,7 @@ def _above(paths: list[Path]) -> list[Path]:
 
 def _kill(root: int) -> None:
     """With the first process of the job's namespace the kernel ends all others, before bubblewrap ends."""
-    for pid in below(root)[:1] or [root]:
+    for pid in descendant_pids(root)[:1] or [root]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

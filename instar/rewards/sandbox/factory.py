@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from instar.errors import ConfigError, ScoreError
-from instar.rewards.sandbox.base import Job, Limits, Sandbox
+from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits
 from instar.rewards.sandbox.bubblewrap import BubblewrapSandbox
 from instar.rewards.sandbox.landlock import LandlockSandbox
 
 KINDS: dict[str, type[Sandbox]] = {"bubblewrap": BubblewrapSandbox, "landlock": LandlockSandbox}
-TRIAL = Job([sys.executable, "-c", "print('in')"])
+TRIAL = SandboxJob([sys.executable, "-c", "print('in')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
@@ -29,7 +29,7 @@ async def create_sandbox(kind: str = "auto") -> Sandbox:
 async def _tried(kind: type[Sandbox]) -> Sandbox:
     sandbox = kind()
     try:
-        outcome = await sandbox.run(TRIAL, Limits(seconds=60.0))
+        outcome = await sandbox.run(TRIAL, SandboxLimits(seconds=60.0))
     except (ScoreError, OSError) as error:
         raise ConfigError(f"it does not work here: {error}") from error
     if not outcome.ok or outcome.output != "in\n":

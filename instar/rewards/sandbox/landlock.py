@@ -18,10 +18,16 @@ from pathlib import Path
 
 from instar.errors import ConfigError
 from instar.rewards.sandbox import seccomp
-from instar.rewards.sandbox.base import Job, Limits, Outcome, Sandbox
-from instar.rewards.sandbox.supervise import LAUNCHER, Launch, fresh_uid, readable, supervise
+from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
+from instar.rewards.sandbox.supervise import (
+    LAUNCHER,
+    SandboxLaunch,
+    list_readable_paths,
+    pick_unused_uid,
+    supervise,
+)
 
-LEAST_ABI = 3
+MIN_ABI = 3
 """From this on it watches truncation, too (Linux 6.2)."""
 SCOPES_SIGNALS = 6
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -34,13 +40,13 @@ class LandlockSandbox(Sandbox):
         self.abi = landlock_abi()
         if self.abi == 0:
             raise ConfigError("this kernel has no Landlock, or it is not switched on")
-        if self.abi < LEAST_ABI:
-            raise ConfigError(f"this kernel's Landlock is of version {self.abi}; {LEAST_ABI} is needed (6.2)")
-        if not seccomp.supported():
+        if self.abi < MIN_ABI:
+            raise ConfigError(f"this kernel's Landlock is of version {self.abi}; {MIN_ABI} is needed (6.2)")
+        if not seccomp.is_supported():
             raise ConfigError(f"no seccomp filter is known for {os.uname().machine}")
 
-    async def run(self, job: Job, limits: Limits) -> Outcome:
-        uid = fresh_uid()
+    async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
+        uid = pick_unused_uid()
         folder = Path(tempfile.mkdtemp(prefix="instar-job-"))
         try:
             temporary = folder / "tmp"
@@ -52,25 +58,25 @@ class LandlockSandbox(Sandbox):
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
-    def _launch(self, job: Job, limits: Limits, folder: Path, uid: int | None) -> Launch:
+    def _launch(self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None) -> SandboxLaunch:
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
-        return Launch(
-            before=[],
-            launcher=str(LAUNCHER),
+        return SandboxLaunch(
+            command_prefix=[],
+            launcher_path=str(LAUNCHER),
             folder=str(folder),
             temporary=str(folder / "tmp"),
-            seccomp=seccomp.filter_program(
-                families, shares_processes=True, signals=self.abi >= SCOPES_SIGNALS
+            seccomp=seccomp.build_filter(
+                families, shares_host_processes=True, allow_signals=self.abi >= SCOPES_SIGNALS
             ),
             uid=uid,
             landlock={
                 "abi": self.abi,
-                "read": [str(path) for path in readable(job, limits)],
+                "read": [str(path) for path in list_readable_paths(job, limits)],
                 "write": [str(folder)],
                 "devices": list(DEVICES),
             },
-            kill=_kill,
-            usage=lambda processes: _usage(folder, processes),
+            kill_job=_kill,
+            measure_files=lambda processes: _usage(folder, processes),
         )
 
 

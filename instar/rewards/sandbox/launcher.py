@@ -38,7 +38,7 @@ def main() -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(orders["status"], False)
     if orders["landlock"] is None:
-        become(orders)
+        exec_job(orders)
     supervise(orders)
 
 
@@ -49,7 +49,7 @@ def supervise(orders: dict[str, Any]) -> NoReturn:
     job = os.fork()
     if job == 0:
         os.setsid()
-        become(orders)
+        exec_job(orders)
     os.close(orders["status"])
 
     def stop(*_: Any) -> None:
@@ -72,7 +72,7 @@ def supervise(orders: dict[str, Any]) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def become(orders: dict[str, Any]) -> NoReturn:
+def exec_job(orders: dict[str, Any]) -> NoReturn:
     try:
         if orders["uid"] is not None:
             change_user(orders["uid"], keep_search=orders["landlock"] is not None)
@@ -82,8 +82,8 @@ def become(orders: dict[str, Any]) -> NoReturn:
             resource.setrlimit(getattr(resource, name), (value, value))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         if orders["landlock"] is not None:
-            restrict_files(**orders["landlock"])
-        restrict_calls(bytes.fromhex(orders["seccomp"]))
+            apply_landlock(**orders["landlock"])
+        apply_seccomp(bytes.fromhex(orders["seccomp"]))
     except OSError as error:
         os.write(orders["status"], f"{error}".encode())
         os._exit(1)
@@ -97,7 +97,7 @@ def become(orders: dict[str, Any]) -> NoReturn:
 
 def change_user(uid: int, *, keep_search: bool) -> None:
     """``keep_search``: still pass folders that are closed to others, as the one of a Python in /root is."""
-    keep_search = keep_search and may_search()
+    keep_search = keep_search and can_search_folders()
     if keep_search:
         prctl(PR_SET_KEEPCAPS, 1)
     os.setgroups([])
@@ -110,7 +110,7 @@ def change_user(uid: int, *, keep_search: bool) -> None:
         prctl(PR_CAP_AMBIENT, 2, CAP_DAC_READ_SEARCH)
 
 
-def may_search() -> bool:
+def can_search_folders() -> bool:
     status = Path("/proc/self/status").read_text()
     held = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
     return bool(int(held.split()[1], 16) >> CAP_DAC_READ_SEARCH & 1)
@@ -124,15 +124,15 @@ def write_files(files: dict[str, str]) -> None:
         path.chmod(0o755)  # a script may be the command
 
 
-def restrict_files(
-    abi: int, read: list[str], write: list[str], devices: list[str], *, run: bool = True
+def apply_landlock(
+    abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
     """Landlock: from here on, no file but these; and without ``run``, no program."""
     every = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", every, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
     size = 24 if abi >= 6 else 8
     ruleset = check(libc.syscall(LANDLOCK_CREATE, attributes, size, 0), "landlock")
-    rules = [(path, READ if run else READ & ~EXECUTE) for path in read]
+    rules = [(path, READ if allow_execute else READ & ~EXECUTE) for path in read]
     rules += [(path, every & ~(MAKE_CHAR | MAKE_BLOCK)) for path in write]
     rules += [(path, READ_FILE | WRITE_FILE) for path in devices]
     for path, access in rules:
@@ -145,7 +145,7 @@ def restrict_files(
     os.close(ruleset)
 
 
-def restrict_calls(program: bytes) -> None:
+def apply_seccomp(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(described))

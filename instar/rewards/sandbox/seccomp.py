@@ -70,12 +70,16 @@ _ALWAYS = _NAMES[: _NAMES.index("setsid")]
 _ON_THE_MACHINE = _NAMES[_NAMES.index("setsid") :]
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     return platform.machine() in _ARCHES
 
 
-def filter_program(
-    sockets: Iterable[int], *, shares_processes: bool, signals: bool = True, alone: bool = False
+def build_filter(
+    socket_families: Iterable[int],
+    *,
+    shares_host_processes: bool,
+    allow_signals: bool = True,
+    deny_new_processes: bool = False,
 ) -> bytes:
     """Denies what no job needs, and all sockets but those of these families. A job that
     ``shares_processes`` with the machine is also kept in its process group and from the files' attributes,
@@ -84,14 +88,14 @@ def filter_program(
     column = list(_ARCHES).index(machine)
     number = {name: numbers[column] for name, numbers in _NUMBERS.items() if numbers[column] >= 0}
     denied = list(_ALWAYS)
-    own = {"socket": _if_one_of(sockets), "clone": _unless_any_bit(_NEW_NAMESPACES)}
-    if shares_processes:
+    own = {"socket": _if_one_of(socket_families), "clone": _unless_any_bit(_NEW_NAMESPACES)}
+    if shares_host_processes:
         denied += _ON_THE_MACHINE
         own["prlimit64"] = own["sched_setaffinity"] = _if_one_of([0])
-    if alone:
+    if deny_new_processes:
         denied += _PROCESSES
         own["clone"] = _if_any_bit(_CLONE_THREAD)
-    if not signals:
+    if not allow_signals:
         denied += _SIGNALS
         own["fcntl"] = _unless_one_of(_SIGNAL_OWNER)
     program = [_load(_ARCH), _jump(_EQUAL, _ARCHES[machine], 1, 0), _give(_KILL), _load(_NUMBER)]

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from instar.errors import ScoreError
-from instar.rewards.sandbox.base import WHY, Job, Limits, Outcome, Stop
+from instar.rewards.sandbox.base import (
+    LIMIT_MESSAGES,
+    SandboxJob,
+    SandboxLimitName,
+    SandboxLimits,
+    SandboxResult,
+)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 EVERY = 0.02
@@ -37,12 +43,12 @@ OF_NETWORK = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class SandboxLaunch:
     """How a sandbox starts a job, ends it, and sees what it wrote."""
 
-    before: list[str]
+    command_prefix: list[str]
     """What stands before the Python that runs the launcher."""
-    launcher: str
+    launcher_path: str
     """Where the launcher lies, for it."""
     folder: str
     """Where the job works, as it sees it itself."""
@@ -50,23 +56,23 @@ class Launch:
     seccomp: bytes
     uid: int | None
     landlock: dict[str, Any] | None
-    kill: Callable[[int], None]
+    kill_job: Callable[[int], None]
     """Ends everything below the process that was started."""
-    usage: Callable[[list[int]], tuple[int, int]]
+    measure_files: Callable[[list[int]], tuple[int, int]]
     """Bytes and number of the job's files, given its processes."""
 
 
-def readable(job: Job, limits: Limits) -> list[Path]:
+def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
     """What a job may read of this machine: the system's programs, this Python, and what it was given."""
     python = [Path(p) for p in (sys.prefix, sys.base_prefix)]
     python += [*(p.resolve() for p in python), Path(sys.executable).resolve().parent.parent]
     named = [Path(p) for p in (*SYSTEM, *SETTINGS, *(OF_NETWORK if limits.network else ()))]
-    found = {p for p in (*named, *python, *(Path(p).absolute() for p in job.read)) if p.exists()}
+    found = {p for p in (*named, *python, *(Path(p).absolute() for p in job.readable_paths)) if p.exists()}
     inside_usr = {p for p in found if Path("/usr") in p.parents}
     return sorted(found - inside_usr, key=lambda path: len(path.parts))
 
 
-def fresh_uid() -> int | None:
+def pick_unused_uid() -> int | None:
     """A user that nobody else is, where this process may become one: the kernel counts a user's processes."""
     if os.geteuid() != 0:
         return None
@@ -76,13 +82,13 @@ def fresh_uid() -> int | None:
     return random.randrange(max(first, upper // 2), upper) if size > 1000 else None
 
 
-async def supervise(launch: Launch, job: Job, limits: Limits) -> Outcome:
+async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
     status, theirs = os.pipe()
     os.set_blocking(status, False)
     try:
         process = await asyncio.create_subprocess_exec(
-            *launch.before,
-            *(sys.executable, "-I", "-S", "-B", launch.launcher),
+            *launch.command_prefix,
+            *(sys.executable, "-I", "-S", "-B", launch.launcher_path),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -107,10 +113,10 @@ async def supervise(launch: Launch, job: Job, limits: Limits) -> Outcome:
         )
     assert process.returncode is not None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return Outcome(code, text, stopped, _reason(code, stopped, limits))
+    return SandboxResult(code, text, stopped, _reason(code, stopped, limits))
 
 
-def _orders(launch: Launch, job: Job, limits: Limits, status: int) -> dict[str, Any]:
+def _orders(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, status: int) -> dict[str, Any]:
     memory, files = limits.memory_mb * MB, limits.files_mb * MB
     bounds = {
         "RLIMIT_AS": memory,
@@ -139,7 +145,7 @@ def _orders(launch: Launch, job: Job, limits: Limits, status: int) -> dict[str, 
     }
 
 
-def _environment(launch: Launch, job: Job) -> dict[str, str]:
+def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
     """Nothing of ours is in it."""
     python = str(Path(sys.executable).parent)
     return {
@@ -150,13 +156,13 @@ def _environment(launch: Launch, job: Job) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        **{name: f"{launch.folder}/{file}" for name, file in job.named.items()},
+        **{name: f"{launch.folder}/{file}" for name, file in job.file_variables.items()},
     }
 
 
 async def _watch(
-    process: asyncio.subprocess.Process, orders: bytes, launch: Launch, limits: Limits
-) -> tuple[Stop | None, bytes]:
+    process: asyncio.subprocess.Process, orders: bytes, launch: SandboxLaunch, limits: SandboxLimits
+) -> tuple[SandboxLimitName | None, bytes]:
     """Until the job has ended, or a limit ended it. Whatever happens, nothing of it is left."""
     output = bytearray()
     full = asyncio.Event()
@@ -172,8 +178,8 @@ async def _watch(
 
 
 async def _until_stopped(
-    process: asyncio.subprocess.Process, launch: Launch, limits: Limits, full: asyncio.Event
-) -> Stop | None:
+    process: asyncio.subprocess.Process, launch: SandboxLaunch, limits: SandboxLimits, full: asyncio.Event
+) -> SandboxLimitName | None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.seconds
     ended = asyncio.create_task(process.wait())
@@ -193,8 +199,8 @@ async def _until_stopped(
     return None
 
 
-def _over(root: int, launch: Launch, limits: Limits) -> Stop | None:
-    processes = below(root)
+def _over(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
+    processes = descendant_pids(root)
     tasks = sum(len(_names(f"/proc/{pid}/task")) for pid in processes)
     # The launcher, or bubblewrap, are not the job's.
     if tasks > limits.processes + 2:
@@ -204,20 +210,20 @@ def _over(root: int, launch: Launch, limits: Limits) -> Stop | None:
         and _memory(processes, "pss") > limits.memory_mb * MB
     ):
         return "memory"
-    size, number = launch.usage(processes)
+    size, number = launch.measure_files(processes)
     return "files" if size > limits.files_mb * MB or number > limits.files else None
 
 
 async def _end(
-    process: asyncio.subprocess.Process, launch: Launch, tasks: Iterable[asyncio.Task[None]]
+    process: asyncio.subprocess.Process, launch: SandboxLaunch, tasks: Iterable[asyncio.Task[None]]
 ) -> None:
     """Kill what is left and see that it is gone; its output ends when it has."""
     if process.returncode is None:
-        launch.kill(process.pid)
+        launch.kill_job(process.pid)
         try:
             await asyncio.wait_for(process.wait(), PATIENCE)
         except TimeoutError:
-            for pid in (*below(process.pid), process.pid):
+            for pid in (*descendant_pids(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await process.wait()
@@ -244,7 +250,7 @@ async def _drain(
             full.set()
 
 
-def below(root: int) -> list[int]:
+def descendant_pids(root: int) -> list[int]:
     """Every process that descends from this one; orphans of a job do too, as their parent becomes its first
     process."""
     found: list[int] = []
@@ -296,9 +302,9 @@ def _read(status: int) -> bytes:
         return b""
 
 
-def _reason(code: int, stopped: Stop | None, limits: Limits) -> str:
+def _reason(code: int, stopped: SandboxLimitName | None, limits: SandboxLimits) -> str:
     if stopped is not None:
-        return WHY[stopped].format(**asdict(limits))
+        return LIMIT_MESSAGES[stopped].format(**asdict(limits))
     if code > 128:
         with suppress(ValueError):
             return f"it was ended by {signal.Signals(code - 128).name}"

@@ -19,8 +19,8 @@ import msgspec
 from instar.config import BfclTasksConfig
 from instar.rewards.base import Transcript
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.jsonl import read_lines
-from instar.rollout.tasksets.optional_packages import folder_of, needed
+from instar.rollout.tasksets.jsonl import read_json_lines
+from instar.rollout.tasksets.optional_packages import find_package_folder, import_package
 from instar.types import Json, Task
 
 INSTALL = "pip install --no-deps bfcl-eval"
@@ -31,13 +31,14 @@ JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "str
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
     """A task has `messages`, `tools` as the chat API takes them, and what the checker needs."""
-    folder = folder_of("bfcl_eval", "bfcl", INSTALL) / "data"
+    folder = find_package_folder("bfcl_eval", "bfcl", INSTALL) / "data"
     file = f"BFCL_v4_{config.category}.json"
     answers = {
-        record["id"]: record["ground_truth"] for _, record in read_lines(folder / "possible_answer" / file)
+        record["id"]: record["ground_truth"]
+        for _, record in read_json_lines(folder / "possible_answer" / file)
     }
     until = None if config.limit is None else config.start + config.limit
-    chosen = islice(read_lines(folder / file), config.start, until)
+    chosen = islice(read_json_lines(folder / file), config.start, until)
     return TaskSet([_task(record, answers[record["id"]], config.category) for _, record in chosen])
 
 
@@ -107,7 +108,7 @@ def _checker() -> tuple[Callable[..., Json], Any]:
     It imports every vendor's SDK for one flag: whether a model's tool names have underscores for dots. That
     module is stood in for while the checker is imported.
     """
-    needed("bfcl_eval", "bfcl", INSTALL)
+    import_package("bfcl_eval", "bfcl", INSTALL)
     name = "bfcl_eval.constants.model_config"
     stand_in = ModuleType(name)
     vars(stand_in)["MODEL_CONFIG_MAPPING"] = {US: SimpleNamespace(underscore_to_dot=True)}

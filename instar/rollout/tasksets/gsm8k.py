@@ -12,7 +12,7 @@ from itertools import islice
 from instar.config import Gsm8kTasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.jsonl import read_lines
+from instar.rollout.tasksets.jsonl import read_json_lines
 from instar.rollout.tasksets.word_problems import make_problems
 from instar.types import Json, Task
 
@@ -45,7 +45,7 @@ def _tasks(config: Gsm8kTasksConfig) -> Iterator[Task]:
         for place, problem in enumerate(make_problems(made.split, made.size, made.seed)):
             yield Task(f"{made.split}-{place}", _with_final(problem, f"synthetic problem {place}"))
     elif config.path is not None:
-        for number, record in read_lines(config.path):
+        for number, record in read_json_lines(config.path):
             yield Task(f"line-{number}", _with_final(record, f"{config.path}, line {number}"))
 
 

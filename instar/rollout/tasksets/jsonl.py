@@ -14,7 +14,7 @@ from instar.errors import ConfigError
 from instar.types import Json
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Json]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, Json]]:
     """Each object with the number of its line, from 1. Raises ConfigError that names file and line."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:

@@ -12,7 +12,7 @@ from instar.errors import ConfigError
 EXTRA = "pip install 'instar[tasks]'"
 
 
-def needed(module: str, tasks: str, install: str = EXTRA) -> Any:
+def import_package(module: str, tasks: str, install: str = EXTRA) -> Any:
     """The module, or a ConfigError that says how to come by it."""
     try:
         return import_module(module)
@@ -20,7 +20,7 @@ def needed(module: str, tasks: str, install: str = EXTRA) -> Any:
         raise ConfigError(_missing(error.name or module, tasks, install)) from error
 
 
-def folder_of(module: str, tasks: str, install: str = EXTRA) -> Path:
+def find_package_folder(module: str, tasks: str, install: str = EXTRA) -> Path:
     """Where a package lies, without running any of it."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:

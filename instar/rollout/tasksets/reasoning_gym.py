@@ -10,16 +10,16 @@ import msgspec
 from instar.config import ReasoningGymTasksConfig
 from instar.config.tasks import ReasoningGymPart
 from instar.errors import ConfigError
-from instar.rewards.base import Evaluating
+from instar.rewards.base import WorkerTextScorer
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.optional_packages import needed
+from instar.rollout.tasksets.optional_packages import import_package
 from instar.types import Json, Task
 
 
 def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
     parts = config.parts or [ReasoningGymPart(dataset=config.dataset or "", args=config.args)]
-    order = mixed([part.weight for part in parts], config.size)
+    order = interleave_by_weight([part.weight for part in parts], config.size)
     sizes = [max(1, order.count(place)) for place in range(len(parts))]
     datasets = [_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
     names = _names(parts)
@@ -31,13 +31,13 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
         origins[task.task_id] = (place, made[place])
         tasks.append(task)
         made[place] += 1
-    return TaskSet(tasks, GymScorer(config, parts, sizes, datasets, origins))
+    return TaskSet(tasks, ReasoningGymScorer(config, parts, sizes, datasets, origins))
 
 
-class GymScorer(Evaluating):
+class ReasoningGymScorer(WorkerTextScorer):
     """The dataset's own verifier."""
 
-    check = "reasoning_gym"
+    check_name = "reasoning_gym"
 
     def __init__(
         self,
@@ -47,26 +47,26 @@ class GymScorer(Evaluating):
         datasets: Sequence[Any],
         origins: Mapping[str, tuple[int, int]],
     ) -> None:
-        self.sealed = config.sandbox
+        self.requires_sandbox = config.sandbox
         described = [
             {"dataset": part.dataset, "size": size, "args": part.args}
             for part, size in zip(parts, sizes, strict=True)
         ]
-        self.setup = {"parts": described, "seed": config.seed}
+        self.check_args = {"parts": described, "seed": config.seed}
         self._datasets = datasets
         self._origins = origins
 
-    def question(self, task: Task, text: str) -> Json:
+    def build_request(self, task: Task, text: str) -> Json:
         part, index = self._origins[task.task_id]
         return {"part": part, "index": index, "answer": text.rsplit("Answer:", 1)[-1].strip()}
 
     def __call__(self, task: Task, text: str) -> float:
-        asked = self.question(task, text)
+        asked = self.build_request(task, text)
         dataset = self._datasets[asked["part"]]
         return float(dataset.score_answer(asked["answer"], entry=dataset[asked["index"]]))
 
 
-def mixed(weights: Sequence[float], size: int) -> list[int]:
+def interleave_by_weight(weights: Sequence[float], size: int) -> list[int]:
     """Places of the weights, such that every beginning of the list has them in proportion, as near as can
     be."""
     total = sum(weights)
@@ -80,7 +80,7 @@ def mixed(weights: Sequence[float], size: int) -> list[int]:
 
 
 def _dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
-    gym = needed("reasoning_gym", "reasoning_gym", "pip install reasoning-gym")
+    gym = import_package("reasoning_gym", "reasoning_gym", "pip install reasoning-gym")
     try:
         return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
     except (ValueError, TypeError, AssertionError) as error:

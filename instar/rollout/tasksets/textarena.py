@@ -10,7 +10,7 @@ from typing import Any
 from instar.config import TextArenaTasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.optional_packages import needed
+from instar.rollout.tasksets.optional_packages import import_package
 from instar.types import Json, Task
 
 MOST_PLAYERS = 2
@@ -31,12 +31,12 @@ def textarena_tasks(config: TextArenaTasksConfig) -> TaskSet:
 
 def _check(name: str, args: Json) -> None:
     try:
-        Game(name, 0, args)
+        TextArenaGame(name, 0, args)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"tasks.games: TextArena refuses {name!r}: {error}") from error
 
 
-class Game:
+class TextArenaGame:
     """One game, from its first observation to its reward.
 
     Its dice are its own: TextArena draws from Python's one generator, which other games and the run draw from
@@ -44,13 +44,13 @@ class Game:
     """
 
     def __init__(self, name: str, seed: int, args: Json) -> None:
-        arena = needed("textarena", "textarena")
-        self._dice = random.Random(seed)
-        with self._own_dice():
+        arena = import_package("textarena", "textarena")
+        self._rng = random.Random(seed)
+        with self._isolated_rng():
             self._env = arena.make(f"{name}-raw", **args)
             self.players = self._begin(seed)
         self._action: Any = arena.ObservationType.PLAYER_ACTION
-        self.done = False
+        self.is_done = False
 
     def _begin(self, seed: int) -> int:
         """With as few players as the game can be played with."""
@@ -71,19 +71,19 @@ class Game:
 
     def move(self, text: str) -> None:
         """A game that cannot be read from the text counts it as an invalid move; the second one loses."""
-        with self._own_dice():
-            self.done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
+        with self._isolated_rng():
+            self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
     def rewards(self) -> dict[int, float] | None:
         """By player, once it is done."""
-        return self._env.close()[0] if self.done else None
+        return self._env.close()[0] if self.is_done else None
 
     @contextmanager
-    def _own_dice(self) -> Generator[None]:
+    def _isolated_rng(self) -> Generator[None]:
         outer = random.getstate()
-        random.setstate(self._dice.getstate())
+        random.setstate(self._rng.getstate())
         try:
             yield
         finally:
-            self._dice.setstate(random.getstate())
+            self._rng.setstate(random.getstate())
             random.setstate(outer)

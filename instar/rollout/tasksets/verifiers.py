@@ -15,7 +15,7 @@ from instar import registry
 from instar.config import VerifiersTasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.optional_packages import needed
+from instar.rollout.tasksets.optional_packages import import_package
 from instar.types import Json, Task
 
 TAKEN = (signal.SIGINT, signal.SIGTERM)
@@ -43,10 +43,10 @@ def load_environment(name: str, args: Json) -> Any:
 
 @lru_cache
 def _load(name: str, args: bytes) -> Any:
-    verifiers = needed("verifiers", "verifiers")
+    verifiers = import_package("verifiers", "verifiers")
     settings: Json = msgspec.json.decode(args)
     try:
-        with _own_signals():
+        with _preserve_signal_handlers():
             if ":" in name:
                 environment = registry.load_object(name)(**settings)
             else:
@@ -61,7 +61,7 @@ def _load(name: str, args: bytes) -> Any:
 
 
 @contextmanager
-def _own_signals() -> Generator[None]:
+def _preserve_signal_handlers() -> Generator[None]:
     """An environment takes over Ctrl-C and the end of the process; they stay the run's."""
     handlers = {number: signal.getsignal(number) for number in TAKEN}
     try:

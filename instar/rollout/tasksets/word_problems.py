@@ -21,7 +21,7 @@ THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shell
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class WordProblem:
     kind: str
     numbers: tuple[int, ...]
     question: str
@@ -34,7 +34,7 @@ class Problem:
         return f"{self.kind}:{','.join(map(str, self.numbers))}"
 
     @property
-    def held_out(self) -> bool:
+    def is_held_out(self) -> bool:
         return zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
 
     def record(self) -> Json:
@@ -44,11 +44,11 @@ class Problem:
 def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
     """Distinct problems of that side, kinds in a fixed rotation so that every prefix has the same mix."""
     rng = random.Random(f"gsm8k/{seed}/{split}")
-    taken: dict[str, Problem] = {}
+    taken: dict[str, WordProblem] = {}
     for place in range(size):
         make = KINDS[place % len(KINDS)]
         problem = make(rng)
-        while problem.held_out is not (split == "heldout") or problem.key in taken:
+        while problem.is_held_out is not (split == "heldout") or problem.key in taken:
             problem = make(rng)
         taken[problem.key] = problem
     return [problem.record() for problem in taken.values()]
@@ -59,47 +59,47 @@ def _worked(expression: str, result: int) -> str:
     return f"{expression}=<<{expression}={result}>>{result}"
 
 
-def _boxes(rng: random.Random) -> Problem:
+def _boxes(rng: random.Random) -> WordProblem:
     a, b, things = rng.randint(12, 99), rng.randint(12, 399), rng.choice(THINGS)
     question = f"A box holds {a} {things}. How many {things} are in {b} boxes?"
     steps = f"There are {_worked(f'{a}*{b}', a * b)} {things} in the boxes."
-    return Problem("boxes", (a, b), question, steps, a * b)
+    return WordProblem("boxes", (a, b), question, steps, a * b)
 
 
-def _more(rng: random.Random) -> Problem:
+def _more(rng: random.Random) -> WordProblem:
     a, b = rng.randint(100, 999), rng.randint(100, 999)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and finds {b} more. How many {things} does {who} have now?"
     steps = f"{who} has {_worked(f'{a}+{b}', a + b)} {things}."
-    return Problem("more", (a, b), question, steps, a + b)
+    return WordProblem("more", (a, b), question, steps, a + b)
 
 
-def _left(rng: random.Random) -> Problem:
+def _left(rng: random.Random) -> WordProblem:
     a, b = rng.randint(300, 999), rng.randint(100, 299)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and sells {b} of them. How many {things} does {who} have left?"
     steps = f"{who} has {_worked(f'{a}-{b}', a - b)} {things} left."
-    return Problem("left", (a, b), question, steps, a - b)
+    return WordProblem("left", (a, b), question, steps, a - b)
 
 
-def _compare(rng: random.Random) -> Problem:
+def _compare(rng: random.Random) -> WordProblem:
     b, a = sorted(rng.sample(range(100, 1000), 2))
     (who, other), things = rng.sample(PEOPLE, 2), rng.choice(THINGS)
     question = (
         f"{who} has {a} {things} and {other} has {b}. How many more {things} does {who} have than {other}?"
     )
     steps = f"{who} has {_worked(f'{a}-{b}', a - b)} more {things} than {other}."
-    return Problem("compare", (a, b), question, steps, a - b)
+    return WordProblem("compare", (a, b), question, steps, a - b)
 
 
-def _share(rng: random.Random) -> Problem:
+def _share(rng: random.Random) -> WordProblem:
     b, each, things = rng.randint(3, 40), rng.randint(12, 99), rng.choice(THINGS)
     question = f"{b * each} {things} are shared equally among {b} children. How many does each child get?"
     steps = f"Each child gets {_worked(f'{b * each}/{b}', each)} {things}."
-    return Problem("share", (b * each, b), question, steps, each)
+    return WordProblem("share", (b * each, b), question, steps, each)
 
 
-def _days(rng: random.Random) -> Problem:
+def _days(rng: random.Random) -> WordProblem:
     a, b, c = (rng.randint(12, 199) for _ in range(3))
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = (
@@ -110,19 +110,19 @@ def _days(rng: random.Random) -> Problem:
     steps = (
         f"{who} sells {first} {things} on two days.\nIn all, that is {_worked(f'{a + b}+{c}', a + b + c)}."
     )
-    return Problem("days", (a, b, c), question, steps, a + b + c)
+    return WordProblem("days", (a, b, c), question, steps, a + b + c)
 
 
-def _packs(rng: random.Random) -> Problem:
+def _packs(rng: random.Random) -> WordProblem:
     a, b, c = rng.randint(12, 60), rng.randint(12, 60), rng.randint(11, 99)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} buys {a} packs of {b} {things} and loses {c}. How many {things} are left?"
     bought = _worked(f"{a}*{b}", a * b)
     steps = f"{who} buys {bought} {things}.\n{_worked(f'{a * b}-{c}', a * b - c)} of them are left."
-    return Problem("packs", (a, b, c), question, steps, a * b - c)
+    return WordProblem("packs", (a, b, c), question, steps, a * b - c)
 
 
-KINDS: tuple[Callable[[random.Random], Problem], ...] = (
+KINDS: tuple[Callable[[random.Random], WordProblem], ...] = (
     _boxes,
     _more,
     _left,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rewards.rules import scored, started
-from tests.unit.rewards.sandboxes import every_sandbox, left_behind, names_in
+from tests.unit.rewards.rules import score_text, start_scorer
+from tests.unit.rewards.sandboxes import available_sandboxes, find_processes, list_names
 
 PROCESSES = 32
 LIMITS = {"seconds": 3.0, "memory_mb": 256, "processes": PROCESSES, "files_mb": 16, "output_kb": 64}
@@ -97,7 +97,7 @@ os._exit(0)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", every_sandbox())
+@pytest.mark.parametrize("kind", available_sandboxes())
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_an_attack_fails_and_leaves_no_trace(
     kind: str, attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,11 +113,11 @@ async def test_an_attack_fails_and_leaves_no_trace(
         server.setblocking(False)
         # The name of its file is an argument of every process of the job.
         section = {"type": "tests", "file": f"{marker}.py", "sandbox": {"kind": kind, **LIMITS}}
-        async with started(**section) as scorer:
-            job = asyncio.create_task(scored(scorer, TESTS, f"```python\n{code}\n```"))
+        async with start_scorer(**section) as scorer:
+            job = asyncio.create_task(score_text(scorer, TESTS, f"```python\n{code}\n```"))
             most = 0
             while not job.done():
-                most = max(most, len(left_behind(marker)))
+                most = max(most, len(find_processes(marker)))
                 await asyncio.wait([job], timeout=0.2)
             reward = await job
         with pytest.raises(BlockingIOError):
@@ -125,15 +125,15 @@ async def test_an_attack_fails_and_leaves_no_trace(
     assert reward.value == 0.0
     assert reward.detail["reason"]
     assert most <= PROCESSES + 3  # and bubblewrap's own, or the launcher
-    assert left_behind(marker) == []
-    assert names_in(tmp_path) == ["folders", "id_ed25519"]
-    assert names_in(folders) == []
+    assert find_processes(marker) == []
+    assert list_names(tmp_path) == ["folders", "id_ed25519"]
+    assert list_names(folders) == []
     assert secret.read_text() == "the-private-key"
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", every_sandbox())
+@pytest.mark.parametrize("kind", available_sandboxes())
 async def test_an_honest_answer_passes_under_the_same_limits(kind: str) -> None:
-    async with started(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
-        many = [scored(scorer, TESTS, "def f(x): return x + 1") for _ in range(6)]
+    async with start_scorer(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
+        many = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(6)]
         assert [reward.value for reward in await asyncio.gather(*many)] == [1.0] * 6

@@ -8,65 +8,65 @@ from typing import Any
 import pytest
 
 from instar.types import Channel, RewardSource, SessionStatus
-from tests.unit.rollout.house import RUN, House, make_config, open_house
+from tests.unit.rollout.harness import RUN, RolloutHarness, make_config, open_harness
 
-HERE = "tests.unit.agents.scripts"
+HERE = "tests.unit.agents.scripted_replies"
 SYNTHETIC = {"type": "gsm8k", "synthetic": {"split": "heldout", "size": 7}}
 
 
-async def tried(house: House, tasks: dict[str, Any], agent: str, reward: Any, **args: Any) -> Any:
+async def tried(harness: RolloutHarness, tasks: dict[str, Any], agent: str, reward: Any, **args: Any) -> Any:
     """Every task once; the figures."""
     config = make_config(
-        house.folder, held_out=tasks, agent=f"instar.agents.{agent}", args=args, reward=reward, retries=0
+        harness.folder, held_out=tasks, agent=f"instar.agents.{agent}", args=args, reward=reward, retries=0
     )
-    evaluator = house.evaluator(config)
+    evaluator = harness.evaluator(config)
     try:
         return await evaluator.evaluate("greedy", "x")
     finally:
         await evaluator.agent.close()
 
 
-async def rewards_of(house: House) -> list[list[Any]]:
-    rows = await house.store.sessions(RUN, channel=Channel.VAL)
+async def rewards_of(harness: RolloutHarness) -> list[list[Any]]:
+    rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     assert {row.session.status for row in rows} == {SessionStatus.COMPLETED}
-    return [list(await house.store.rewards(row.session.session_id)) for row in rows]
+    return [list(await harness.store.rewards(row.session.session_id)) for row in rows]
 
 
 async def test_an_agent_that_knows_nothing_of_rewards_is_scored_by_its_last_number(tmp_path: Path) -> None:
-    async with open_house(tmp_path, script=f"{HERE}:writer") as house:
-        figures = await tried(house, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
+    async with open_harness(tmp_path, script=f"{HERE}:writer") as harness:
+        figures = await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
         assert figures["accuracy"] == 1.0
-        for given in await rewards_of(house):
+        for given in await rewards_of(harness):
             assert [reward.source for reward in given] == [RewardSource.RULE]
-        rows = await house.store.sessions(RUN, channel=Channel.VAL)
+        rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.calls for row in rows} == {2}
 
 
 async def test_an_answer_without_a_number_is_worth_nothing(tmp_path: Path) -> None:
-    async with open_house(tmp_path, script=f"{HERE}:babbler") as house:
-        assert (await tried(house, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
+    async with open_harness(tmp_path, script=f"{HERE}:babbler") as harness:
+        assert (await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(("script", "reward", "calls"), [("checker", 1.0, 2), ("doubter", 0.5, 3)])
 async def test_a_checked_answer_is_worth_less_with_every_check(
     tmp_path: Path, script: str, reward: float, calls: int
 ) -> None:
-    async with open_house(tmp_path, script=f"{HERE}:{script}") as house:
-        figures = await tried(house, SYNTHETIC, "gsm8k:check", {"type": "agent"}, max_tokens=200)
+    async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:
+        figures = await tried(harness, SYNTHETIC, "gsm8k:check", {"type": "agent"}, max_tokens=200)
         assert figures["accuracy"] == reward
-        for given in await rewards_of(house):
+        for given in await rewards_of(harness):
             assert [reward.source for reward in given] == [RewardSource.AGENT]
-        rows = await house.store.sessions(RUN, channel=Channel.VAL)
+        rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.calls for row in rows} == {calls}
         assert {row.session.metadata.get("turns") for row in rows} == {calls}
 
 
 async def test_games_are_played_to_their_end(tmp_path: Path) -> None:
-    async with open_house(tmp_path, script=f"{HERE}:guesser") as house:
+    async with open_harness(tmp_path, script=f"{HERE}:guesser") as harness:
         tasks = {"type": "textarena", "games": ["GuessTheNumber-v0"], "size": 6}
-        figures = await tried(house, tasks, "textarena:play", {"type": "agent"})
+        figures = await tried(harness, tasks, "textarena:play", {"type": "agent"})
         assert figures["accuracy"] == 1.0
-        rows = await house.store.sessions(RUN, channel=Channel.VAL)
+        rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert len({row.calls for row in rows}) > 1
 
 
@@ -74,11 +74,11 @@ async def test_a_game_for_two_is_the_same_game_whatever_else_is_played(tmp_path:
     values: list[list[float]] = []
     for number, games in enumerate((["KuhnPoker-v0"], ["KuhnPoker-v0", "KuhnPoker-v0-short"])):
         folder = tmp_path / str(number)
-        async with open_house(folder, script=f"{HERE}:poker") as house:
+        async with open_harness(folder, script=f"{HERE}:poker") as harness:
             tasks = {"type": "textarena", "games": games, "size": 8}
-            await tried(house, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
-            groups = {group.group_id: group.task for group in await house.store.groups(RUN, Channel.VAL)}
-            rows = await house.store.sessions(RUN, channel=Channel.VAL)
+            await tried(harness, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
+            groups = {group.group_id: group.task for group in await harness.store.groups(RUN, Channel.VAL)}
+            rows = await harness.store.sessions(RUN, channel=Channel.VAL)
             found = {groups[row.session.group_id or ""].task_id: row.reward for row in rows}
             values.append([found[f"KuhnPoker-v0-{seed}"] or 0.0 for seed in range(0, 8, 2)])
     assert values[0] == values[1]
@@ -86,7 +86,7 @@ async def test_a_game_for_two_is_the_same_game_whatever_else_is_played(tmp_path:
 
 
 async def test_a_game_that_does_not_end_is_worth_what_is_said(tmp_path: Path) -> None:
-    async with open_house(tmp_path, script=f"{HERE}:guesser") as house:
+    async with open_harness(tmp_path, script=f"{HERE}:guesser") as harness:
         tasks = {
             "type": "textarena",
             "games": ["GuessTheNumber-v0"],
@@ -94,7 +94,7 @@ async def test_a_game_that_does_not_end_is_worth_what_is_said(tmp_path: Path) ->
             "args": {"max_number": 10**6},
         }
         args = {"max_turns": 2, "unfinished": -0.25}
-        figures = await tried(house, tasks, "textarena:play", {"type": "agent"}, **args)
+        figures = await tried(harness, tasks, "textarena:play", {"type": "agent"}, **args)
         assert figures["accuracy"] == -0.25
 
 
@@ -105,10 +105,10 @@ async def test_a_verifiers_environment_is_run_and_its_rubric_believed(tmp_path: 
         "args": {"size": 7},
     }
     for script, accuracy, calls in (("solver", 1.0, 2), ("babbler", 0.0, 1)):
-        async with open_house(tmp_path / script, script=f"{HERE}:{script}") as house:
-            figures = await tried(house, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
+        async with open_harness(tmp_path / script, script=f"{HERE}:{script}") as harness:
+            figures = await tried(harness, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
             assert figures["accuracy"] == accuracy
-            rows = await house.store.sessions(RUN, channel=Channel.VAL)
+            rows = await harness.store.sessions(RUN, channel=Channel.VAL)
             assert {row.calls for row in rows} == {calls}
 
 
@@ -118,10 +118,10 @@ async def test_an_environment_whose_calls_fail_is_a_failed_session(tmp_path: Pat
         "environment": "recipes.calculator_env:load_environment",
         "args": {"size": 7},
     }
-    async with open_house(tmp_path, script=f"{HERE}:solver") as house:
+    async with open_harness(tmp_path, script=f"{HERE}:solver") as harness:
         # The gateway refuses such a call.
-        await tried(house, tasks | {"limit": 2}, "verifiers:run", {"type": "agent"}, max_tokens=-1)
-        rows = await house.store.sessions(RUN, channel=Channel.VAL)
+        await tried(harness, tasks | {"limit": 2}, "verifiers:run", {"type": "agent"}, max_tokens=-1)
+        rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.session.status for row in rows} == {SessionStatus.FAILED}
 
 
@@ -130,8 +130,8 @@ async def test_function_calls_are_checked_as_the_leaderboard_does(
     tmp_path: Path, script: str, reward: float
 ) -> None:
     pytest.importorskip("bfcl_eval")
-    async with open_house(tmp_path, script=f"{HERE}:{script}") as house:
+    async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:
         rule = {"type": "rule", "function": "instar.rollout.tasksets.bfcl:score"}
-        figures = await tried(house, {"type": "bfcl", "limit": 1}, "ask:ask", rule, max_tokens=200)
+        figures = await tried(harness, {"type": "bfcl", "limit": 1}, "ask:ask", rule, max_tokens=200)
         assert figures["failed"] == 0
         assert figures["accuracy"] == reward

@@ -22,7 +22,7 @@ TOKENS_IN, TOKENS_OUT = 300, 100
 
 
 @dataclass
-class Asked:
+class JudgeRequest:
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
@@ -36,25 +36,25 @@ class Asked:
         return self.body["messages"][-1]["content"]
 
 
-Think = Callable[[Asked], Any]
+AnswerFunction = Callable[[JudgeRequest], Any]
 """The answer: JSON, or a text to be given as it is."""
 
 
 @dataclass
 class JudgeServer:
-    think: Think
+    answer_with: AnswerFunction
     url: str = ""
     faults: list[str] = field(default_factory=list[str])
-    asked: list[Asked] = field(default_factory=list[Asked])
+    requests: list[JudgeRequest] = field(default_factory=list[JudgeRequest])
     takes_schema: bool = True
-    busiest: int = 0
+    max_concurrency: int = 0
     _busy: int = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        asked = Asked(request.path, dict(request.headers), await request.json())
-        self.asked.append(asked)
+        asked = JudgeRequest(request.path, dict(request.headers), await request.json())
+        self.requests.append(asked)
         self._busy += 1
-        self.busiest = max(self.busiest, self._busy)
+        self.max_concurrency = max(self.max_concurrency, self._busy)
         try:
             if self.faults:
                 return await self._fail(request, self.faults.pop(0))
@@ -63,12 +63,12 @@ class JudgeServer:
         finally:
             self._busy -= 1
 
-    def _think(self, asked: Asked) -> web.Response:
+    def _think(self, asked: JudgeRequest) -> web.Response:
         if not self.takes_schema and ("response_format" in asked.body or "tools" in asked.body):
             return web.json_response(
                 {"error": {"message": "Unknown parameter: 'response_format'."}}, status=400
             )
-        thought = self.think(asked)
+        thought = self.answer_with(asked)
         anthropic = asked.path.endswith("/messages")
         return web.json_response((_messages if anthropic else _chat)(thought, asked.body))
 
@@ -112,7 +112,7 @@ def _messages(thought: Any, body: dict[str, Any]) -> Any:
 
 
 @asynccontextmanager
-async def judge_server(think: Think) -> AsyncGenerator[JudgeServer]:
+async def judge_server(think: AnswerFunction) -> AsyncGenerator[JudgeServer]:
     server = JudgeServer(think)
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post("/v1/chat/completions", server.answer)

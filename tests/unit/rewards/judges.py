@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from instar.config import RunConfig
-from instar.rewards.base import Surroundings, Transcript
-from instar.rewards.judge.factory import create_judge
+from instar.rewards.base import ScoringContext, Transcript
 from instar.rewards.judge.base import Judge
+from instar.rewards.judge.factory import create_judge
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Message, Task
 from tests.unit.data.build import RUN, make_call
@@ -26,11 +26,11 @@ def tool(text: str) -> Message:
     return Message(role="tool", content=text)
 
 
-def says(text: str) -> Message:
+def assistant(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def talk(*turns: tuple[Message, str], session_id: str = "s") -> Transcript:
+def make_transcript(*turns: tuple[Message, str], session_id: str = "s") -> Transcript:
     """Each turn: what is said to the assistant, and its reply."""
     calls: list[Call] = []
     for place, (message, reply) in enumerate(turns):
@@ -43,23 +43,23 @@ def talk(*turns: tuple[Message, str], session_id: str = "s") -> Transcript:
             parent=parent,
             session_id=session_id,
             messages=(*before, message),
-            reply=says(reply),
+            reply=assistant(reply),
         )
         calls.append(call)
     return Transcript(session_id, calls, None)
 
 
-def answered(text: str, session_id: str = "s") -> Transcript:
-    return talk((user("What is 6 times 7?"), text), session_id=session_id)
+def make_answer_transcript(text: str, session_id: str = "s") -> Transcript:
+    return make_transcript((user("What is 6 times 7?"), text), session_id=session_id)
 
 
 @asynccontextmanager
-async def judging(path: Path, url: str, **settings: Any) -> AsyncGenerator[Judge]:
+async def start_judge(path: Path, url: str, **settings: Any) -> AsyncGenerator[Judge]:
     """A judge of a run whose store is at this path."""
     section = {"type": "judge", "endpoint": url, "model": "m", **settings}
     judge = create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
     store = SqliteStore(path)
-    await judge.start(Surroundings(RUN, store))
+    await judge.start(ScoringContext(RUN, store))
     try:
         yield judge
     finally:

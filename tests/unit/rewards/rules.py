@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from instar.config import RunConfig
-from instar.rewards.base import Scorer, Surroundings, Transcript
+from instar.rewards.base import Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
 from instar.store.base import Store
 from instar.types import Message, Reward, RewardSource, Task
 from tests.unit.data.build import make_call
 
-NOWHERE = Surroundings("run", cast(Store, None))
+EMPTY_CONTEXT = ScoringContext("run", cast(Store, None))
 """These scorers use nothing of the run."""
 
 
@@ -23,16 +23,16 @@ def transcript(text: str) -> Transcript:
 
 
 @asynccontextmanager
-async def started(**section: Any) -> AsyncIterator[Scorer]:
+async def start_scorer(**section: Any) -> AsyncIterator[Scorer]:
     (scorer,) = create_scorers(RunConfig.model_validate({"reward": section}))
-    await scorer.start(NOWHERE)
+    await scorer.start(EMPTY_CONTEXT)
     try:
         yield scorer
     finally:
         await scorer.close()
 
 
-async def scored(scorer: Scorer, data: dict[str, Any], text: str) -> Reward:
+async def score_text(scorer: Scorer, data: dict[str, Any], text: str) -> Reward:
     (reward,) = await scorer.score(Task("t", data), transcript(text))
     assert (reward.session_id, reward.source) == ("s", RewardSource.RULE)
     assert (reward.scorer, reward.scorer_version) == (scorer.name, scorer.version)

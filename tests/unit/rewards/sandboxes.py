@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from instar.errors import ConfigError
-from instar.rewards.sandbox.base import Job, Limits, Outcome, Sandbox
+from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 from instar.rewards.sandbox.factory import create_sandbox
 
 KINDS = ("bubblewrap", "landlock")
 
 
 @functools.cache
-def problem(kind: str) -> str | None:
+def sandbox_problem(kind: str) -> str | None:
     try:
         asyncio.run(create_sandbox(kind))
     except ConfigError as error:
@@ -27,20 +27,23 @@ def problem(kind: str) -> str | None:
     return None
 
 
-def every_sandbox() -> list[object]:
+def available_sandboxes() -> list[object]:
     """For `pytest.mark.parametrize`: a kind that this machine lacks is skipped, and says why."""
     return [
-        pytest.param(kind, marks=pytest.mark.skipif(problem(kind) is not None, reason=str(problem(kind))))
+        pytest.param(
+            kind,
+            marks=pytest.mark.skipif(sandbox_problem(kind) is not None, reason=str(sandbox_problem(kind))),
+        )
         for kind in KINDS
     ]
 
 
-async def run(sandbox: Sandbox, code: str, *arguments: str, **limits: float) -> Outcome:
-    settings = Limits(**{"seconds": 20.0, **limits})  # pyright: ignore[reportArgumentType]
-    return await sandbox.run(Job([sys.executable, "-c", code, *arguments]), settings)
+async def run(sandbox: Sandbox, code: str, *arguments: str, **limits: float) -> SandboxResult:
+    settings = SandboxLimits(**{"seconds": 20.0, **limits})  # pyright: ignore[reportArgumentType]
+    return await sandbox.run(SandboxJob([sys.executable, "-c", code, *arguments]), settings)
 
 
-def left_behind(marker: str) -> list[int]:
+def find_processes(marker: str) -> list[int]:
     """Processes of this machine whose arguments hold the marker."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
@@ -51,5 +54,5 @@ def left_behind(marker: str) -> list[int]:
     return found
 
 
-def names_in(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

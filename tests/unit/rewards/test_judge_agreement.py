@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from instar.rewards.judge.agreement import agreement, run_agreement
+from instar.rewards.judge.agreement import measure_agreement, measure_run_agreement
 from instar.store.sqlite import SqliteStore
 from instar.types import Reward, RewardSource
 from tests.unit.data.build import RUN, begin, make_session
@@ -20,17 +20,19 @@ def ruled(value: float) -> Reward:
 
 
 def test_votes_that_agree_and_votes_that_do_not() -> None:
-    (told,) = agreement([[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]])
+    (told,) = measure_agreement([[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]])
     assert (told.judge, told.rewards, told.mean, told.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
     assert told.votes == 0.5
     assert (told.orders, told.rule_same_side, told.rule_correlation) == (None, None, None)
-    (told,) = agreement([[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]])
+    (told,) = measure_agreement([[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]])
     assert told.votes == pytest.approx(1 / 3)
-    assert agreement([[judged(1, votes=[1.0])]])[0].votes is None
+    assert measure_agreement([[judged(1, votes=[1.0])]])[0].votes is None
 
 
 def test_orders_of_pairs() -> None:
-    (told,) = agreement([[judged(0.5, orders=4, orders_agreed=1)], [judged(0.5, orders=4, orders_agreed=3)]])
+    (told,) = measure_agreement(
+        [[judged(0.5, orders=4, orders_agreed=1)], [judged(0.5, orders=4, orders_agreed=3)]]
+    )
     assert told.orders == 0.5
 
 
@@ -43,7 +45,7 @@ def test_a_judge_against_the_rules() -> None:
         [ruled(1.0)],
         [ruled(1.0), judged(0.4, call_id="a", name="judge:process")],
     ]
-    outcome, process = agreement(sessions)
+    outcome, process = measure_agreement(sessions)
     assert outcome.rule_sessions == 3
     assert outcome.rule_same_side == pytest.approx(2 / 3)
     assert outcome.rule_correlation is not None
@@ -61,7 +63,7 @@ async def test_a_whole_run_in_pages(tmp_path: Path) -> None:
             Reward(f"s{i}", i / 4, RewardSource.RULE, "math"),
         ]
         await store.add_rewards(rewards)
-    (told,) = await run_agreement(store, RUN, page=2)
+    (told,) = await measure_run_agreement(store, RUN, page=2)
     await store.close()
     assert (told.rewards, told.rule_sessions, told.rule_same_side) == (5, 5, 1.0)
     assert told.rule_correlation == pytest.approx(1)

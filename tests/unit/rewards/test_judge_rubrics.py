@@ -12,13 +12,21 @@ import pytest
 from instar.errors import ScoreError
 from instar.rewards.base import NO_TASK, GroupScorer
 from instar.rewards.judge.base import Judge
-from instar.rewards.judge.pairwise import Game, choose_pairs, expected_points
-from instar.rewards.judge.session_steps import conversation, steps_of
-from instar.rewards.judge.rubric import Part, fit
+from instar.rewards.judge.pairwise import PairComparison, choose_pairs, expected_win_rates
+from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
+from instar.rewards.judge.session_steps import build_steps, render_conversation
 from instar.types import CallStatus, Link, Message, Reward, ToolCall
 from tests.unit.data.build import make_call
-from tests.unit.rewards.judge_server import Asked, judge_server
-from tests.unit.rewards.judges import TASK, answered, judging, says, talk, tool, user
+from tests.unit.rewards.judge_server import JudgeRequest, judge_server
+from tests.unit.rewards.judges import (
+    TASK,
+    assistant,
+    make_answer_transcript,
+    make_transcript,
+    start_judge,
+    tool,
+    user,
+)
 
 
 @pytest.fixture
@@ -26,13 +34,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-def steps_asked(asked: Asked) -> list[int]:
+def steps_asked(asked: JudgeRequest) -> list[int]:
     found = re.search(r"these steps, each of them once: ([\d, ]+)\.", asked.system)
     assert found is not None
     return [int(number) for number in found[1].split(", ")]
 
 
-LESSON = talk(
+LESSON = make_transcript(
     (user("Fix the build"), "I look at the log"),
     (tool("error: missing semicolon"), "I add it"),
     (tool("build ok"), "Done"),
@@ -42,34 +50,34 @@ LESSON = talk(
 # --- process ------------------------------------------------------------------------------------
 
 
-def by_step(asked: Asked) -> Any:
+def by_step(asked: JudgeRequest) -> Any:
     return {"steps": [{"step": n, "reasons": f"r{n}", "score": n / 10} for n in steps_asked(asked)]}
 
 
 async def test_every_call_gets_a_reward_of_its_own(path: Path) -> None:
-    async with judge_server(by_step) as server, judging(path, server.url, rubric="process") as judge:
+    async with judge_server(by_step) as server, start_judge(path, server.url, rubric="process") as judge:
         rewards = await judge.score(TASK, LESSON)
     assert [(r.call_id, r.value) for r in rewards] == [("s-1", 0.1), ("s-2", 0.2), ("s-3", 0.3), ("s-4", 0.4)]
     assert rewards[1].detail == {"step": 2, "votes": [0.2], "spread": 0.0, "reasons": ["r2"]}
-    (asked,) = server.asked
+    (asked,) = server.requests
     assert asked.user.count("missing semicolon") == 1  # each message is shown once
 
 
 async def test_a_long_session_is_asked_about_in_parts(path: Path) -> None:
-    long = talk(*((user(f"turn {i} {'x' * 400}"), "ok") for i in range(10)))
+    long = make_transcript(*((user(f"turn {i} {'x' * 400}"), "ok") for i in range(10)))
     async with judge_server(by_step) as server:
-        async with judging(path, server.url, rubric="process", max_prompt_chars=2000) as judge:
+        async with start_judge(path, server.url, rubric="process", max_prompt_chars=2000) as judge:
             rewards = await judge.score(TASK, long)
-    assert sorted(n for asked in server.asked for n in steps_asked(asked)) == list(range(1, 11))
-    assert len(server.asked) == 4
+    assert sorted(n for asked in server.requests for n in steps_asked(asked)) == list(range(1, 11))
+    assert len(server.requests) == 4
     assert [r.call_id for r in rewards] == [f"s-{i}" for i in range(1, 11)]
 
 
 async def test_a_step_that_is_passed_over_is_garbage(path: Path) -> None:
-    def think(asked: Asked) -> Any:
+    def think(asked: JudgeRequest) -> Any:
         return {"steps": [{"step": 1, "reasons": "", "score": 0.5}]}
 
-    async with judge_server(think) as server, judging(path, server.url, rubric="process") as judge:
+    async with judge_server(think) as server, start_judge(path, server.url, rubric="process") as judge:
         with pytest.raises(ScoreError, match="nothing of step 2"):
             await judge.score(TASK, LESSON)
 
@@ -77,7 +85,7 @@ async def test_a_step_that_is_passed_over_is_garbage(path: Path) -> None:
 # --- what happened next -------------------------------------------------------------------------
 
 
-def what_followed(asked: Asked) -> Any:
+def what_followed(asked: JudgeRequest) -> Any:
     mark = asked.user.split()[0]
     said: list[Any] = []
     for number in steps_asked(asked):
@@ -91,9 +99,12 @@ def what_followed(asked: Asked) -> Any:
 
 
 async def test_a_live_session_is_rewarded_by_what_its_user_did_next(path: Path) -> None:
-    async with judge_server(what_followed) as server, judging(path, server.url, rubric="followup") as judge:
+    async with (
+        judge_server(what_followed) as server,
+        start_judge(path, server.url, rubric="followup") as judge,
+    ):
         rewards = await judge.score(NO_TASK, LESSON)
-        other = talk((user("2+2?"), "5"), (user("That is wrong"), "4"), session_id="z")
+        other = make_transcript((user("2+2?"), "5"), (user("That is wrong"), "4"), session_id="z")
         wrong = await judge.score(NO_TASK, other)
     # Nothing came after the last reply of each, and a tool that simply answered says nothing.
     assert [(r.call_id, r.value, r.detail["signal"]) for r in rewards] == [
@@ -101,13 +112,13 @@ async def test_a_live_session_is_rewarded_by_what_its_user_did_next(path: Path) 
         ("s-3", 1.0, "accepted"),
     ]
     assert [(r.call_id, r.value) for r in wrong] == [("z-1", 0.0)]
-    assert steps_asked(server.asked[0]) == [1, 2, 3]
+    assert steps_asked(server.requests[0]) == [1, 2, 3]
 
 
 async def test_what_a_signal_is_worth_is_a_setting(path: Path) -> None:
     signals = {"accepted": 0.5, "tool_failed": None}
     async with judge_server(what_followed) as server:
-        async with judging(path, server.url, rubric="followup", signals=signals) as judge:
+        async with start_judge(path, server.url, rubric="followup", signals=signals) as judge:
             rewards = await judge.score(NO_TASK, LESSON)
     assert [(r.call_id, r.value) for r in rewards] == [("s-3", 0.5)]
 
@@ -116,26 +127,29 @@ async def test_most_votes_decide_and_a_draw_is_unclear(path: Path) -> None:
     async with judge_server(what_followed) as server:
         for words, value in ((("accepted", "corrected", "accepted"), [1.0]), (("accepted", "corrected"), [])):
             said = iter(words)
-            server.think = lambda asked, said=said: {
+            server.answer_with = lambda asked, said=said: {
                 "steps": [{"step": 1, "reasons": "", "signal": next(said)}]
             }
-            async with judging(
+            async with start_judge(
                 path, server.url, rubric="followup", votes=len(words), model=str(value)
             ) as judge:
-                session = talk((user("a"), "b"), (user("c"), "d"))
+                session = make_transcript((user("a"), "b"), (user("c"), "d"))
                 assert [r.value for r in await judge.score(NO_TASK, session)] == value
 
 
 async def test_a_session_in_which_nothing_followed_is_not_asked_about(path: Path) -> None:
-    async with judge_server(what_followed) as server, judging(path, server.url, rubric="followup") as judge:
-        assert await judge.score(NO_TASK, answered("42")) == []
-    assert server.asked == []
+    async with (
+        judge_server(what_followed) as server,
+        start_judge(path, server.url, rubric="followup") as judge,
+    ):
+        assert await judge.score(NO_TASK, make_answer_transcript("42")) == []
+    assert server.requests == []
 
 
 # --- pairs --------------------------------------------------------------------------------------
 
 
-def longer_wins(asked: Asked) -> Any:
+def longer_wins(asked: JudgeRequest) -> Any:
     mark = asked.user.split()[0]
     a, b = (
         asked.user.partition(f"{mark} session {name}, step 1: reply of the assistant\n")[2].split("\n")[0]
@@ -147,14 +161,16 @@ def longer_wins(asked: Asked) -> Any:
 
 async def group(judge: Judge, *answers: str) -> list[Reward]:
     assert isinstance(judge, GroupScorer)
-    return await judge.score_group(TASK, [answered(text, f"s{i}") for i, text in enumerate(answers)])
+    return await judge.score_group(
+        TASK, [make_answer_transcript(text, f"s{i}") for i, text in enumerate(answers)]
+    )
 
 
 async def test_a_group_is_compared_in_both_orders(path: Path) -> None:
-    async with judge_server(longer_wins) as server, judging(path, server.url, rubric="pairwise") as judge:
+    async with judge_server(longer_wins) as server, start_judge(path, server.url, rubric="pairwise") as judge:
         assert judge.background
         rewards = await group(judge, "xx", "xxxx", "x", "xxx")
-    assert len(server.asked) == 12
+    assert len(server.requests) == 12
     values = {r.session_id: r.value for r in rewards}
     assert values["s1"] > values["s3"] > values["s0"] > values["s2"]
     assert sum(values.values()) == pytest.approx(2)
@@ -164,7 +180,7 @@ async def test_a_group_is_compared_in_both_orders(path: Path) -> None:
 
 async def test_a_judge_that_always_takes_the_first_tells_nothing(path: Path) -> None:
     async with judge_server(lambda asked: {"reasons": "", "winner": "A"}) as server:
-        async with judging(path, server.url, rubric="pairwise", votes=2) as judge:
+        async with start_judge(path, server.url, rubric="pairwise", votes=2) as judge:
             rewards = await group(judge, "x", "xx", "xxx")
     assert [r.value for r in rewards] == pytest.approx([0.5] * 3)
     assert [r.detail["orders_agreed"] for r in rewards] == [0, 0, 0]
@@ -173,24 +189,24 @@ async def test_a_judge_that_always_takes_the_first_tells_nothing(path: Path) -> 
 
 async def test_the_number_of_pairs_is_bounded_and_same_answers_are_not_compared(path: Path) -> None:
     async with judge_server(longer_wins) as server:
-        async with judging(path, server.url, rubric="pairwise", pairs=8) as judge:
+        async with start_judge(path, server.url, rubric="pairwise", pairs=8) as judge:
             await group(judge, *("x" * n for n in range(1, 9)))
-            assert len(server.asked) == 16
+            assert len(server.requests) == 16
             rewards = await group(judge, "same", "same")
             assert [r.value for r in rewards] == pytest.approx([0.5, 0.5])
-            assert await judge.score(TASK, answered("alone")) == []
-    assert len(server.asked) == 16
+            assert await judge.score(TASK, make_answer_transcript("alone")) == []
+    assert len(server.requests) == 16
 
 
 async def test_a_group_that_broke_off_goes_on_with_what_is_left(path: Path) -> None:
     async with judge_server(longer_wins) as server:
         server.faults = ["500", "drop"]
-        async with judging(path, server.url, rubric="pairwise") as judge:
+        async with start_judge(path, server.url, rubric="pairwise") as judge:
             with pytest.raises(ScoreError):
                 await group(judge, "x", "xx", "xxx")
-        async with judging(path, server.url, rubric="pairwise", input_price=1.0) as judge:
+        async with start_judge(path, server.url, rubric="pairwise", input_price=1.0) as judge:
             rewards = await group(judge, "x", "xx", "xxx")
-    assert len(server.asked) == 8
+    assert len(server.requests) == 8
     assert rewards[2].value > rewards[1].value > rewards[0].value
 
 
@@ -204,11 +220,11 @@ def test_pairs_are_all_of_them_or_connect_everyone(size: int) -> None:
 
 
 def test_expected_points_follow_the_games() -> None:
-    games = [Game(0, 1, 1.0, 1, 1), Game(1, 2, 1.0, 1, 1)]
-    first, second, third = expected_points(3, games)  # 0 and 2 never met
+    games = [PairComparison(0, 1, 1.0, 1, 1), PairComparison(1, 2, 1.0, 1, 1)]
+    first, second, third = expected_win_rates(3, games)  # 0 and 2 never met
     assert 1 > first > second > third > 0
     assert second == pytest.approx(0.5, abs=1e-6)
-    assert expected_points(2, [Game(0, 1, 0.5, 1, 1)]) == pytest.approx([0.5, 0.5])
+    assert expected_win_rates(2, [PairComparison(0, 1, 0.5, 1, 1)]) == pytest.approx([0.5, 0.5])
 
 
 # --- the record ---------------------------------------------------------------------------------
@@ -216,39 +232,49 @@ def test_expected_points_follow_the_games() -> None:
 
 def test_branches_broken_calls_and_tool_calls_are_told() -> None:
     call = ToolCall(id="1", name="search", arguments='{"q": 1}')
-    first = make_call("a", [1], [5], messages=(user("hi"),), reply=says("one"))
+    first = make_call("a", [1], [5], messages=(user("hi"),), reply=assistant("one"))
     reply = Message(role="assistant", content="", reasoning="hm", tool_calls=[call])
     second = make_call(
-        "b", [1], [5], parent=first, messages=(user("hi"), says("one"), user("go")), reply=reply
+        "b", [1], [5], parent=first, messages=(user("hi"), assistant("one"), user("go")), reply=reply
     )
-    other = make_call("c", [1], [5], messages=(user("sub-agent"),), reply=says("two"))
+    other = make_call("c", [1], [5], messages=(user("sub-agent"),), reply=assistant("two"))
     branch = replace(
         make_call(
-            "d", [1], [5], parent=first, messages=(user("hi"), says("ONE"), user("no")), reply=says("x")
+            "d",
+            [1],
+            [5],
+            parent=first,
+            messages=(user("hi"), assistant("ONE"), user("no")),
+            reply=assistant("x"),
         ),
         link=Link.BRANCH,
         status=CallStatus.ABORTED,
     )
-    assert conversation([first, second, other, branch]) == [
-        Part("step 1: user", "hi"),
-        Part("step 1: reply of the assistant", "one"),
-        Part("step 2: user", "go"),
-        Part("step 2: reply of the assistant", '(thinks) hm\n(calls the tool) search {"q": 1}'),
-        Part("step 3 begins another conversation"),
-        Part("step 3: user", "sub-agent"),
-        Part("step 3: reply of the assistant", "two"),
-        Part("step 4 goes on from step 1"),
-        Part("step 4: assistant", "ONE"),
-        Part("step 4: user", "no"),
-        Part("step 4: reply of the assistant, broken off", "x"),
+    assert render_conversation([first, second, other, branch]) == [
+        JudgePromptPart("step 1: user", "hi"),
+        JudgePromptPart("step 1: reply of the assistant", "one"),
+        JudgePromptPart("step 2: user", "go"),
+        JudgePromptPart("step 2: reply of the assistant", '(thinks) hm\n(calls the tool) search {"q": 1}'),
+        JudgePromptPart("step 3 begins another conversation"),
+        JudgePromptPart("step 3: user", "sub-agent"),
+        JudgePromptPart("step 3: reply of the assistant", "two"),
+        JudgePromptPart("step 4 goes on from step 1"),
+        JudgePromptPart("step 4: assistant", "ONE"),
+        JudgePromptPart("step 4: user", "no"),
+        JudgePromptPart("step 4: reply of the assistant, broken off", "x"),
     ]
-    assert [step.whole for step in steps_of([first, second, other, branch])] == [True, True, True, False]
+    assert [step.is_complete for step in build_steps([first, second, other, branch])] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("limit", [10, 11, 25, 99, 100])
 def test_parts_fit_their_limit_and_keep_both_ends(limit: int) -> None:
-    parts = [Part(str(i), chr(97 + i) * 20) for i in range(5)]
-    fitted = fit(parts, limit)
+    parts = [JudgePromptPart(str(i), chr(97 + i) * 20) for i in range(5)]
+    fitted = truncate_parts(parts, limit)
     assert sum(len(part.text) for part in fitted) == limit
     assert fitted[0].text.startswith("a")
     assert fitted[-1].text.endswith("e")

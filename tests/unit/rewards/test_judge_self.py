@@ -14,13 +14,13 @@ from instar.engines.scripted import ScriptedEngine
 from instar.errors import ScoreError
 from instar.gateway.auth import create_key
 from instar.record.render import load_renderer
-from instar.rewards.base import JUDGE_AGENT, Surroundings, Transcript
-from instar.rewards.judge.factory import create_judge
+from instar.rewards.base import JUDGE_AGENT, ScoringContext, Transcript
 from instar.rewards.judge.base import Judge
+from instar.rewards.judge.factory import create_judge
 from instar.types import UNTRAINABLE, Channel, SessionStatus
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
-from tests.unit.rewards.judges import TASK, answered
+from tests.unit.rewards.judges import TASK, make_answer_transcript
 
 ANSWER = 'Well, {"reasons": "fine", "score": 0.5}'
 
@@ -43,9 +43,9 @@ def own_judge() -> Judge:
 
 async def judge_with(gateway: Served, key: str) -> None:
     judge = own_judge()
-    await judge.start(Surroundings("run", gateway.store, gateway.url, key))
+    await judge.start(ScoringContext("run", gateway.store, gateway.url, key))
     try:
-        (reward,) = await judge.score(TASK, answered("42"))
+        (reward,) = await judge.score(TASK, make_answer_transcript("42"))
     finally:
         await judge.close()
     assert reward.value == 0.5
@@ -90,13 +90,13 @@ async def test_a_wrong_key_is_permanent_and_not_told(gateway: Served) -> None:
 
 async def test_a_gateway_that_is_away_is_tried_again_where_it_is_then(gateway: Served) -> None:
     judge = own_judge()
-    around = Surroundings("run", gateway.store, "http://127.0.0.1:9", ADMIN)
+    around = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
     await judge.start(around)
     async with asyncio.timeout(10):
         with pytest.raises(ScoreError, match="cannot be reached") as failed:
-            await judge.score(TASK, answered("42"))
+            await judge.score(TASK, make_answer_transcript("42"))
     assert failed.value.again
     around.base_url = gateway.url
-    (reward,) = await judge.score(TASK, answered("42"))
+    (reward,) = await judge.score(TASK, make_answer_transcript("42"))
     assert reward.value == 0.5
     await judge.close()

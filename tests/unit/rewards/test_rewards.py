@@ -11,7 +11,7 @@ import pytest
 
 from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
-from instar.rewards.base import Scorer, Surroundings, Transcript
+from instar.rewards.base import Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
 from instar.rewards.python_rule import RuleReward
 from instar.rewards.rules.worker_pool import _sandbox  # pyright: ignore[reportPrivateUsage]
@@ -115,10 +115,10 @@ async def test_what_a_verifier_evaluates_can_do_no_harm(boxed: bool, tmp_path: P
     assert isinstance(scorer, RuleReward)
     assert scorer.workers is not None
     if boxed:
-        scorer.workers.within = _sandbox()
+        scorer.workers.command_prefix = _sandbox()
     kept, made = tmp_path / "kept", tmp_path / "made"
     kept.touch()
-    await scorer.start(Surroundings("run", None))  # pyright: ignore[reportArgumentType]
+    await scorer.start(ScoringContext("run", None))  # pyright: ignore[reportArgumentType]
     try:
         right = taskset[1].data["metadata"]["expression"]
         assert [r.value for r in await scorer.score(taskset[1], transcript(f"Answer: {right}"))] == [1.0]

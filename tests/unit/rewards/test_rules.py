@@ -15,12 +15,12 @@ import pytest
 from instar.config import ExactRewardConfig, RunConfig
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.factory import create_scorers
-from instar.rewards.rules.answers import answer_in, last_number, number, version_of
-from instar.rewards.rules.sandbox_rules import INSIDE
-from instar.rewards.rules.worker_pool import Workers
+from instar.rewards.rules.answers import extract_answer, find_last_number, parse_number, settings_version
+from instar.rewards.rules.sandbox_rules import RUNNER_SCRIPT
+from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.rewards.sandbox import bubblewrap
 from instar.types import Task
-from tests.unit.rewards.rules import scored, started, transcript
+from tests.unit.rewards.rules import score_text, start_scorer, transcript
 
 EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
     ({}, "yes", " yes\n", 1.0),
@@ -43,8 +43,8 @@ EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
 
 @pytest.mark.parametrize(("settings", "right", "text", "value"), EXACT)
 async def test_exact(settings: dict[str, Any], right: Any, text: str, value: float) -> None:
-    async with started(type="exact", **settings) as scorer:
-        assert (await scored(scorer, {"answer": right}, text)).value == value
+    async with start_scorer(type="exact", **settings) as scorer:
+        assert (await score_text(scorer, {"answer": right}, text)).value == value
 
 
 NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
@@ -69,22 +69,22 @@ NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
 
 @pytest.mark.parametrize(("settings", "right", "text", "value"), NUMERIC)
 async def test_numeric(settings: dict[str, Any], right: Any, text: str, value: float) -> None:
-    async with started(type="numeric", **settings) as scorer:
-        assert (await scored(scorer, {"answer": right}, text)).value == value
+    async with start_scorer(type="numeric", **settings) as scorer:
+        assert (await score_text(scorer, {"answer": right}, text)).value == value
 
 
 def test_where_an_answer_is() -> None:
-    assert last_number("the 3rd of 1,000,000.25") == "1,000,000.25"
-    assert last_number("none") is None
-    assert number("1/0") is None
-    assert number("−1/2") == -0.5
-    assert answer_in("```\nopen to the end", part="last_block") == "open to the end"
-    assert answer_in("", part="last_line") is None
+    assert find_last_number("the 3rd of 1,000,000.25") == "1,000,000.25"
+    assert find_last_number("none") is None
+    assert parse_number("1/0") is None
+    assert parse_number("−1/2") == -0.5
+    assert extract_answer("```\nopen to the end", part="last_block") == "open to the end"
+    assert extract_answer("", part="last_line") is None
 
 
 async def test_a_field_within_a_field_and_one_that_is_missing() -> None:
-    async with started(type="exact", expected="meta.answer") as scorer:
-        assert (await scored(scorer, {"meta": {"answer": "a"}}, "a")).value == 1.0
+    async with start_scorer(type="exact", expected="meta.answer") as scorer:
+        assert (await score_text(scorer, {"meta": {"answer": "a"}}, "a")).value == 1.0
         with pytest.raises(ScoreError, match=r"no field 'meta.answer'; it has question"):
             await scorer.score(Task("t", {"question": "?"}), transcript("a"))
         assert await scorer.score(Task("", {}), transcript("a")) == []
@@ -92,8 +92,8 @@ async def test_a_field_within_a_field_and_one_that_is_missing() -> None:
 
 def test_a_version_changes_with_what_it_scores_and_not_with_its_name() -> None:
     plain = ExactRewardConfig(type="exact")
-    assert version_of(plain) == version_of(plain.model_copy(update={"name": "other"}))
-    assert version_of(plain) != version_of(plain.model_copy(update={"ignore_case": True}))
+    assert settings_version(plain) == settings_version(plain.model_copy(update={"name": "other"}))
+    assert settings_version(plain) != settings_version(plain.model_copy(update={"ignore_case": True}))
 
 
 MATH = [
@@ -108,58 +108,58 @@ MATH = [
 
 
 async def test_math_is_equal_in_meaning_and_a_hard_one_cannot_hang() -> None:
-    async with started(type="math", seconds=1.0) as scorer:
+    async with start_scorer(type="math", seconds=1.0) as scorer:
         for right, text, value in MATH:
-            assert (await scored(scorer, {"answer": right}, text)).value == value, text
-        hard = await scored(scorer, {"answer": "5"}, "$9^{9^{9^{9}}}$")
+            assert (await score_text(scorer, {"answer": right}, text)).value == value, text
+        hard = await score_text(scorer, {"answer": "5"}, "$9^{9^{9^{9}}}$")
         assert (hard.value, hard.detail["reason"]) == (0.0, "the check took longer than 1 s")
-        assert (await scored(scorer, {"answer": "72"}, "72")).value == 1.0
+        assert (await score_text(scorer, {"answer": "72"}, "72")).value == 1.0
 
 
 async def test_json_schema() -> None:
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
-    async with started(type="json_schema", against=schema) as scorer:
-        assert (await scored(scorer, {}, 'Here:\n```json\n{"a": 1}\n```')).value == 1.0
-        assert (await scored(scorer, {}, '{"a": 1}')).value == 1.0
-        wrong = await scored(scorer, {}, '{"a": "1"}')
+    async with start_scorer(type="json_schema", against=schema) as scorer:
+        assert (await score_text(scorer, {}, 'Here:\n```json\n{"a": 1}\n```')).value == 1.0
+        assert (await score_text(scorer, {}, '{"a": 1}')).value == 1.0
+        wrong = await score_text(scorer, {}, '{"a": "1"}')
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "$.a: '1' is not of type 'integer'")
-        assert "not JSON" in (await scored(scorer, {}, "{")).detail["reason"]
-        assert (await scored(scorer, {}, "[" * 100_000)).value == 0.0
-    async with started(type="json_schema") as scorer:
-        assert (await scored(scorer, {"schema": {"const": 3}}, "3")).value == 1.0
+        assert "not JSON" in (await score_text(scorer, {}, "{")).detail["reason"]
+        assert (await score_text(scorer, {}, "[" * 100_000)).value == 0.0
+    async with start_scorer(type="json_schema") as scorer:
+        assert (await score_text(scorer, {"schema": {"const": 3}}, "3")).value == 1.0
         with pytest.raises(ScoreError, match="no JSON schema"):
             await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
 
 
 async def test_a_long_wrong_answer_is_wrong_and_its_reason_short() -> None:
-    async with started(type="json_schema", against={"type": "object"}) as scorer:
-        wrong = await scored(scorer, {}, f'"{"x" * 200_000}"')
+    async with start_scorer(type="json_schema", against={"type": "object"}) as scorer:
+        wrong = await score_text(scorer, {}, f'"{"x" * 200_000}"')
         assert (wrong.value, len(wrong.detail["reason"])) == (0.0, 500)
-        assert (await scored(scorer, {}, "{}")).value == 1.0
-    async with started(type="json_schema") as scorer:
+        assert (await score_text(scorer, {}, "{}")).value == 1.0
+    async with start_scorer(type="json_schema") as scorer:
         with pytest.raises(ScoreError, match="no JSON schema"):
             await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), transcript("3"))
 
 
 async def test_regex_and_a_catastrophic_one() -> None:
-    async with started(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
-        assert (await scored(scorer, {}, "aaa")).value == 1.0
-        many = await asyncio.gather(*(scored(scorer, {}, "a" * 40 + "b") for _ in range(3)))
+    async with start_scorer(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
+        assert (await score_text(scorer, {}, "aaa")).value == 1.0
+        many = await asyncio.gather(*(score_text(scorer, {}, "a" * 40 + "b") for _ in range(3)))
         assert {(r.value, r.detail["reason"]) for r in many} == {(0.0, "the check took longer than 0.3 s")}
-        assert (await scored(scorer, {}, "aaa")).value == 1.0
-    async with started(type="regex", how="fullmatch", ignore_case=True) as scorer:
-        assert (await scored(scorer, {"pattern": "[a-c]+"}, "ABC")).value == 1.0
-        assert (await scored(scorer, {"pattern": "[a-c]+"}, "ABCD")).value == 0.0
+        assert (await score_text(scorer, {}, "aaa")).value == 1.0
+    async with start_scorer(type="regex", how="fullmatch", ignore_case=True) as scorer:
+        assert (await score_text(scorer, {"pattern": "[a-c]+"}, "ABC")).value == 1.0
+        assert (await score_text(scorer, {"pattern": "[a-c]+"}, "ABCD")).value == 0.0
     with pytest.raises(ConfigError, match=r"reward\.pattern"):
         create_scorers(RunConfig.model_validate({"reward": {"type": "regex", "pattern": "("}}))
 
 
 async def test_a_worker_that_dies_is_replaced() -> None:
-    workers = Workers("regex")
+    workers = CheckWorkerPool("regex")
     await workers.start()
-    workers.idle[0].kill()
+    workers.idle_workers[0].kill()
     asked = {"pattern": "a", "how": "search", "ignore_case": False, "answer": "a"}
-    assert await workers.ask(5.0, **asked) == {"ok": True}
+    assert await workers.run_check(5.0, **asked) == {"ok": True}
     await workers.close()
 
 
@@ -203,7 +203,7 @@ def test_only_a_test_that_ran_has_passed(
     """The program that a sandbox runs; these answers need none."""
     for name, text in {"answer.py": code, "tests.json": json.dumps([tests]), "key": "KEY"}.items():
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-B", str(INSIDE), "answer.py"]
+    command = [sys.executable, "-B", str(RUNNER_SCRIPT), "answer.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     report = json.loads(done.stdout.rpartition("\nKEY ")[2])
     assert (report["passed"], report["total"]) == passed_of, done.stderr

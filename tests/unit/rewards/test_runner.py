@@ -14,7 +14,7 @@ from instar.config import ScoringConfig
 from instar.errors import ScoreError
 from instar.rewards.base import JUDGE_AGENT, GroupScorer, Scorer, Transcript
 from instar.rewards.runner import ScoringRunner
-from instar.rewards.scoring import InRollout
+from instar.rewards.scoring import InlineScoring
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.types import (
@@ -100,7 +100,7 @@ async def add(store: SqliteStore, name: str, channel: Channel = Channel.LIVE, **
 
 
 def make(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
-    return ScoringRunner(store, RUN, scorers, config, on_live=scorers)
+    return ScoringRunner(store, RUN, scorers, config, live_scorers=scorers)
 
 
 @asynccontextmanager
@@ -198,7 +198,7 @@ class Narrow(Counting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = asyncio.Semaphore(1)
+        self.concurrency_limit = asyncio.Semaphore(1)
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         await asyncio.sleep(QUICK.deadline / 3)
@@ -224,7 +224,7 @@ async def test_nor_is_it_where_a_rollout_waits(store: SqliteStore) -> None:
     await add(store, "s")
     transcript = Transcript("s", await store.calls("s"), None)
     scorer = NarrowRule()
-    scoring = InRollout([scorer], QUICK)
+    scoring = InlineScoring([scorer], QUICK)
     verdicts = await asyncio.gather(*(scoring.score(Task("t", {}), transcript) for _ in range(6)))
     assert {(score.state, score.attempts) for each in verdicts for score in each.scores} == {
         (ScoreState.SCORED, 1)

@@ -13,14 +13,14 @@ import pytest
 from instar.config import ScoringConfig
 from instar.errors import ConfigError
 from instar.rewards.base import Transcript
-from instar.rewards.sandbox.base import Job, Limits, Sandbox
+from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits
 from instar.rewards.sandbox.factory import create_sandbox
 from instar.rewards.scoring import score_sessions
 from instar.types import ScoreState, Task
-from tests.unit.rewards.rules import scored, started, transcript
-from tests.unit.rewards.sandboxes import every_sandbox, left_behind, run
+from tests.unit.rewards.rules import score_text, start_scorer, transcript
+from tests.unit.rewards.sandboxes import available_sandboxes, find_processes, run
 
-pytestmark = pytest.mark.parametrize("kind", every_sandbox())
+pytestmark = pytest.mark.parametrize("kind", available_sandboxes())
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ async def sandbox(kind: str) -> Sandbox:
 
 async def test_a_job_works_in_a_folder_of_its_own(sandbox: Sandbox) -> None:
     script = 'cat "$ANSWER" && echo more > new.txt && cat new.txt >&2 && exit 3'
-    job = Job(["sh", "-c", script], {"a.txt": "said\n"}, {"ANSWER": "a.txt"})
-    outcome = await sandbox.run(job, Limits())
-    assert (outcome.exit_code, outcome.output, outcome.stopped) == (3, "said\nmore\n", None)
+    job = SandboxJob(["sh", "-c", script], {"a.txt": "said\n"}, {"ANSWER": "a.txt"})
+    outcome = await sandbox.run(job, SandboxLimits())
+    assert (outcome.exit_code, outcome.output, outcome.exceeded_limit) == (3, "said\nmore\n", None)
     assert outcome.reason == "it ended with exit code 3"
-    again = await sandbox.run(Job(["ls"]), Limits())
+    again = await sandbox.run(SandboxJob(["ls"]), SandboxLimits())
     assert "new.txt" not in again.output
-    gone = await sandbox.run(Job(["no-such-program"]), Limits())
+    gone = await sandbox.run(SandboxJob(["no-such-program"]), SandboxLimits())
     assert (gone.exit_code, gone.output) == (127, "no-such-program: No such file or directory\n")
 
 
@@ -80,7 +80,7 @@ for folder in ({str(given)!r}, {str(other)!r}, {str(Path(__file__).parent)!r}, "
         print("done in", folder)
 """
     before = (given / "file").stat()  # when it was read last may change
-    outcome = await sandbox.run(Job(["python", "-c", code], read=[given]), Limits())
+    outcome = await sandbox.run(SandboxJob(["python", "-c", code], readable_paths=[given]), SandboxLimits())
     assert outcome.output == "as it was\n"
     assert [p.name for p in (*given.iterdir(), *other.iterdir())] == ["file", "file"]
     now = (given / "file").stat()
@@ -157,18 +157,18 @@ print("ended")
 """
     outcome = await run(sandbox, code, marker)
     assert (outcome.ok, outcome.output) == (True, "ended\n")
-    assert left_behind(marker) == []
+    assert find_processes(marker) == []
 
 
 async def test_a_cancelled_job_is_gone(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     job = asyncio.create_task(run(sandbox, "import time; time.sleep(60)", marker))
-    while not left_behind(marker):  # noqa: ASYNC110 - nothing tells when it has begun
+    while not find_processes(marker):  # noqa: ASYNC110 - nothing tells when it has begun
         await asyncio.sleep(0.02)
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
         await job
-    assert left_behind(marker) == []
+    assert find_processes(marker) == []
 
 
 async def test_it_ends_at_its_deadline_and_when_it_says_too_much(sandbox: Sandbox) -> None:
@@ -179,11 +179,11 @@ async def test_it_ends_at_its_deadline_and_when_it_says_too_much(sandbox: Sandbo
         marker,
         seconds=0.5,
     )
-    assert (late.stopped, late.reason) == ("time", "it ran past its 0.5 s")
+    assert (late.exceeded_limit, late.reason) == ("time", "it ran past its 0.5 s")
     loud = await run(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
-    assert (loud.stopped, len(loud.output)) == ("output", 64 * 1024)
+    assert (loud.exceeded_limit, len(loud.output)) == ("output", 64 * 1024)
     assert not loud.ok
-    assert left_behind(marker) == []
+    assert find_processes(marker) == []
 
 
 ANSWERS = {
@@ -201,10 +201,10 @@ async def test_unit_tests_of_an_answer(kind: str, runner: str) -> None:
     section = {"type": "tests", "runner": runner, "reward": "share", "sandbox": {"kind": kind, "seconds": 30}}
     if runner == "python":
         tests = [test.replace("from answer import f\n", "") for test in tests]
-    async with started(**section) as scorer:
+    async with start_scorer(**section) as scorer:
         assert scorer.background
         for code, (value, reason) in ANSWERS.items():
-            reward = await scored(scorer, {"tests": tests}, f"Here it is:\n```python\n{code}\n```\nDone.")
+            reward = await score_text(scorer, {"tests": tests}, f"Here it is:\n```python\n{code}\n```\nDone.")
             assert reward.value == value, (code, reward.detail)
             assert reason is None or reward.detail["reason"] == reason
         assert await scorer.score(Task("", {}), transcript("x")) == []
@@ -212,18 +212,18 @@ async def test_unit_tests_of_an_answer(kind: str, runner: str) -> None:
 
 async def test_an_async_test_runs_and_no_test_is_no_success(kind: str) -> None:
     test = "async def test_f(): assert f() == 1"
-    async with started(type="tests", sandbox={"kind": kind, "seconds": 30}) as scorer:
-        assert (await scored(scorer, {"tests": test}, "def f(): return 1")).value == 1.0
-        assert (await scored(scorer, {"tests": test}, "def f(): return 2")).value == 0.0
-        nothing = await scored(scorer, {"tests": "import math"}, "def f(): return 1")
+    async with start_scorer(type="tests", sandbox={"kind": kind, "seconds": 30}) as scorer:
+        assert (await score_text(scorer, {"tests": test}, "def f(): return 1")).value == 1.0
+        assert (await score_text(scorer, {"tests": test}, "def f(): return 2")).value == 0.0
+        nothing = await score_text(scorer, {"tests": "import math"}, "def f(): return 1")
         assert (nothing.value, nothing.detail["reason"]) == (0.0, "no test was run")
 
 
 async def test_an_answer_has_no_future_but_its_own(kind: str) -> None:
     code = "def f(x: int): return x"
     tests = "assert f.__annotations__['x'] is int\ndef g(x: int): pass\nassert g.__annotations__['x'] is int"
-    async with started(type="tests", sandbox={"kind": kind}) as scorer:
-        assert (await scored(scorer, {"tests": tests}, code)).value == 1.0
+    async with start_scorer(type="tests", sandbox={"kind": kind}) as scorer:
+        assert (await score_text(scorer, {"tests": tests}, code)).value == 1.0
 
 
 PYTEST = """import unittest
@@ -252,15 +252,15 @@ class Five(unittest.TestCase):
 
 async def test_pytest_counts_a_test_once_and_not_what_its_file_skips(kind: str) -> None:
     section = {"type": "tests", "runner": "pytest", "sandbox": {"kind": kind, "seconds": 30}}
-    async with started(**section, reward="share") as scorer:
+    async with start_scorer(**section, reward="share") as scorer:
         skips = "__import__('pytest').skip('no')"  # also the test that is expected to fail
         for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skips: (0, 3)}.items():
-            reward = await scored(scorer, {"tests": PYTEST}, f"def f(): return {code}")
+            reward = await score_text(scorer, {"tests": PYTEST}, f"def f(): return {code}")
             assert (reward.detail["passed"], reward.detail["total"]) == (passed, total), reward.detail
             assert reward.value == passed / total
-    async with started(**section) as scorer:
+    async with start_scorer(**section) as scorer:
         whole = PYTEST.replace("    raise ValueError\n\ndef", "\ndef")
-        assert (await scored(scorer, {"tests": whole}, "def f(): return 1")).value == 1.0
+        assert (await score_text(scorer, {"tests": whole}, "def f(): return 1")).value == 1.0
 
 
 async def test_an_endless_answer_is_wrong_however_many_wait(kind: str) -> None:
@@ -270,7 +270,7 @@ async def test_an_endless_answer_is_wrong_however_many_wait(kind: str) -> None:
     async def load() -> list[Transcript]:
         return [transcript("while True: pass")]
 
-    async with started(type="tests", sandbox=sandbox) as scorer:
+    async with start_scorer(type="tests", sandbox=sandbox) as scorer:
         task = Task("t", {"tests": "assert True"})
         verdicts = await asyncio.gather(
             *(score_sessions(scorer, task, ["s"], load, config) for _ in range(8))
@@ -281,13 +281,15 @@ async def test_an_endless_answer_is_wrong_however_many_wait(kind: str) -> None:
 
 async def test_all_or_nothing_and_a_command_of_ones_own(kind: str) -> None:
     tests = {"tests": ["assert f(1) == 2", "assert f(2) == 3"]}
-    async with started(type="tests", sandbox={"kind": kind}) as scorer:
-        assert (await scored(scorer, tests, "def f(x): return 2")).value == 0.0
-        assert (await scored(scorer, tests, "def f(x): return x + 1")).value == 1.0
+    async with start_scorer(type="tests", sandbox={"kind": kind}) as scorer:
+        assert (await score_text(scorer, tests, "def f(x): return 2")).value == 0.0
+        assert (await score_text(scorer, tests, "def f(x): return x + 1")).value == 1.0
     own = {"tests": "from answer import f\nassert f(1) == 2"}
-    async with started(type="tests", runner=["python", "test_answer.py"], sandbox={"kind": kind}) as scorer:
-        assert (await scored(scorer, own, "def f(x): return 2")).value == 1.0
-        assert (await scored(scorer, own, "def f(x): return 1")).value == 0.0
+    async with start_scorer(
+        type="tests", runner=["python", "test_answer.py"], sandbox={"kind": kind}
+    ) as scorer:
+        assert (await score_text(scorer, own, "def f(x): return 2")).value == 1.0
+        assert (await score_text(scorer, own, "def f(x): return 1")).value == 0.0
 
 
 async def test_a_command_says_whether_an_answer_is_right(kind: str, tmp_path: Path) -> None:
@@ -299,16 +301,16 @@ async def test_a_command_says_whether_an_answer_is_right(kind: str, tmp_path: Pa
         "raise SystemExit(answer != task['right'])\n"
     )
     section = {"type": "command", "command": ["python", "check.py"], "sandbox": {"kind": kind}}
-    async with started(**section, files=[str(script)]) as scorer:
+    async with start_scorer(**section, files=[str(script)]) as scorer:
         before = scorer.version
-        assert (await scored(scorer, {"right": "yes"}, "yes")).value == 1.0
-        wrong = await scored(scorer, {"right": "yes"}, "no")
+        assert (await score_text(scorer, {"right": "yes"}, "yes")).value == 1.0
+        wrong = await score_text(scorer, {"right": "yes"}, "no")
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
     script.write_text("raise SystemExit(0)")
-    async with started(**section, files=[str(script)]) as scorer:
+    async with start_scorer(**section, files=[str(script)]) as scorer:
         assert scorer.version != before
     with pytest.raises(ConfigError, match=r"reward.command does not run in the sandbox: there is no nothing"):
-        async with started(**{**section, "command": ["nothing"]}):
+        async with start_scorer(**{**section, "command": ["nothing"]}):
             pass
 
 
@@ -317,12 +319,12 @@ async def test_a_given_script_is_a_command(kind: str, program: str, tmp_path: Pa
     script = tmp_path / "check.sh"
     section = {"type": "command", "command": [program, "yes"], "sandbox": {"kind": kind}}
     script.write_text('#!/bin/sh\ntest "$(cat "$INSTAR_ANSWER")" = "$1"\n')
-    async with started(**section, files=[str(script)]) as scorer:
-        assert (await scored(scorer, {}, "yes")).value == 1.0
-        wrong = await scored(scorer, {}, "no")
+    async with start_scorer(**section, files=[str(script)]) as scorer:
+        assert (await score_text(scorer, {}, "yes")).value == 1.0
+        wrong = await score_text(scorer, {}, "no")
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
     for first, said in {"true": "its first line names no program", "#!/no/sh": "there is no /no/sh"}.items():
         script.write_text(f"{first}\n")
         with pytest.raises(ConfigError, match=f"reward.command.*{said}"):
-            async with started(**section, files=[str(script)]):
+            async with start_scorer(**section, files=[str(script)]):
                 pass

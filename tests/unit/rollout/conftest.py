@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.rollout.house import House, open_house
+from tests.unit.rollout.harness import RolloutHarness, open_harness
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with open_house(tmp_path) as opened:
+async def harness(tmp_path: Path) -> AsyncIterator[RolloutHarness]:
+    async with open_harness(tmp_path) as opened:
         yield opened

@@ -35,8 +35,8 @@ class Sides:
     async def fill(self, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> int:
         """Make groups until there is no room; returns how many."""
         made = 0
-        while (state := await self.admission.look()).room:
-            await add_group(self.store, state.next_index, list(rewards), version=version)
+        while (state := await self.admission.read_state()).startable_groups:
+            await add_group(self.store, state.next_group_index, list(rewards), version=version)
             made += 1
         return made
 
@@ -66,11 +66,11 @@ async def test_no_more_groups_than_the_steps_need(store: Store) -> None:
     sides = Sides(store, groups_per_step=2, steps=2, max_staleness=9)
     assert await sides.fill() == 4
     for step in (1, 2):
-        assert not (await sides.admission.look()).finished
+        assert not (await sides.admission.read_state()).is_finished
         await sides.claim(step)
         await sides.commit(step)
         assert await sides.fill() == 0
-    assert (await sides.admission.look()).finished
+    assert (await sides.admission.read_state()).is_finished
 
 
 async def test_groups_dropped_outside_of_steps_are_made_up_for(store: Store) -> None:

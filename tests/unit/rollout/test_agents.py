@@ -14,7 +14,7 @@ from instar.config import CommandAgentConfig, FunctionAgentConfig
 from instar.errors import AgentError, AgentTimeout, ConfigError
 from instar.rollout.agents import CommandAgent, FunctionAgent, create_agent
 from instar.rollout.base import AgentResult, AgentSession
-from instar.rollout.slots import within
+from instar.rollout.slots import run_with_timeout
 from instar.types import Task
 
 HERE = "tests.unit.rollout.test_agents"
@@ -173,7 +173,7 @@ async def test_the_deadline_kills_grandchildren_too(tmp_path: Path) -> None:
     agent = script(tmp_path, GRANDCHILD + "time.sleep(600)\n", str(pids))
     began = time.monotonic()
     with pytest.raises(AgentTimeout, match=r"deadline of 1\.5 s"):
-        await within(1.5, agent.run(TASK, SESSION), "the agent")
+        await run_with_timeout(1.5, agent.run(TASK, SESSION), "the agent")
     assert time.monotonic() - began < 6
     await until_gone(int(pids.read_text()))
 
@@ -182,7 +182,7 @@ async def test_a_program_is_left_no_time_after_the_deadline(tmp_path: Path) -> N
     text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
     began = time.monotonic()
     with pytest.raises(AgentTimeout):
-        await within(1.5, script(tmp_path, text).run(TASK, SESSION), "the agent")
+        await run_with_timeout(1.5, script(tmp_path, text).run(TASK, SESSION), "the agent")
     assert time.monotonic() - began < 6
 
 

@@ -11,80 +11,80 @@ from instar.errors import ConfigError
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.base import SessionRow
 from instar.types import Channel, SessionStatus
-from tests.unit.rollout import house as place
-from tests.unit.rollout.house import KEY, RUN, House, make_config, open_house, tries, until
+from tests.unit.rollout import harness as place
+from tests.unit.rollout.harness import KEY, RUN, RolloutHarness, make_config, open_harness, tries, until
 
 
-async def evaluated(house: House) -> list[SessionRow]:
+async def evaluated(harness: RolloutHarness) -> list[SessionRow]:
     """By evaluation and task."""
-    rows = await house.store.sessions(RUN, channel=Channel.VAL)
+    rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     return sorted(rows, key=lambda row: row.session.group_id or "")
 
 
-async def test_every_task_once_in_every_mode(house: House) -> None:
+async def test_every_task_once_in_every_mode(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
-    evaluator = house.evaluator(make_config(house.folder), lambda *record: recorded.append(record))
+    evaluator = harness.evaluator(make_config(harness.folder), lambda *record: recorded.append(record))
     figures = await evaluator.evaluate_all("before")
     assert [(f["mode"], f["n"], f["failed"], f["version"]) for f in figures] == [
         ("greedy", 4, 0, 0),
         ("sampled", 4, 0, 0),
     ]
     assert [(kind, step, values["label"]) for kind, step, values in recorded] == [("eval", 0, "before")] * 2
-    rows = await evaluated(house)
+    rows = await evaluated(harness)
     assert len(rows) == 8
     assert {row.session.sampling["temperature"] for row in rows[:4]} == {0.0}
     assert figures[0]["accuracy"] == sum(row.reward or 0 for row in rows[:4]) / 4
     assert rows[0].session.group_id == f"{RUN}/val/before-greedy-v0/000000"
     for row in rows[:4]:
-        (call,) = await house.store.calls(row.session.session_id)
+        (call,) = await harness.store.calls(row.session.session_id)
         assert call.params.temperature == 0.0
-    assert (await house.store.progress(RUN)).next_group_index == 0, "training's groups are apart"
+    assert (await harness.store.progress(RUN)).next_group_index == 0, "training's groups are apart"
 
 
-async def test_the_same_tasks_get_the_same_seeds_each_time(house: House) -> None:
-    evaluator = house.evaluator(make_config(house.folder))
+async def test_the_same_tasks_get_the_same_seeds_each_time(harness: RolloutHarness) -> None:
+    evaluator = harness.evaluator(make_config(harness.folder))
     await evaluator.evaluate("sampled", "before")
     await evaluator.evaluate("sampled", "after")
-    seeds = [row.session.seed for row in await evaluated(house)]
+    seeds = [row.session.seed for row in await evaluated(harness)]
     assert seeds[:4] == seeds[4:]
     assert len(set(seeds)) == 4
 
 
-async def test_failed_sessions_count_as_zero(house: House) -> None:
-    config = make_config(house.folder, agent="fails_on", failed_reward=5.0, group_policy="refill")
-    figures = await house.evaluator(config).evaluate("greedy", "x")
+async def test_failed_sessions_count_as_zero(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, agent="fails_on", failed_reward=5.0, group_policy="refill")
+    figures = await harness.evaluator(config).evaluate("greedy", "x")
     assert figures["failed"] == 1
     assert figures["accuracy"] <= 0.75
     assert tries["number 0"] == 1
 
 
-async def test_an_interrupted_evaluation_goes_on_where_it_was(house: House) -> None:
+async def test_an_interrupted_evaluation_goes_on_where_it_was(harness: RolloutHarness) -> None:
     place.gate = asyncio.Event()
-    config = make_config(house.folder, agent="waits_at_the_gate", concurrency=2)
-    running = asyncio.create_task(house.evaluator(config).evaluate("greedy", "x"))
+    config = make_config(harness.folder, agent="waits_at_the_gate", concurrency=2)
+    running = asyncio.create_task(harness.evaluator(config).evaluate("greedy", "x"))
     await until(lambda: sum(tries.values()) >= 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     place.gate.set()
     done: list[tuple[int, int]] = []
-    again = await house.evaluator(config).evaluate("greedy", "x", lambda *p: done.append(p))
+    again = await harness.evaluator(config).evaluate("greedy", "x", lambda *p: done.append(p))
     assert done[-1] == (4, 4)
     assert again["failed"] == 0
     before = sum(tries.values())
     assert before == 6
-    repeated = await house.evaluator(config).evaluate("greedy", "x")
+    repeated = await harness.evaluator(config).evaluate("greedy", "x")
     assert repeated["accuracy"] == again["accuracy"]
     assert sum(tries.values()) == before, "what is evaluated is kept"
-    statuses = [row.session.status for row in await house.store.sessions(RUN, channel=Channel.VAL)]
+    statuses = [row.session.status for row in await harness.store.sessions(RUN, channel=Channel.VAL)]
     assert statuses.count(SessionStatus.COMPLETED) == 4
 
 
-async def test_an_evaluation_that_fails_is_reported_and_no_more(house: House) -> None:
+async def test_an_evaluation_that_fails_is_reported_and_no_more(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
-    evaluator = house.evaluator(make_config(house.folder), lambda *record: recorded.append(record))
-    evaluator.gateway = GatewayClient("http://127.0.0.1:9", KEY, patience=0.1)
-    await evaluator.try_all("v4")
+    evaluator = harness.evaluator(make_config(harness.folder), lambda *record: recorded.append(record))
+    evaluator.gateway = GatewayClient("http://127.0.0.1:9", KEY, max_wait=0.1)
+    await evaluator.try_evaluate_all("v4")
     await evaluator.gateway.close()
     ((kind, _, told),) = recorded
     assert kind == "warning"
@@ -92,8 +92,8 @@ async def test_an_evaluation_that_fails_is_reported_and_no_more(house: House) ->
     assert "127.0.0.1:9" in told["text"]
 
 
-async def test_a_mistake_in_the_config_is_no_failed_evaluation(house: House) -> None:
-    config = make_config(house.folder)
+async def test_a_mistake_in_the_config_is_no_failed_evaluation(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder)
     assert config.eval is not None
     assert config.rollout is not None
     modes = {"other": config.eval.modes["greedy"].model_copy(update={"agent_args": {"x": 1}})}
@@ -103,7 +103,7 @@ async def test_a_mistake_in_the_config_is_no_failed_evaluation(house: House) -> 
         "rollout": config.rollout.model_copy(update={"agent": command}),
     }
     with pytest.raises(ConfigError, match=r"eval\.modes: agent_args"):
-        await house.evaluator(config.model_copy(update=changes)).try_all("v4")
+        await harness.evaluator(config.model_copy(update=changes)).try_evaluate_all("v4")
 
 
 @pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])
@@ -111,7 +111,7 @@ async def test_the_demos_agent_solves_its_tasks_with_the_tool(
     tmp_path: Path, tool: str, accuracy: float
 ) -> None:
     """The openai SDK, tool calls and all; and with a lying tool nothing is right."""
-    async with open_house(tmp_path, script="calculator") as house:
+    async with open_harness(tmp_path, script="calculator") as harness:
         held_out = {"type": "python", "function": "instar.demo.tasks:heldout_tasks", "args": {"size": 12}}
         config = make_config(
             tmp_path,
@@ -120,12 +120,12 @@ async def test_the_demos_agent_solves_its_tasks_with_the_tool(
             args={"tool": tool},
             reward={"type": "rule", "function": "instar.demo.tasks:score"},
         )
-        evaluator = house.evaluator(config)
+        evaluator = harness.evaluator(config)
         figures = await evaluator.evaluate("greedy", "x")
         await evaluator.agent.close()
         assert figures["accuracy"] == accuracy
-        rows = await house.store.sessions(RUN, channel=Channel.VAL)
+        rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.calls for row in rows} == {2}
         for row in rows[:3]:
-            first, second = await house.store.calls(row.session.session_id)
+            first, second = await harness.store.calls(row.session.session_id)
             assert second.prompt_ids[: len(first.sequence)].tolist() == first.sequence.tolist()

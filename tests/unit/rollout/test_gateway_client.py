@@ -14,11 +14,11 @@ from instar.gateway.serve import bind, serve
 from instar.rollout.gateway_client import GatewayClient, backoff
 from instar.rollout.slots import is_transient
 from instar.types import Channel, SessionStatus
-from tests.unit.rollout.house import House
+from tests.unit.rollout.harness import RolloutHarness
 
 
-async def test_it_opens_and_ends_sessions(house: House) -> None:
-    session = await house.gateway.open_session(
+async def test_it_opens_and_ends_sessions(harness: RolloutHarness) -> None:
+    session = await harness.gateway.open_session(
         channel=Channel.TRAIN,
         task_id="t",
         slot=3,
@@ -27,16 +27,16 @@ async def test_it_opens_and_ends_sessions(house: House) -> None:
         sampling={"temperature": 0.5},
         metadata={"a": 1},
     )
-    stored = await house.store.session(session.session_id)
+    stored = await harness.store.session(session.session_id)
     assert stored is not None
     assert (stored.slot, stored.attempt, stored.seed, stored.metadata["a"]) == (3, 1, 7, 1)
-    assert (await house.gateway.fail(session.session_id, "why", -1.0)).changed
-    again = await house.gateway.complete(session.session_id)
+    assert (await harness.gateway.fail_session(session.session_id, "why", -1.0)).changed
+    again = await harness.gateway.complete_session(session.session_id)
     assert (again.changed, again.status) == (False, SessionStatus.FAILED)
 
 
-async def test_a_refusal_is_an_error_at_once(house: House) -> None:
-    stranger = GatewayClient(house.gateway.url, "sk-wrong", patience=30)
+async def test_a_refusal_is_an_error_at_once(harness: RolloutHarness) -> None:
+    stranger = GatewayClient(harness.gateway.url, "sk-wrong", max_wait=30)
     began = time.monotonic()
     with pytest.raises(InstarError, match="refused /sessions with 401"):
         await stranger.open_session(channel=Channel.TRAIN)
@@ -56,7 +56,7 @@ async def test_a_gateway_that_is_away_is_waited_for() -> None:
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
-    client = GatewayClient(f"http://127.0.0.1:{port}", "k", patience=20)
+    client = GatewayClient(f"http://127.0.0.1:{port}", "k", max_wait=20)
     opening = asyncio.create_task(client.open_session(channel=Channel.TRAIN))
     await asyncio.sleep(0.3)
     assert not opening.done()
@@ -74,7 +74,7 @@ async def test_patience_ends() -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
-    client = GatewayClient(url, "k", patience=0.5)
+    client = GatewayClient(url, "k", max_wait=0.5)
     with pytest.raises(EngineUnavailable, match="cannot be reached"):
         await client.open_session(channel=Channel.TRAIN)
     await client.close()

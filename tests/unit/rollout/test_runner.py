@@ -12,82 +12,82 @@ from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import derive_seed
 from instar.types import Channel, Group, GroupStatus, RewardSource, ScoreState, Session, SessionStatus, Task
-from tests.unit.rollout import house as place
-from tests.unit.rollout.house import RUN, House, make_config, seen, tries, until
+from tests.unit.rollout import harness as place
+from tests.unit.rollout.harness import RUN, RolloutHarness, make_config, seen, tries, until
 
 
-async def run_once(house: House, runner: RolloutRunner, groups: int = 2) -> list[Group]:
+async def run_once(harness: RolloutHarness, runner: RolloutRunner, groups: int = 2) -> list[Group]:
     """Let it run until so many groups are closed, then stop it."""
     running = asyncio.create_task(runner.run())
     await until(lambda: runner.groups_done >= groups or running.done())
     runner.drain()
     await running
-    return await house.store.groups(RUN, Channel.TRAIN)
+    return await harness.store.groups(RUN, Channel.TRAIN)
 
 
-async def sessions(house: House, group: Group) -> list[Session]:
-    return [row.session for row in await house.store.sessions(group_id=group.group_id)]
+async def sessions(harness: RolloutHarness, group: Group) -> list[Session]:
+    return [row.session for row in await harness.store.sessions(group_id=group.group_id)]
 
 
-async def test_two_steps_of_sync_training(house: House) -> None:
+async def test_two_steps_of_sync_training(harness: RolloutHarness) -> None:
     """The strict alternation: every group of a step is sampled by the version before it."""
-    config = make_config(house.folder)
-    runner = house.runner(config)
+    config = make_config(harness.folder)
+    runner = harness.runner(config)
     running = asyncio.create_task(runner.run())
-    batcher = Batcher(house.store, RUN, config)
+    batcher = Batcher(harness.store, RUN, config)
     for step in (1, 2):
-        batch = await house.train_step(config, batcher, step, step - 1)
+        batch = await harness.train_step(config, batcher, step, step - 1)
         assert batch.report["groups"] == 2
         assert batch.report["sessions"] == 4
         assert batch.report["staleness_max"] == 0
         for sample in batch.samples:
             assert sample.versions[sample.mask > 0].min() == step - 1
     await asyncio.wait_for(running, 10)
-    groups = await house.store.groups(RUN, Channel.TRAIN)
+    groups = await harness.store.groups(RUN, Channel.TRAIN)
     assert [group.group_id for group in groups] == [f"{RUN}/train/00000{index}" for index in range(4)]
     assert all(group.status is GroupStatus.READY for group in groups)
     for group in groups:
-        for row in await house.store.sessions(group_id=group.group_id):
+        for row in await harness.store.sessions(group_id=group.group_id):
             session = row.session
             assert session.status is SessionStatus.COMPLETED
             assert session.seed == derive_seed(0, "train", group.index, session.slot)
-            (call,) = await house.store.calls(session.session_id)
+            (call,) = await harness.store.calls(session.session_id)
             assert row.reward == float(call.reply["content"] == "right")
             assert call.messages[-1]["content"] == group.task.data["question"]
-            (reward,) = await house.store.rewards(session.session_id)
+            (reward,) = await harness.store.rewards(session.session_id)
             assert reward.source is RewardSource.RULE
     assert runner.counters.completed == 8
     assert runner.doing == "drained"
 
 
-async def test_tasks_are_walked_in_a_seeded_order_again_and_again(house: House) -> None:
-    runner = house.runner(make_config(house.folder))
+async def test_tasks_are_walked_in_a_seeded_order_again_and_again(harness: RolloutHarness) -> None:
+    runner = harness.runner(make_config(harness.folder))
     first, second = ([runner.task_for(5 * epoch + i).task_id for i in range(5)] for epoch in (0, 1))
     assert sorted(first) == sorted(second) == ["0", "1", "2", "3", "4"]
     assert first != second
-    again = house.runner(make_config(house.folder))
+    again = harness.runner(make_config(harness.folder))
     assert [again.task_for(i).task_id for i in range(5)] == first
-    plain = house.runner(make_config(house.folder, shuffle=False))
+    plain = harness.runner(make_config(harness.folder, shuffle=False))
     assert [plain.task_for(i).task_id for i in range(6)] == ["0", "1", "2", "3", "4", "0"]
     assert (runner.epoch_of(4), runner.epoch_of(5)) == (0, 1)
 
 
-async def test_a_transient_error_is_another_attempt_at_the_slot(house: House) -> None:
-    config = make_config(house.folder, agent="loses_connection_once", group_size=1)
-    for group in await run_once(house, house.runner(config)):
-        first, second = await sessions(house, group)
+async def test_a_transient_error_is_another_attempt_at_the_slot(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, agent="loses_connection_once", group_size=1)
+    for group in await run_once(harness, harness.runner(config)):
+        first, second = await sessions(harness, group)
         assert (first.status, first.attempt) == (SessionStatus.ABANDONED, 0)
         assert first.reason == "transient: RuntimeError: sdk error"
         assert (second.status, second.attempt, second.slot) == (SessionStatus.COMPLETED, 1, 0)
         assert first.seed == second.seed, "the same draw again"
 
 
-async def test_transient_errors_are_retried_so_often_and_then_fail(house: House) -> None:
+async def test_transient_errors_are_retried_so_often_and_then_fail(harness: RolloutHarness) -> None:
     config = make_config(
-        house.folder, agent="never_connected", group_size=1, retries=1, trainer={"groups_per_step": 1}
+        harness.folder, agent="never_connected", group_size=1, retries=1, trainer={"groups_per_step": 1}
     )
-    (group,) = await run_once(house, house.runner(config), groups=1)
-    statuses = [(session.status, session.reason) for session in await sessions(house, group)]
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
+    statuses = [(session.status, session.reason) for session in await sessions(harness, group)]
     assert statuses == [
         (SessionStatus.ABANDONED, "transient: ConnectionRefusedError: nobody there"),
         (SessionStatus.FAILED, "ConnectionRefusedError: nobody there"),
@@ -95,20 +95,20 @@ async def test_transient_errors_are_retried_so_often_and_then_fail(house: House)
     assert group.status is GroupStatus.READY
 
 
-async def test_failures_under_keep_have_their_reason_and_reward(house: House) -> None:
-    config = make_config(house.folder, agent="fails_on", shuffle=False, failed_reward=-0.5)
-    failed, good = await run_once(house, house.runner(config))
+async def test_failures_under_keep_have_their_reason_and_reward(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, agent="fails_on", shuffle=False, failed_reward=-0.5)
+    failed, good = await run_once(harness, harness.runner(config))
     assert failed.status is good.status is GroupStatus.READY
-    for session in await sessions(house, failed):
+    for session in await sessions(harness, failed):
         assert (session.status, session.reason) == (SessionStatus.FAILED, "ValueError: no idea")
-        (reward,) = await house.store.rewards(session.session_id)
+        (reward,) = await harness.store.rewards(session.session_id)
         assert (reward.value, reward.source) == (-0.5, RewardSource.FALLBACK)
-    assert {session.status for session in await sessions(house, good)} == {SessionStatus.COMPLETED}
+    assert {session.status for session in await sessions(harness, good)} == {SessionStatus.COMPLETED}
 
 
-async def test_failures_under_drop_give_the_group_up_and_replace_it(house: House) -> None:
-    config = make_config(house.folder, agent="fails_on", shuffle=False, group_policy="drop")
-    groups = await run_once(house, house.runner(config), groups=3)
+async def test_failures_under_drop_give_the_group_up_and_replace_it(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, agent="fails_on", shuffle=False, group_policy="drop")
+    groups = await run_once(harness, harness.runner(config), groups=3)
     assert [(group.status, group.reason) for group in groups] == [
         (GroupStatus.DROPPED, "session_failed"),
         (GroupStatus.READY, None),
@@ -116,9 +116,9 @@ async def test_failures_under_drop_give_the_group_up_and_replace_it(house: House
     ], "a third group makes up for the dropped one, no fourth starts"
 
 
-async def test_failures_under_refill_are_run_again_with_another_draw(house: House) -> None:
+async def test_failures_under_refill_are_run_again_with_another_draw(harness: RolloutHarness) -> None:
     config = make_config(
-        house.folder,
+        harness.folder,
         agent="fails_on",
         args={"times": 1},
         shuffle=False,
@@ -126,16 +126,16 @@ async def test_failures_under_refill_are_run_again_with_another_draw(house: Hous
         group_size=1,
         trainer={"groups_per_step": 1},
     )
-    (group,) = await run_once(house, house.runner(config), groups=1)
-    first, second = await sessions(house, group)
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
+    first, second = await sessions(harness, group)
     assert (first.status, second.status) == (SessionStatus.FAILED, SessionStatus.COMPLETED)
     assert (first.attempt, second.attempt) == (0, 1)
     assert first.seed != second.seed
 
 
-async def test_refills_are_bounded(house: House) -> None:
+async def test_refills_are_bounded(harness: RolloutHarness) -> None:
     config = make_config(
-        house.folder,
+        harness.folder,
         agent="fails_on",
         shuffle=False,
         group_policy="refill",
@@ -143,80 +143,82 @@ async def test_refills_are_bounded(house: House) -> None:
         group_size=1,
         trainer={"groups_per_step": 1},
     )
-    (group,) = await run_once(house, house.runner(config), groups=1)
-    assert [session.status for session in await sessions(house, group)] == [SessionStatus.FAILED] * 2
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
+    assert [session.status for session in await sessions(harness, group)] == [SessionStatus.FAILED] * 2
 
 
-async def test_a_session_past_its_deadline_fails(house: House) -> None:
+async def test_a_session_past_its_deadline_fails(harness: RolloutHarness) -> None:
     config = make_config(
-        house.folder, agent="hangs", timeout=0.3, group_size=1, trainer={"groups_per_step": 1}
+        harness.folder, agent="hangs", timeout=0.3, group_size=1, trainer={"groups_per_step": 1}
     )
-    (group,) = await run_once(house, house.runner(config), groups=1)
-    (session,) = await sessions(house, group)
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
+    (session,) = await sessions(harness, group)
     assert session.status is SessionStatus.FAILED
     assert session.reason == "the agent ran past its deadline of 0.3 s"
 
 
-async def test_an_agent_may_complete_its_session_itself(house: House) -> None:
-    config = make_config(house.folder, agent="completes_itself", group_size=1, trainer={"groups_per_step": 1})
-    (group,) = await run_once(house, house.runner(config), groups=1)
-    (session,) = await sessions(house, group)
-    rewards = {reward.source: reward.value for reward in await house.store.rewards(session.session_id)}
+async def test_an_agent_may_complete_its_session_itself(harness: RolloutHarness) -> None:
+    config = make_config(
+        harness.folder, agent="completes_itself", group_size=1, trainer={"groups_per_step": 1}
+    )
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
+    (session,) = await sessions(harness, group)
+    rewards = {reward.source: reward.value for reward in await harness.store.rewards(session.session_id)}
     assert session.status is SessionStatus.COMPLETED
     assert rewards[RewardSource.AGENT] == 0.75
     assert RewardSource.RULE in rewards, "scored by the rule all the same"
 
 
-async def test_a_rule_that_gives_up_leaves_its_reason_and_no_reward(house: House) -> None:
+async def test_a_rule_that_gives_up_leaves_its_reason_and_no_reward(harness: RolloutHarness) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
-    config = make_config(house.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
-    runner = house.runner(config)
-    (group,) = await run_once(house, runner, groups=1)
-    (session,) = await sessions(house, group)
+    config = make_config(harness.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
+    runner = harness.runner(config)
+    (group,) = await run_once(harness, runner, groups=1)
+    (session,) = await sessions(harness, group)
     assert session.status is SessionStatus.COMPLETED
-    assert await house.store.rewards(session.session_id) == []
-    (score,) = (await house.store.scores([session.session_id]))[session.session_id]
+    assert await harness.store.rewards(session.session_id) == []
+    (score,) = (await harness.store.scores([session.session_id]))[session.session_id]
     assert (score.state, score.attempts) == (ScoreState.FALLBACK, 1)
     assert score.reason is not None
     assert "returned nan" in score.reason
     assert "1 without a reward (reward: reward rule" in runner.doing
 
 
-async def test_a_rule_that_gives_up_may_be_worth_something(house: House) -> None:
+async def test_a_rule_that_gives_up_may_be_worth_something(harness: RolloutHarness) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
-    config = make_config(house.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
+    config = make_config(harness.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
     config = config.model_copy(update={"scoring": ScoringConfig(fallback=-2.0)})
-    (group,) = await run_once(house, house.runner(config), groups=1)
-    (session,) = await sessions(house, group)
-    (reward,) = await house.store.rewards(session.session_id)
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
+    (session,) = await sessions(harness, group)
+    (reward,) = await harness.store.rewards(session.session_id)
     assert (reward.value, reward.source) == (-2.0, RewardSource.FALLBACK)
     assert "returned nan" in reward.detail["reason"]
 
 
-async def test_a_rule_that_never_works_ends_the_run(house: House) -> None:
+async def test_a_rule_that_never_works_ends_the_run(harness: RolloutHarness) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
     config = make_config(
-        house.folder, reward=reward, trainer={"steps": 9, "max_staleness": 9, "mode": "async"}
+        harness.folder, reward=reward, trainer={"steps": 9, "max_staleness": 9, "mode": "async"}
     )
     with pytest.raises(AgentError, match=r"got no reward; the last one: reward: reward rule .* nan"):
-        await house.runner(config).run()
+        await harness.runner(config).run()
 
 
-async def test_concurrency_is_bounded(house: House) -> None:
+async def test_concurrency_is_bounded(harness: RolloutHarness) -> None:
     place.gate = asyncio.Event()
     config = make_config(
-        house.folder,
+        harness.folder,
         agent="waits_at_the_gate",
         concurrency=3,
         group_size=4,
         trainer={"groups_per_step": 4, "steps": 1},
     )
-    runner = house.runner(config)
+    runner = harness.runner(config)
     running = asyncio.create_task(runner.run())
     await until(lambda: len(seen) >= 3)
     await asyncio.sleep(0.2)
     assert len(seen) == runner.counters.running == 3
-    assert (await house.store.progress(RUN)).groups_open == 1, "no group starts that could not run"
+    assert (await harness.store.progress(RUN)).groups_open == 1, "no group starts that could not run"
     place.gate.set()
     await until(lambda: runner.groups_done >= 4)
     runner.drain()
@@ -225,28 +227,28 @@ async def test_concurrency_is_bounded(house: House) -> None:
 
 
 @pytest.mark.parametrize("graceful", [True, False])
-async def test_what_a_stopped_run_left_open_is_taken_up(house: House, graceful: bool) -> None:
+async def test_what_a_stopped_run_left_open_is_taken_up(harness: RolloutHarness, graceful: bool) -> None:
     """Stopped at once, or killed: the sessions that were done stay, the others are run again."""
     place.gate = asyncio.Event()
-    config = make_config(house.folder, agent="waits_at_the_gate", trainer={"groups_per_step": 1})
-    running = asyncio.create_task(house.runner(config).run())
+    config = make_config(harness.folder, agent="waits_at_the_gate", trainer={"groups_per_step": 1})
+    running = asyncio.create_task(harness.runner(config).run())
     await until(lambda: len(seen) >= 2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    (group,) = await house.store.groups(RUN, Channel.TRAIN)
+    (group,) = await harness.store.groups(RUN, Channel.TRAIN)
     assert group.status is GroupStatus.OPEN
-    assert {s.status for s in await sessions(house, group)} == {SessionStatus.ABANDONED}
+    assert {s.status for s in await sessions(harness, group)} == {SessionStatus.ABANDONED}
     if not graceful:
         # As a killed process leaves it: slot 0 done on a second attempt, slot 1 under way.
-        done = await house.gateway.open_session(
+        done = await harness.gateway.open_session(
             channel=Channel.TRAIN, group_id=group.group_id, slot=0, attempt=1
         )
-        await house.gateway.complete(done.session_id)
-        await house.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=1, attempt=1)
+        await harness.gateway.complete_session(done.session_id)
+        await harness.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=1, attempt=1)
     place.gate.set()
-    (group,) = await run_once(house, house.runner(config), groups=1)
+    (group,) = await run_once(harness, harness.runner(config), groups=1)
     assert group.status is GroupStatus.READY
-    ended = Counter((s.slot, s.attempt, s.status, s.reason) for s in await sessions(house, group))
+    ended = Counter((s.slot, s.attempt, s.status, s.reason) for s in await sessions(harness, group))
     last = 1 if graceful else 2
     assert ended[(1, last, SessionStatus.COMPLETED, None)] == 1
     assert ended[(0, 1, SessionStatus.COMPLETED, None)] == 1
@@ -255,59 +257,59 @@ async def test_what_a_stopped_run_left_open_is_taken_up(house: House, graceful: 
     assert len(interrupted) == (2 if graceful else 3)
 
 
-async def test_a_dropped_group_left_open_is_still_dropped(house: House) -> None:
+async def test_a_dropped_group_left_open_is_still_dropped(harness: RolloutHarness) -> None:
     group = Group(f"{RUN}/train/000000", RUN, Channel.TRAIN, 0, 2, Task("0", {"question": "number 9"}))
-    await house.store.open_group(group)
-    failed = await house.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=0)
-    await house.gateway.fail(failed.session_id, "earlier")
-    config = make_config(house.folder, group_policy="drop", trainer={"groups_per_step": 1})
-    groups = await run_once(house, house.runner(config), groups=2)
+    await harness.store.open_group(group)
+    failed = await harness.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=0)
+    await harness.gateway.fail_session(failed.session_id, "earlier")
+    config = make_config(harness.folder, group_policy="drop", trainer={"groups_per_step": 1})
+    groups = await run_once(harness, harness.runner(config), groups=2)
     assert [g.status for g in groups] == [GroupStatus.DROPPED, GroupStatus.READY]
     assert tries["number 9"] == 1, "only the missing slot was run"
 
 
 @pytest.mark.parametrize("policy", ["keep", "drop"])
-async def test_an_agent_that_never_works_stops_the_run(house: House, policy: str) -> None:
+async def test_an_agent_that_never_works_stops_the_run(harness: RolloutHarness, policy: str) -> None:
     trainer = {"groups_per_step": 20}
     config = make_config(
-        house.folder, agent="never_connected", retries=0, group_size=1, group_policy=policy, trainer=trainer
+        harness.folder, agent="never_connected", retries=0, group_size=1, group_policy=policy, trainer=trainer
     )
     with pytest.raises(AgentError, match=r"rollout\.agent: every session .* nobody there"):
-        await asyncio.wait_for(house.runner(config).run(), 30)
+        await asyncio.wait_for(harness.runner(config).run(), 30)
 
 
-async def test_evaluation_while_training_is_due_every_so_many_versions(house: House) -> None:
-    config = make_config(house.folder, trainer={"steps": 3})
+async def test_evaluation_while_training_is_due_every_so_many_versions(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, trainer={"steps": 3})
     assert config.eval is not None
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 2})})
     labels: list[str] = []
-    runner = house.runner(config)
-    runner.evaluator = house.evaluator(config, lambda kind, step, figures: labels.append(figures["label"]))
+    runner = harness.runner(config)
+    runner.evaluator = harness.evaluator(config, lambda kind, step, figures: labels.append(figures["label"]))
     running = asyncio.create_task(runner.run())
-    batcher = Batcher(house.store, RUN, config)
+    batcher = Batcher(harness.store, RUN, config)
     for step in (1, 2, 3):
-        await house.train_step(config, batcher, step, step - 1)
+        await harness.train_step(config, batcher, step, step - 1)
     await asyncio.wait_for(running, 20)
     assert labels == ["v2", "v2"], "in both modes, once"
 
 
-async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(house: House) -> None:
-    config = make_config(house.folder, trainer={"steps": 3})
+async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, trainer={"steps": 3})
     assert config.eval is not None
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 2})})
-    runner = house.runner(config)
+    runner = harness.runner(config)
     running = asyncio.create_task(runner.run())
-    batcher = Batcher(house.store, RUN, config)
+    batcher = Batcher(harness.store, RUN, config)
     for step in (1, 2):
-        await house.train_step(config, batcher, step, step - 1)
+        await harness.train_step(config, batcher, step, step - 1)
     runner.drain()
     await running
-    await house.evaluator(config).evaluate("greedy", "v2")  # and no further
+    await harness.evaluator(config).evaluate("greedy", "v2")  # and no further
     labels: list[str] = []
 
     def rollout() -> RolloutRunner:
-        runner = house.runner(config)
-        runner.evaluator = house.evaluator(config, lambda kind, step, told: labels.append(told["label"]))
+        runner = harness.runner(config)
+        runner.evaluator = harness.evaluator(config, lambda kind, step, told: labels.append(told["label"]))
         return runner
 
     runner = rollout()
@@ -316,47 +318,47 @@ async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(house:
     runner.drain()
     await running
     running = asyncio.create_task(rollout().run())
-    await house.train_step(config, batcher, 3, 2)
+    await harness.train_step(config, batcher, 3, 2)
     await asyncio.wait_for(running, 20)
     assert labels == ["v2", "v2"], "in both modes, and not again"
 
 
-async def test_training_goes_on_without_an_evaluation_that_fails(house: House) -> None:
-    config = make_config(house.folder, trainer={"steps": 3})
+async def test_training_goes_on_without_an_evaluation_that_fails(harness: RolloutHarness) -> None:
+    config = make_config(harness.folder, trainer={"steps": 3})
     assert config.eval is not None
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
     warnings: list[str] = []
-    runner = house.runner(config)
-    evaluator = house.evaluator(config, lambda kind, step, told: warnings.append(told["text"]))
-    evaluator.gateway = GatewayClient("http://127.0.0.1:9", place.KEY, patience=0.1)
+    runner = harness.runner(config)
+    evaluator = harness.evaluator(config, lambda kind, step, told: warnings.append(told["text"]))
+    evaluator.gateway = GatewayClient("http://127.0.0.1:9", place.KEY, max_wait=0.1)
     runner.evaluator = evaluator
     running = asyncio.create_task(runner.run())
-    batcher = Batcher(house.store, RUN, config)
+    batcher = Batcher(harness.store, RUN, config)
     for step in (1, 2, 3):
-        await house.train_step(config, batcher, step, step - 1)
+        await harness.train_step(config, batcher, step, step - 1)
     await asyncio.wait_for(running, 20)
     await evaluator.gateway.close()
     assert len(warnings) >= 2
     assert "the evaluation 'v1' failed" in warnings[0]
 
 
-async def test_a_gateway_that_dies_costs_no_session(house: House) -> None:
+async def test_a_gateway_that_dies_costs_no_session(harness: RolloutHarness) -> None:
     """Killed under way: the sessions it held are tried again when it is back, with the same draw."""
     place.gate = asyncio.Event()
-    config = make_config(house.folder, agent="asks_twice", trainer={"groups_per_step": 1})
-    runner = house.runner(config)
+    config = make_config(harness.folder, agent="asks_twice", trainer={"groups_per_step": 1})
+    runner = harness.runner(config)
     running = asyncio.create_task(runner.run())
     await until(lambda: len(seen) >= 2)
-    await house.stop_gateway()
+    await harness.stop_gateway()
     place.gate.set()
     await until(lambda: runner.counters.abandoned == 2)
     await asyncio.sleep(0.3)
-    await house.start_gateway()
+    await harness.start_gateway()
     await until(lambda: runner.groups_done == 1 or running.done())
     runner.drain()
     await running
-    (group,) = await house.store.groups(RUN, Channel.TRAIN)
-    ended = await sessions(house, group)
+    (group,) = await harness.store.groups(RUN, Channel.TRAIN)
+    ended = await sessions(harness, group)
     assert Counter(session.status for session in ended) == {
         SessionStatus.ABANDONED: 2,
         SessionStatus.COMPLETED: 2,

@@ -19,9 +19,9 @@ from instar.config import TasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.rollout.tasksets.gsm8k import final_number
-from instar.rollout.tasksets.reasoning_gym import mixed
+from instar.rollout.tasksets.reasoning_gym import interleave_by_weight
+from instar.rollout.tasksets.textarena import TextArenaGame
 from instar.rollout.tasksets.word_problems import make_problems
-from instar.rollout.tasksets.textarena import Game
 
 GAMES = [
     "GuessTheNumber-v0",
@@ -150,7 +150,7 @@ def test_a_gym_set_twice_with_other_settings() -> None:
 
 
 def test_a_mix_holds_for_every_beginning() -> None:
-    order = mixed([2, 1, 1], 40)
+    order = interleave_by_weight([2, 1, 1], 40)
     for length in range(4, 41, 4):
         assert [order[:length].count(place) for place in range(3)] == [length // 2, length // 4, length // 4]
 
@@ -182,17 +182,17 @@ def test_a_game_that_is_not_there_or_takes_other_settings() -> None:
 def test_a_game_has_its_own_dice_and_leaves_the_others_alone(name: str) -> None:
     random.seed(1)
     before = random.getstate()
-    first = Game(name, 7, {}).observe()
+    first = TextArenaGame(name, 7, {}).observe()
     assert random.getstate() == before
     random.seed(2)
-    assert Game(name, 7, {}).observe() == first
+    assert TextArenaGame(name, 7, {}).observe() == first
 
 
 def test_moves_may_lack_their_brackets() -> None:
-    game = Game("TowerOfHanoi-v0", 0, {"num_disks": 1})
+    game = TextArenaGame("TowerOfHanoi-v0", 0, {"num_disks": 1})
     game.observe()
     game.move("A C")
-    assert game.done
+    assert game.is_done
     assert game.rewards() == {0: 1}
 
 

@@ -37,7 +37,7 @@ from tests.tiny import make_tiny_tokenizer
 
 RUN = "run"
 KEY = "sk-admin"
-HERE = "tests.unit.rollout.house"
+HERE = "tests.unit.rollout.harness"
 
 
 # --- what the engine replies --------------------------------------------------------------------
@@ -150,7 +150,7 @@ async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
             await asyncio.sleep(0.02)
 
 
-# --- the house ----------------------------------------------------------------------------------
+# --- the harness ----------------------------------------------------------------------------------
 
 
 def make_config(
@@ -179,7 +179,7 @@ def make_config(
 
 
 @dataclass
-class House:
+class RolloutHarness:
     folder: Path
     store: SqliteStore
     engine: ScriptedEngine
@@ -234,7 +234,7 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(folder: Path, script: str = "reply") -> AsyncIterator[House]:
+async def open_harness(folder: Path, script: str = "reply") -> AsyncIterator[RolloutHarness]:
     model = folder / "model"
     LlamaConfig(vocab_size=320).save_pretrained(model)
     make_tiny_tokenizer().save_pretrained(model)
@@ -258,12 +258,12 @@ async def open_house(folder: Path, script: str = "reply") -> AsyncIterator[House
     )
     tries.clear()
     seen.clear()
-    client = GatewayClient("http://unset", KEY, patience=5)
-    house = House(folder, store, engine, client, app, port=0)
-    await house.start_gateway()
+    client = GatewayClient("http://unset", KEY, max_wait=5)
+    harness = RolloutHarness(folder, store, engine, client, app, port=0)
+    await harness.start_gateway()
     try:
-        yield house
+        yield harness
     finally:
         await client.close()
-        await house.stop_gateway()
+        await harness.stop_gateway()
         await store.close()
