@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instar.config.judge import JudgeRewardConfig
-from instar.rewards.judge.base import Judge
+from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.outcome import OutcomeJudge
 from instar.rewards.judge.pairwise import PairwiseJudge
 from instar.rewards.judge.stepwise import FollowupJudge, ProcessJudge

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from instar.rewards.base import Transcript
 from instar.rewards.judge.answers import ScoreAnswer, convert_answer, scale_to_unit, truncate
-from instar.rewards.judge.base import Judge, votes_detail
+from instar.rewards.judge.judge import Judge, votes_detail
 from instar.rewards.judge.rubric import truncate_parts
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task

@@ -11,7 +11,7 @@ from typing import Literal
 
 from instar.rewards.base import GroupScorer, Transcript
 from instar.rewards.judge.answers import ComparisonAnswer, convert_answer, truncate
-from instar.rewards.judge.base import Judge
+from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.panel import JudgeVote, gather_all
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.run_model import is_judge_call

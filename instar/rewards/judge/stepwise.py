@@ -17,7 +17,7 @@ from instar.rewards.judge.answers import (
     scale_to_unit,
     truncate,
 )
-from instar.rewards.judge.base import Judge, votes_detail
+from instar.rewards.judge.judge import Judge, votes_detail
 from instar.rewards.judge.panel import JudgeVote, gather_all
 from instar.rewards.judge.rubric import JudgePromptPart
 from instar.rewards.judge.session_steps import SessionStep, build_steps, split_into_windows

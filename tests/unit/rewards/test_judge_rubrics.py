@@ -11,7 +11,7 @@ import pytest
 
 from instar.errors import ScoreError
 from instar.rewards.base import NO_TASK, GroupScorer
-from instar.rewards.judge.base import Judge
+from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.pairwise import PairComparison, choose_pairs, expected_win_rates
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import build_steps, render_conversation
