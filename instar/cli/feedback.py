@@ -94,7 +94,7 @@ async def _ls(run_dir: Path, session_id: str | None, as_json: bool) -> None:
 def _desk(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackService:
     return FeedbackService(
         store,
-        Redactor.of(config.gateway.redact),
+        Redactor.from_config(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
         context=lambda: config.model.max_context,
