@@ -34,7 +34,7 @@ from instar.gateway.sessions import SessionHints, Sessions
 from instar.gateway.upstream.base import Upstream
 from instar.gateway.upstream_call import UpstreamCall, as_message
 from instar.record.base import Renderer
-from instar.record.chain import HashChain, MessageHasher
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.redact import Redactor
 from instar.registry import list_names, resolve
 from instar.store.base import Store

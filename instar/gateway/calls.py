@@ -23,8 +23,8 @@ from instar.gateway.recording import Recorder, RequestMeta, SampledReply, reply_
 from instar.gateway.replay import ReplayLookup
 from instar.gateway.sessions import Pending, Sessions, SessionState
 from instar.record.base import Placement, Renderer, ReplyDelta, StreamParser, ToolCallDelta
-from instar.record.chain import HashChain
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain
 from instar.store.base import Store
 from instar.types import Call, Channel, Message, SamplingParams, TokenChunk
 

@@ -34,7 +34,7 @@ from instar.gateway.routing import ModelRouter
 from instar.gateway.sessions import SessionHints, Sessions
 from instar.gateway.token_api import read_generate, read_submission, write_submitted
 from instar.gateway.tokens import GenerateResponse, submit
-from instar.record.chain import MessageHasher
+from instar.record.hashing import MessageHasher
 from instar.types import new_id
 
 T = TypeVar("T")

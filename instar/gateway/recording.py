@@ -14,8 +14,8 @@ import numpy as np
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.sessions import Sessions, SessionState
 from instar.record.base import Placement, Renderer
-from instar.record.chain import HashChain, MessageHasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.nodes import redaction_reason
 from instar.record.redact import Redactor
 from instar.store.base import Store

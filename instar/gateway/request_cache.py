@@ -18,7 +18,7 @@ import numpy as np
 
 from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import Dialect, ModelRequest
-from instar.record.chain import HashChain, MessageHasher
+from instar.record.hashing import HashChain, MessageHasher
 
 _WORTHWHILE = 8 * 1024
 """Smaller bodies are read faster than they are looked up."""

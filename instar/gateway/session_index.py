@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from instar.record.chain import HashChain, MessageHasher
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.nodes import normalize_call_id
 from instar.types import Message
 

@@ -27,8 +27,8 @@ from instar.gateway.base import (
 from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.session_index import SessionIndex, remember
 from instar.gateway.views import check_sampling, reward_row, score_row, session_view
-from instar.record.chain import HashChain, MessageHasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (

@@ -23,8 +23,8 @@ from instar.gateway.token_api import (
     write_piece,
 )
 from instar.record.base import Placement
-from instar.record.chain import HashChain, MessageHasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.types import TokenChunk, new_id
 
 

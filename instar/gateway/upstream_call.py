@@ -21,8 +21,8 @@ from instar.gateway.replay import ReplayLookup
 from instar.gateway.sessions import Pending, Sessions, SessionState
 from instar.gateway.upstream.base import Upstream, UpstreamChunk, UpstreamResponse
 from instar.record.base import Placement
-from instar.record.chain import HashChain
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain
 from instar.types import Call, Channel, Message, SamplingParams
 
 Pass = Callable[[UpstreamChunk], Awaitable[None]]

@@ -1,6 +1,6 @@
 """The message graph of one session: which recorded call does a request continue?
 
-Requests are compared by their chains (`record.chain`), prompts without messages by their text or tokens.
+Requests are compared by their chains (`record.hashing`), prompts without messages by their text or tokens.
 
 Memory is linear in what the session recorded: a call keeps its own tokens and hashes and refers to its
 base for the rest.
@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from instar.record.base import Placement, Renderer
-from instar.record.chain import (
+from instar.record.hashing import (
     DIGEST_SIZE,
     HashChain,
     MessageHasher,

@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from instar.record.chain import parse_arguments
+from instar.record.hashing import parse_arguments
 from instar.types import Ids, Json, Message, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)

@@ -147,7 +147,7 @@ class ChatReader(ReplyReader):
 
     def feed(self, data: bytes) -> None:
         if data.startswith(b"[DONE]"):
-            self.ended = self.over = True
+            self.has_ended = self.is_done = True
             return
         chunk = self._decode(data)
         if chunk.error:
@@ -175,7 +175,7 @@ class ChatReader(ReplyReader):
         if choice.finish_reason is not None and draft.finish_reason is None:
             draft.finish_reason = "length" if choice.finish_reason in _CUT else "stop"
             self._open -= 1
-            self.ended = self.ended or self._open <= 0
+            self.has_ended = self.has_ended or self._open <= 0
 
     def _take_tokens(self, draft: ReplyDraft, choice: ExactChoice) -> None:
         if choice.prompt_token_ids is not None:
@@ -186,7 +186,7 @@ class ChatReader(ReplyReader):
     @property
     def is_complete(self) -> bool:
         drafts = self._by_index.values()
-        return bool(drafts) and (self.ended or all(draft.finish_reason for draft in drafts))
+        return bool(drafts) and (self.has_ended or all(draft.finish_reason for draft in drafts))
 
     @property
     def drafts(self) -> list[ReplyDraft]:

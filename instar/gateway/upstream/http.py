@@ -21,8 +21,13 @@ from instar.errors import ConfigError
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream import chat, messages, rewrite
-from instar.gateway.upstream.answer import HttpResponse, HttpUpstreamResponse, read_error, unreachable_error
 from instar.gateway.upstream.base import Upstream
+from instar.gateway.upstream.http_response import (
+    HttpResponse,
+    HttpUpstreamResponse,
+    read_error,
+    unreachable_error,
+)
 
 if TYPE_CHECKING:
     from instar.http.plain import PlainClient

@@ -110,14 +110,14 @@ class MessagesReader(ReplyReader):
         elif event.type == "content_block_stop" and event.index in self._calls:
             self._close_call(self._calls[event.index])
         elif event.type == "message_stop":
-            self.over = True
+            self.is_done = True
         elif event.type == "message_delta":
             _add_usage(self.usage, event.usage)
             if event.delta and event.delta.stop_reason:
                 self._end(event.delta.stop_reason, event.delta.stop_sequence)
 
     def _end(self, reason: str | None, sequence: str | None) -> None:
-        self.ended = True
+        self.has_ended = True
         self._draft.finish_reason = "length" if reason in _CUT else "stop"
         self._draft.stop_string = sequence
 

@@ -147,7 +147,7 @@ class ResponsesReader(ReplyReader):
             self._calls[index] = self._so_far.open_call(item.call_id or "", item.name or "")
 
     def _end(self, response: WireResponse) -> None:
-        self.ended = self.over = True
+        self.has_ended = self.is_done = True
         self.set_response_id(response.id)
         self.usage = _usage(response.usage)
         self._final = _draft(response, response.output or self._done)

@@ -359,7 +359,7 @@ def test_an_answer() -> None:
     assert answer.usage.cache_read_input_tokens == 4
     assert answer.usage.output_tokens == 5
     assert answered(SAID, finish_reason="length").stop_reason == "max_tokens"
-    stopped = answered(SAID, stop="END")
+    stopped = answered(SAID, stop_string="END")
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
 
 

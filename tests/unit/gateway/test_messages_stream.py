@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import ModelRequest
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.record.chain import canonical_content
+from instar.record.hashing import canonical_content
 from instar.types import Message, ToolCall
 from tests.unit.gateway.test_messages import ASK, DIALECT, choice, read, read_messages, text
 

@@ -14,7 +14,7 @@ from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.request_cache import RequestCache
-from instar.record.chain import HashChain, MessageHasher
+from instar.record.hashing import HashChain, MessageHasher
 from instar.registry import list_names, resolve
 
 HASHER = MessageHasher(b"key")
@@ -45,7 +45,7 @@ def outcome(read: Callable[[], tuple[ModelRequest, HashChain]]) -> Read:
         return error.message, error.param, error.code
     refusal = request.unsupported_error
     said = (refusal.message, refusal.param) if refusal else None
-    return replace(request, refusal=None, wire=(request.parsed_body, said)), chain
+    return replace(request, unsupported_error=None, parsed_body=(request.parsed_body, said)), chain
 
 
 def plain(dialect: Dialect, body: bytes) -> Read:

@@ -17,7 +17,7 @@ from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.responses import ResponsesDialect
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.record.chain import canonical_content
+from instar.record.hashing import canonical_content
 from instar.types import FinishReason, Json, Message, ToolCall
 
 DIALECT = ResponsesDialect()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from instar.record.base import Placement, Renderer
-from instar.record.chain import HashChain, MessageHasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.render import TemplateRenderer
 from instar.store.base import CallPart
 from instar.types import Call, CallStatus, Link, Message, Tool, ToolCall, new_id

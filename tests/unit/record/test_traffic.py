@@ -23,8 +23,8 @@ from instar.errors import EngineUnavailable
 from instar.gateway.client_headers import external_id
 from instar.gateway.dialects.base import Dialect
 from instar.record.base import Placement
-from instar.record.chain import HashChain, MessageHasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.nodes import normalize_call_id
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instar.record.chain import (
+from instar.record.hashing import (
     DIGEST_SIZE,
     HashChain,
     MessageHasher,
