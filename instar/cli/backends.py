@@ -14,9 +14,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from instar.backends.base import ADAM_FIELDS, BackendCapabilities
-from instar.backends.detect import detect, in_environment
+from instar.backends.detect import detect_backend, find_services_in_environment
 from instar.backends.factory import known_capabilities
-from instar.backends.packages import NEEDED, Installed, survey
+from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
 from instar.config import AutoBackendConfig, LossName, RunConfig
 from instar.errors import ConfigError
 from instar.registry import list_names
@@ -55,19 +55,19 @@ def run_backends(*, as_json: bool) -> None:
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[Row], str | None]:
     """Every backend, and why `backend: auto` would be refused, where it would."""
-    clues = {name: reasons[0] for name, reasons in in_environment(env).items()}
+    clues = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
     chosen, conflict = None, None
     try:
-        detection = detect(AutoBackendConfig(), env)
+        detection = detect_backend(AutoBackendConfig(), env)
         chosen, clues[detection.name] = detection.name, detection.why
     except ConfigError as error:
         conflict = str(error)
-    there = survey()
+    there = inspect_packages()
     known = [*there, *(other for other in list_names("backends") if other not in there)]
     return [_row(name, there.get(name), name == chosen, clues.get(name)) for name in known], conflict
 
 
-def _row(name: str, found: Installed | None, chosen: bool, why: str | None) -> Row:
+def _row(name: str, found: InstalledPackage | None, chosen: bool, why: str | None) -> Row:
     can = _capabilities(name)
     return Row(
         name=name,
@@ -85,7 +85,7 @@ def _row(name: str, found: Installed | None, chosen: bool, why: str | None) -> R
 
 def _capabilities(name: str) -> BackendCapabilities | None:
     """Of a backend with its default settings; of one from elsewhere, nothing is known before it is made."""
-    if name not in NEEDED:
+    if name not in REQUIREMENTS:
         return None
     return known_capabilities(RunConfig.model_validate({"backend": name}).backend)
 

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from instar.backends.factory import check_run
-from instar.backends.resolve import without_key
+from instar.backends.resolve import without_api_key
 from instar.cli.config_file import DEMO, Mistakes, load_config
 from instar.cluster.data import pin_data
 from instar.config import CommandAgentConfig, RunConfig, Section
@@ -98,7 +98,7 @@ def _program(agent: CommandAgentConfig) -> Iterator[str]:
 
 
 def run_show(file: Path | None, overrides: Sequence[str], *, as_json: bool) -> None:
-    config = without_key(load_config(file or DEMO, overrides))
+    config = without_api_key(load_config(file or DEMO, overrides))
     data = config.model_dump(mode="json")
     if as_json:
         typer.echo(json.dumps(data))

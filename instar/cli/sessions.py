@@ -18,7 +18,7 @@ from rich.text import Text
 from instar.cli.filters import session_filter
 from instar.cli.run_store import store_of
 from instar.config import RunConfig
-from instar.data.combine import Combine
+from instar.data.combine import RewardCombiner
 from instar.errors import InstarError
 from instar.store.base import SessionFilter, SessionRow, Store
 from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus, Tag
@@ -52,7 +52,7 @@ async def _ls(run_dir: Path, where: SessionFilter, limit: int, before: int | Non
 async def _lines(store: Store, config: RunConfig, rows: Sequence[SessionRow]) -> list[Line]:
     ids = [row.session.session_id for row in rows]
     rewards, scores, tags = await store.rewards_of(ids), await store.scores(ids), await store.tags(ids)
-    combine = Combine(config)
+    combine = RewardCombiner(config)
     return [
         Line(row, combine(rewards[each], scores[each]), tags[each])
         for each, row in zip(ids, rows, strict=True)
