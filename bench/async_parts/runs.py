@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from instar.cli.run_store import store_of
+from instar.cli.run_store import open_run_store
 from instar.simulate.sessions import SimulatedSession, SimulatedTurn
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import Channel
@@ -195,7 +195,7 @@ def rewards_after(run_dir: Path) -> list[float]:
     """Of the held-out tasks, each tried once after training."""
 
     async def read() -> list[float]:
-        async with store_of(run_dir, read_only=True) as (config, store):
+        async with open_run_store(run_dir, read_only=True) as (config, store):
             rows = await store.sessions(config.name, channel=Channel.VAL)
         return [row.reward or 0.0 for row in rows if "/val/after-" in (row.session.group_id or "")]
 

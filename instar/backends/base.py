@@ -52,14 +52,14 @@ class BackendCapabilities:
     """Whether ``optim_step`` reports it; NaN otherwise."""
 
 
-def is_mergeable(lora: LoraConfig | None) -> bool:
+def mergeable(lora: LoraConfig | None) -> bool:
     """Whether `Backend.tensors` can hand out one set of weights: an adapter on an output layer that is tied
     to the input's cannot be merged."""
     return lora is None or "lm_head" not in lora.targets
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBackwardResult:
+class ForwardBackward:
     loss: float
     """The sum over tokens."""
     logprobs: list[Floats]
@@ -68,7 +68,7 @@ class ForwardBackwardResult:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimStepResult:
+class OptimStep:
     grad_norm: float
     """Before clipping; NaN where the backend does not say."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -96,13 +96,13 @@ class Backend(ABC):
         """Per sample, the logprob of every token given those before; NaN at index 0."""
 
     @abstractmethod
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
         """Add the loss's gradient to what is accumulated. Raises NonFinite, with nothing added, when the
         loss is not finite, and BackendError when a trained token lacks an advantage, or a logprob that the
         loss asks for."""
 
     @abstractmethod
-    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
+    async def optim_step(self, adam: AdamConfig) -> OptimStep:
         """Apply the accumulated gradient and clear it. ``adam.lr`` is the rate of this very step. Raises
         NonFinite, with weights and moments untouched and the gradient cleared, when it is not finite."""
 

@@ -1,4 +1,4 @@
-"""`instar backends`: where gradients can be computed, from this environment."""
+"""`instar backends`: list the training backends and check them; `serve` is in a module of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -14,32 +15,62 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from instar.backends.base import ADAM_FIELDS, BackendCapabilities
-from instar.backends.detect import detect_backend, find_services_in_environment
+from instar.backends.detect import detect, in_environment
 from instar.backends.factory import known_capabilities
-from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
+from instar.backends.packages import NEEDED, Installed, survey
+from instar.cli.backends_serve import serve
+from instar.cli.options import AsJson, new_app
 from instar.config import AutoBackendConfig, LossName, RunConfig
 from instar.errors import ConfigError
 from instar.registry import list_names
 
 
 @dataclass(frozen=True)
-class Row:
+class BackendRow:
     name: str
     installed: bool
     version: str | None
     problem: str | None
-    """Why it cannot run here, and what to type."""
+    """The reason that it cannot run here, with the command that fixes it."""
     detected: bool
-    """Whether `backend: auto` would take it."""
+    """True if `backend: auto` would choose it."""
     why: str | None
     losses: list[str]
     features: list[str]
     optimizer: list[str]
-    """Fields of `trainer.adam` that it honours."""
+    """The fields of `trainer.adam` that it supports."""
     artifacts: list[str]
 
 
-def run_backends(*, as_json: bool) -> None:
+app = new_app(no_args_is_help=False)
+app.command()(serve)
+
+
+@app.callback(invoke_without_command=True)
+def backends(context: typer.Context, as_json: AsJson = False) -> None:
+    """Without a subcommand, show which backends are installed, which one `backend: auto` would choose and
+    why, and what each of them supports."""
+    if context.invoked_subcommand is None:
+        _print_backends(as_json=as_json)
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(help="local, tinker, mint, weaver or verl.")],
+    url: Annotated[
+        str | None, typer.Option(help="A server to check against. Default: one that is started here.")
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has the backend's package.")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compared to 1e-5, or to 2e-2.")] = "fp32",
+    as_json: AsJson = False,
+) -> None:
+    """Run the conformance suite: a backend must compute the same numbers as the local one, step by step."""
+    from instar.conformance.check import run_check
+
+    run_check(name, url=url, python=python, dtype=dtype, as_json=as_json)
+
+
+def _print_backends(*, as_json: bool) -> None:
     rows, conflict = list_backends(os.environ)
     if as_json:
         typer.echo(json.dumps({"backends": [asdict(row) for row in rows], "conflict": conflict}))
@@ -47,59 +78,61 @@ def run_backends(*, as_json: bool) -> None:
     console = Console()
     console.print(_table(rows))
     for row in rows:
-        if row.problem and (row.why or row.version):  # someone wants it
+        if row.problem and (row.why or row.version):  # it is configured or partly installed
             console.print(f"{row.name}: {row.problem}", highlight=False, markup=False, soft_wrap=True)
     if conflict:
-        console.print(f"auto is refused: {conflict}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"`backend: auto` cannot choose: {conflict}", highlight=False, markup=False, soft_wrap=True
+        )
 
 
-def list_backends(env: Mapping[str, str]) -> tuple[list[Row], str | None]:
-    """Every backend, and why `backend: auto` would be refused, where it would."""
-    clues = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
+def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:
+    """Return every backend, and the reason that `backend: auto` cannot choose one, if so."""
+    clues = {name: reasons[0] for name, reasons in in_environment(env).items()}
     chosen, conflict = None, None
     try:
-        detection = detect_backend(AutoBackendConfig(), env)
+        detection = detect(AutoBackendConfig(), env)
         chosen, clues[detection.name] = detection.name, detection.why
     except ConfigError as error:
         conflict = str(error)
-    there = inspect_packages()
-    known = [*there, *(other for other in list_names("backends") if other not in there)]
-    return [_row(name, there.get(name), name == chosen, clues.get(name)) for name in known], conflict
+    installed = survey()
+    known = [*installed, *(other for other in list_names("backends") if other not in installed)]
+    return [_row(name, installed.get(name), name == chosen, clues.get(name)) for name in known], conflict
 
 
-def _row(name: str, found: InstalledPackage | None, chosen: bool, why: str | None) -> Row:
-    can = _capabilities(name)
-    return Row(
+def _row(name: str, package: Installed | None, chosen: bool, why: str | None) -> BackendRow:
+    capabilities = _capabilities(name)
+    return BackendRow(
         name=name,
-        installed=found is None or found.problem is None,
-        version=found.version if found else None,
-        problem=found.problem if found else None,
+        installed=package is None or package.problem is None,
+        version=package.version if package else None,
+        problem=package.problem if package else None,
         detected=chosen,
         why=why,
-        losses=sorted(can.losses) if can else [],
-        features=_features(can) if can else [],
-        optimizer=sorted(can.optimizer) if can else [],
-        artifacts=sorted(can.artifacts) if can else [],
+        losses=sorted(capabilities.losses) if capabilities else [],
+        features=_features(capabilities) if capabilities else [],
+        optimizer=sorted(capabilities.optimizer) if capabilities else [],
+        artifacts=sorted(capabilities.artifacts) if capabilities else [],
     )
 
 
 def _capabilities(name: str) -> BackendCapabilities | None:
-    """Of a backend with its default settings; of one from elsewhere, nothing is known before it is made."""
-    if name not in REQUIREMENTS:
+    """Return a backend's capabilities with default settings, or None for one that a plugin provides."""
+    if name not in NEEDED:
         return None
     return known_capabilities(RunConfig.model_validate({"backend": name}).backend)
 
 
-def _features(can: BackendCapabilities) -> list[str]:
-    said = {
-        "full fine-tuning": can.full_finetuning,
-        "reference KL": can.reference,
-        "gradient norm": can.grad_norm,
+def _features(capabilities: BackendCapabilities) -> list[str]:
+    features = {
+        "full fine-tuning": capabilities.full_finetuning,
+        "reference KL": capabilities.reference,
+        "gradient norm": capabilities.grad_norm,
     }
-    return [feature for feature, there in said.items() if there]
+    return [feature for feature, is_supported in features.items() if is_supported]
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[BackendRow]) -> Table:
     table = Table("backend", "installed", "auto", Column("losses", overflow="fold"), "features")
     for row in rows:
         state = Text(row.version or "yes", "green") if row.installed else Text(row.version or "no", "red")

@@ -9,10 +9,14 @@ import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 
+from instar.cli.options import AsJson
 from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.auth import MIN_KEY_LENGTH, MIN_REMOTE_KEY_LENGTH, is_loopback
@@ -21,102 +25,112 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 KEYS = "INSTAR_PROTOCOL_KEYS"
-"""Environment variable with the keys that are let in, with commas between them."""
+"""Environment variable with the accepted keys, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
-    """What a protocol's clients ask of a key, and which variables they read."""
+class ClientConvention:
+    """The key format that a protocol's SDKs accept, and the environment variables that they read."""
 
-    new_key: str
+    new_key_prefix: str
     prefixes: tuple[str, ...]
-    """One of which a key begins with; none: any will do."""
+    """Accepted beginnings of a key; empty if any key is accepted."""
     services: tuple[str, ...]
-    """Whose SDKs speak it, as their variables begin."""
+    """Prefixes of the SDKs' environment variables."""
 
 
-DIALECTS = {
-    "tinker": Dialect("tml-", ("tml-", "sk-"), ("TINKER", "MINT")),
-    "weaver": Dialect("weaver-", (), ("WEAVER",)),
+class Protocol(StrEnum):
+    tinker = "tinker"
+    weaver = "weaver"
+
+
+CONVENTIONS = {
+    "tinker": ClientConvention("tml-", ("tml-", "sk-"), ("TINKER", "MINT")),
+    "weaver": ClientConvention("weaver-", (), ("WEAVER",)),
 }
 
 
-def run_serve_protocol(
-    *,
-    protocol: str,
-    model: ModelConfig,
-    host: str,
-    port: int,
-    folder: Path | None,
-    as_json: bool,
-    threads: int | None = None,
-    max_models: int = ServiceLimits.max_models,
+def serve(
+    model: Annotated[str, typer.Option(help="The base model, as in `model.name` of a run.")],
+    protocol: Annotated[Protocol, typer.Option(help="The protocol to serve.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free port.")] = 0,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Folder for checkpoints.")] = None,
+    dtype: Annotated[Literal["auto", "bf16", "fp32"], typer.Option(help="Of the base weights.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    context: Annotated[int, typer.Option(min=1, help="Longest sequence, in tokens.")] = 2048,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: all.")] = None,
+    max_models: Annotated[
+        int, typer.Option(min=1, help="Models in training at once.")
+    ] = ServiceLimits.max_models,
+    as_json: AsJson = False,
 ) -> None:
-    """Until Ctrl-C. What is printed on stdout with ``as_json`` is one line, once clients may come."""
+    """Serve the local backend to programs written for Tinker, MinT or Weaver, until Ctrl-C."""
     console = Console(stderr=as_json)
-    dialect = DIALECTS[protocol]
-    given = given_keys(os.environ, protocol, host)
-    keys = given or [f"{dialect.new_key}{secrets.token_urlsafe(32)}"]
-    folder = folder or Path("runs") / f"serve-{protocol}"
-    name = model.name
-    if not is_cached(name):
-        console.print(f"Getting the model {name} ...", highlight=False, markup=False)
-    resolve_model(name)
+    convention = CONVENTIONS[protocol]
+    configured_keys = read_configured_keys(os.environ, protocol, host)
+    keys = configured_keys or [f"{convention.new_key_prefix}{secrets.token_urlsafe(32)}"]
+    new_key = None if configured_keys else keys[0]
+    checkpoints = folder or Path("runs") / f"serve-{protocol}"
+    if not is_cached(model):
+        console.print(f"Downloading the model {model} ...", highlight=False, markup=False)
+    resolve_model(model)
 
-    def ready(url: str) -> None:
+    def announce(url: str) -> None:
         if as_json:
-            facts = {"url": url, "base_model": name, "dir": str(folder)}
-            print(json.dumps(facts if given else facts | {"api_key": keys[0]}), flush=True)
-        for line in _directions(dialect, url, name, folder, None if given else keys[0]):
+            details = {"url": url, "base_model": model, "dir": str(checkpoints)}
+            print(json.dumps(details | ({"api_key": new_key} if new_key else {})), flush=True)
+        for line in _instructions(convention, url, model, checkpoints, new_key):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    async def serve() -> None:
+    async def run() -> None:
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await serve_protocol(
             protocol,
-            model,
-            folder=folder,
+            ModelConfig(name=model, dtype=dtype, device=device, max_context=context),
+            folder=checkpoints,
             keys=keys,
             host=host,
             port=port,
             threads=threads,
             limits=ServiceLimits(max_models=max_models),
-            ready=ready,
+            ready=announce,
             stop=stop,
         )
 
-    asyncio.run(serve())
+    asyncio.run(run())
 
 
-def given_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
-    """Those of the environment; none where it says nothing. Raises ConfigError, which tells no key, for one
-    that could be guessed or that no client could send."""
+def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
+    """Return the keys from the environment, if any. Raises ConfigError, without quoting a key, for one that
+    is too short or that no client could send."""
     keys = [key.strip() for key in environment.get(KEYS, "").split(",") if key.strip()]
     shortest = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
-    prefixes = DIALECTS[protocol].prefixes
+    prefixes = CONVENTIONS[protocol].prefixes
     for place, key in enumerate(keys, 1):
         if len(key) < shortest:
             raise ConfigError(
-                f"{KEYS}: key {place} has {len(key)} characters, too few for a server on {host}; give a "
-                f"random one of {shortest} or more"
+                f"{KEYS}: key {place} has {len(key)} characters, too few for a server on {host}; use a "
+                f"random key of at least {shortest} characters."
             )
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ConfigError(f"{KEYS}: key {place} has characters that no HTTP header can carry")
+            raise ConfigError(f"{KEYS}: key {place} has characters that an HTTP header cannot carry.")
         if prefixes and not key.startswith(prefixes):
             raise ConfigError(
-                f"{KEYS}: key {place} begins with none of {', '.join(prefixes)}, as {protocol}'s clients "
-                "ask of a key"
+                f"{KEYS}: key {place} must begin with {' or '.join(prefixes)} for {protocol}'s clients."
             )
     return keys
 
 
-def _directions(dialect: Dialect, url: str, model: str, folder: Path, new_key: str | None) -> Sequence[str]:
-    key = new_key or f"<a key of {KEYS}>"
+def _instructions(
+    convention: ClientConvention, url: str, model: str, folder: Path, new_key: str | None
+) -> Sequence[str]:
+    key = new_key or f"<a key from {KEYS}>"
     lines = [f"Serving {model} at {url}. Point a client at it:\n"]
-    lines += [f"  export {name}_BASE_URL={url} {name}_API_KEY={key}" for name in dialect.services]
+    lines += [f"  export {name}_BASE_URL={url} {name}_API_KEY={key}" for name in convention.services]
     lines.append(f"\nCheckpoints are kept in {folder}. Ctrl-C stops.")
     if new_key:
-        lines.append(f"They belong to the key: set {KEYS} to it to find them again after a restart.")
+        lines.append(f"Checkpoints belong to the key: set {KEYS} to it to use them after a restart.")
     return lines

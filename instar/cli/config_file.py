@@ -1,6 +1,6 @@
-"""YAML → RunConfig. Mistakes are explained by `mistakes`.
+"""Read a run's YAML file into a RunConfig.
 
-A relative path in the file is relative to the file; one given by ``--set`` is relative to the working
+A relative path in the file is relative to the file; one given with ``--set`` is relative to the working
 folder.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from instar.cli.mistakes import explain, sections_in
+from instar.cli.config_errors import explain, sections_in
 from instar.config import RunConfig
 from instar.config.data import DATASET_PREFIX, LIVE
 from instar.errors import ConfigError
@@ -25,21 +25,22 @@ from instar.types import Json
 DEMO = Path(__file__).parent.parent / "demo" / "run.yaml"
 
 
-class Mistakes(ConfigError):
-    """Everything that is wrong with a run's settings, one line each."""
+class ConfigMistakes(ConfigError):
+    """All mistakes in a run's settings, one line each."""
 
-    def __init__(self, origin: str, found: Sequence[str]) -> None:
-        self.found = list(found)
-        super().__init__("\n  ".join([f"{origin}: {len(found)} mistake{'s' * (len(found) > 1)}", *found]))
+    def __init__(self, origin: str, mistakes: Sequence[str]) -> None:
+        self.mistakes = list(mistakes)
+        count = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}"
+        super().__init__("\n  ".join([f"{origin}: {count}", *mistakes]))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read, override, validate. Python functions that the file names may live beside it."""
+    """Read, override and validate a YAML file. Its folder becomes importable, for functions that it names."""
     data = _read(path)
     folder = path.resolve().parent
     _anchor(RunConfig, data, folder)
-    _anchor_agent(data, folder)
-    _importable(folder)
+    _anchor_other_paths(data, folder)
+    _make_importable(folder)
     return validate(apply_overrides(data, overrides), str(path))
 
 
@@ -47,7 +48,7 @@ def validate(data: Json, origin: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise Mistakes(origin, explain(error, data)) from error
+        raise ConfigMistakes(origin, explain(error, data)) from error
 
 
 def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
@@ -57,16 +58,16 @@ def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
 
 
 def _apply(data: Json, override: str) -> None:
-    """``a.b.c=value``, the value read as YAML."""
+    """Apply one ``a.b.c=value``; the value is YAML."""
     path, equals, text = override.partition("=")
     if path.endswith("api_key"):
-        override = f"{path}=…"  # what is said below may be logged
+        override = f"{path}=…"  # the messages below may be logged
     if not equals or not all(path.split(".")):
         raise ConfigError(f"--set {override}: expected PATH=VALUE, for example trainer.steps=5")
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"--set {override}: the value is not YAML: {_first_line(error)}") from error
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {_first_line(error)}") from error
     *parents, last = path.split(".")
     for parent in parents:
         child: Any = {} if data.get(parent) is None else data[parent]
@@ -80,45 +81,45 @@ def _apply(data: Json, override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: YAML's own readers drop the first one silently."""
+    """Rejects duplicate keys; YAML's own loaders silently drop the first one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = key_node.value
             if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: {key!r} stands there twice")
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} occurs twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def _read(path: Path) -> Json:
     if not path.exists():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path}: the file does not exist")
     try:
         data: Any = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"Cannot read {path}: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a run is described by a mapping of sections, not by {_kind(data)}")
+        raise ConfigError(f"{path}: expected a mapping of sections, not {_kind(data)}")
     return cast(Json, data)
 
 
 def _anchor(section: type[BaseModel], data: Any, folder: Path) -> None:
-    """Make the paths that a file names absolute, so that they mean the same from any working folder."""
+    """Make the paths in a file absolute, so that they do not depend on the working folder."""
     if not isinstance(data, dict):
         return
-    given = cast(Json, data)
+    values = cast(Json, data)
     for name, field in section.model_fields.items():
-        value = given.get(name)
+        value = values.get(name)
         if value is not None and Path in (field.annotation, *typing.get_args(field.annotation)):
-            given[name] = _anchored(value, folder)
+            values[name] = _anchored(value, folder)
         for inner in sections_in(field.annotation):
             for item in cast(list[Any], value) if isinstance(value, list) else [value]:
                 _anchor(inner, item, folder)
@@ -130,9 +131,9 @@ def _anchored(value: Any, folder: Path) -> Any:
     return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
 
 
-def _anchor_agent(data: Json, folder: Path) -> None:
-    """A program runs beside the file; a model named `./folder`, an interpreter named `./env/bin/python` and
-    folders of exported data lie there."""
+def _anchor_other_paths(data: Json, folder: Path) -> None:
+    """Resolve the agent's working folder, a model named `./folder`, an interpreter named `./env/bin/python`
+    and folders of exported data against the file's folder."""
     _anchor_data(data, folder)
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
@@ -147,7 +148,7 @@ def _anchor_agent(data: Json, folder: Path) -> None:
     for section in ("backend", "engine"):
         match data.get(section):
             case {"python": str() as python} if "/" in python:
-                # Not resolved: an environment's interpreter is a link, and is known by where that lies.
+                # Symlinks stay: Python finds its virtual environment through the link's own location.
                 data[section]["python"] = str(folder / Path(python).expanduser())
             case _:
                 pass
@@ -155,10 +156,10 @@ def _anchor_agent(data: Json, folder: Path) -> None:
 
 def _anchor_data(data: Json, folder: Path) -> None:
     match data:
-        case {"data": list() as given}:
-            data["data"] = [_anchored_source(each, folder) for each in cast(list[Any], given)]
-        case {"data": given}:
-            data["data"] = _anchored_source(given, folder)
+        case {"data": list() as sources}:
+            data["data"] = [_anchored_source(source, folder) for source in cast(list[Any], sources)]
+        case {"data": source}:
+            data["data"] = _anchored_source(source, folder)
         case _:
             pass
 
@@ -173,14 +174,14 @@ def _anchored_source(source: Any, folder: Path) -> Any:
             return source
 
 
-def _importable(folder: Path) -> None:
-    """Functions named in the file may live beside it or in the working folder; roles inherit this."""
-    wanted = [str(folder), str(Path.cwd())]
-    for path in reversed(wanted):
+def _make_importable(folder: Path) -> None:
+    """Make the file's folder and the working folder importable, here and in the processes of the run."""
+    folders = [str(folder), str(Path.cwd())]
+    for path in reversed(folders):
         if path not in sys.path:
             sys.path.insert(0, path)
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *known]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*folders, *known]))
 
 
 def _kind(value: Any) -> str:

@@ -7,20 +7,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cli.filters import session_filter
-from instar.cli.run_store import store_of
+from instar.cli.filters import session_filter, with_session_filters
+from instar.cli.options import AsJson, RunDir
+from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.curation.base import Finding, Limits, Seen
 from instar.curation.checks import CHECKS, OF_GROUPS
-from instar.data.combine import RewardCombiner
-from instar.data.group_loader import ENDED_STATUSES, select_final_sessions
+from instar.data.combine import Combine
+from instar.data.loading import ENDED, final_sessions
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, Store
 from instar.types import Call, GroupStatus, Message, Session, Tag
@@ -31,13 +32,21 @@ SHOWN = 20
 """Findings of a check that people are shown."""
 
 
-def run_curate(
-    run_dir: Path, chosen: dict[str, Any], *, apply: bool, checks: list[str], limit: int, as_json: bool
+@with_session_filters
+def curate(
+    run_dir: RunDir,
+    filters: dict[str, Any],
+    apply: Annotated[bool, typer.Option("--apply", help="Tag the sessions that were found.")] = False,
+    checks: Annotated[
+        list[str] | None, typer.Option("--check", metavar="NAME", help="Only this check; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest sessions to check.")] = 10_000,
+    as_json: AsJson = False,
 ) -> None:
-    if unknown := set(checks) - set(CHECKS):
+    if unknown := set(checks or ()) - set(CHECKS):
         raise ConfigError(f"--check: {', '.join(sorted(unknown))} is not one of: {', '.join(CHECKS)}")
     names = checks or list(CHECKS)
-    looked_at, findings = asyncio.run(_curate(run_dir, session_filter(chosen), names, limit, apply))
+    looked_at, findings = asyncio.run(_curate(run_dir, session_filter(filters), names, limit, apply))
     if as_json:
         found = [asdict(finding) for finding in findings]
         typer.echo(json.dumps({"sessions": looked_at, "applied": apply, "findings": found}))
@@ -48,7 +57,7 @@ def run_curate(
 async def _curate(
     run_dir: Path, where: SessionFilter, names: Sequence[str], limit: int, apply: bool
 ) -> tuple[int, list[Finding]]:
-    async with store_of(run_dir, read_only=not apply) as (config, store):
+    async with open_run_store(run_dir, read_only=not apply) as (config, store):
         seen = await look_at(store, config, where, limit)
         whole = await look_at_groups(store, config, seen) if set(names) & set(OF_GROUPS) else []
         findings: list[Finding] = []
@@ -68,13 +77,13 @@ def tags_of(finding: Finding) -> list[Tag]:
 
 async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: int) -> list[Seen]:
     """The newest so many sessions, oldest first, those that have not ended left out."""
-    combine = RewardCombiner(config)
+    combine = Combine(config)
     seen: list[Seen] = []
     before: int | None = None
     while limit > 0:
         size = min(limit, AT_ONCE)
         rows = await store.sessions(config.name, where=where, before=before, limit=size)
-        ended = [row.session for row in rows if row.session.status in ENDED_STATUSES]
+        ended = [row.session for row in rows if row.session.status in ENDED]
         seen = [*await _seen(store, ended, combine), *seen]
         if len(rows) < size:
             break
@@ -85,15 +94,15 @@ async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: 
 async def look_at_groups(store: Store, config: RunConfig, chosen: Sequence[Seen]) -> list[Seen]:
     """All of the groups that the chosen sessions are of, as a step takes them: the last attempt at each slot.
     Groups that are under way are left out."""
-    combine = RewardCombiner(config)
+    combine = Combine(config)
     named = dict.fromkeys(each.session.group_id for each in chosen if each.session.group_id is not None)
     found = [await store.group(each) for each in named]
     ids = [group.group_id for group in found if group is not None and group.status not in UNDER_WAY]
     seen: list[Seen] = []
     for start in range(0, len(ids), AT_ONCE):
         groups = (await store.sessions_in(ids[start : start + AT_ONCE])).values()
-        ended = [[session for session in sessions if session.status in ENDED_STATUSES] for sessions in groups]
-        final = [session for sessions in ended for session in select_final_sessions(sessions)]
+        ended = [[session for session in sessions if session.status in ENDED] for sessions in groups]
+        final = [session for sessions in ended for session in final_sessions(sessions)]
         seen += await _seen(store, final, combine)
     return seen
 
@@ -105,7 +114,7 @@ def _of_chosen(findings: Sequence[Finding], seen: Sequence[Seen]) -> list[Findin
     return [replace(f, session_ids=ids) for f, ids in zip(findings, kept, strict=True) if ids]
 
 
-async def _seen(store: Store, ended: Sequence[Session], combine: RewardCombiner) -> list[Seen]:
+async def _seen(store: Store, ended: Sequence[Session], combine: Combine) -> list[Seen]:
     sessions = {session.session_id: session for session in ended}
     ids = list(sessions)
     rewards, scores = await store.rewards_of(ids), await store.scores(ids)

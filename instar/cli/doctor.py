@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from instar.cli.options import AsJson
 from instar.models import DEFAULT_MODEL, cache_dir, is_cached
 
 State = Literal["ok", "note", "missing"]
@@ -32,7 +33,7 @@ class Finding:
     detail: str
 
 
-def run_doctor(*, as_json: bool) -> None:
+def doctor(as_json: AsJson = False) -> None:
     findings = [check() for check in CHECKS]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings]))
@@ -103,11 +104,9 @@ def _disk() -> Finding:
 
 
 def _backends() -> Finding:
-    from instar.backends.packages import inspect_packages
+    from instar.backends.packages import survey
 
-    ready = [
-        f"{name} ({found.version})" for name, found in inspect_packages().items() if found.problem is None
-    ]
+    ready = [f"{name} ({found.version})" for name, found in survey().items() if found.problem is None]
     state: State = "ok" if ready else "note"
     return Finding("backends", state, f"{', '.join(ready) or 'none'}; `instar backends` says more")
 

@@ -1,11 +1,13 @@
-"""`instar feedback`: what a person says of a session or an answer, written where the gateway writes it."""
+"""`instar feedback`: rate or correct a session or a reply, in the same store as the gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
@@ -13,7 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cli.run_store import store_of
+from instar.cli.options import AsJson, RunDir
+from instar.cli.run_store import open_run_store
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
 from instar.gateway.auth import Caller
@@ -24,59 +27,91 @@ from instar.record.redact import Redactor
 from instar.store.base import Store
 
 
-def run_give(run_dir: Path, asked: FeedbackBody, *, as_json: bool) -> None:
-    asyncio.run(_give(run_dir, asked, as_json))
+class FeedbackAction(StrEnum):
+    ls = "ls"
 
 
-def run_ls(run_dir: Path, session_id: str | None, *, as_json: bool) -> None:
-    asyncio.run(_ls(run_dir, session_id, as_json))
+def feedback(
+    run_dir: RunDir,
+    action: Annotated[FeedbackAction | None, typer.Argument(help="`ls` lists recorded feedback.")] = None,
+    session: Annotated[str | None, typer.Option(help="The session that it is about.")] = None,
+    call: Annotated[str | None, typer.Option(help="Or one call of a session.")] = None,
+    response: Annotated[str | None, typer.Option(help="Or a reply, by its response id.")] = None,
+    thumbs: Annotated[bool | None, typer.Option("--up/--down", help="Good (reward 1) or bad (0).")] = None,
+    score: Annotated[float | None, typer.Option(help="The reward as a number.")] = None,
+    text: Annotated[str, typer.Option(help="A comment.")] = "",
+    correction: Annotated[str | None, typer.Option(help="The reply that should have been given.")] = None,
+    correction_file: Annotated[Path | None, typer.Option(help="The same, from a file.")] = None,
+    author: Annotated[str, typer.Option(help="The author's name.")] = "",
+    feedback_id: Annotated[
+        str | None, typer.Option("--id", help="An id; feedback with the same id is recorded once.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A corrected reply is trained on."""
+    if action is not None:
+        asyncio.run(_list_feedback(run_dir, session, as_json))
+        return
+    request = FeedbackBody(
+        session_id=session,
+        call_id=call,
+        response_id=response,
+        feedback_id=feedback_id,
+        thumbs=None if thumbs is None else ("up" if thumbs else "down"),
+        score=score,
+        text=text,
+        correction=_read_correction(correction, correction_file),
+        author=author,
+    )
+    asyncio.run(_give_feedback(run_dir, request, as_json))
 
 
-def correction_of(text: str | None, file: Path | None) -> str | None:
-    """What is given, or the file's content without its last line break."""
+def _read_correction(text: str | None, file: Path | None) -> str | None:
+    """Return the text, or the file's content without its last line break."""
     if file is None:
         return text
     if text is not None:
-        raise ConfigError("give --correction or --correction-file")
+        raise ConfigError("--correction and --correction-file exclude each other.")
     try:
         return file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--correction-file: {file} cannot be read: {error}") from error
+        raise ConfigError(f"--correction-file: cannot read {file}: {error}") from error
 
 
-async def _give(run_dir: Path, asked: FeedbackBody, as_json: bool) -> None:
-    async with store_of(run_dir) as (config, store):
-        renderer = _renderer(config) if asked.correction is not None else None
+async def _give_feedback(run_dir: Path, request: FeedbackBody, as_json: bool) -> None:
+    async with open_run_store(run_dir) as (config, store):
+        renderer = _load_renderer(config) if request.correction is not None else None
         try:
-            checked = msgspec.convert(msgspec.to_builtins(asked), FeedbackBody)
-            given, is_new = await _desk(config, store, renderer).add(Caller("admin"), checked)
+            checked = msgspec.convert(msgspec.to_builtins(request), FeedbackBody)
+            recorded, is_new = await _feedback_service(config, store, renderer).add(Caller("admin"), checked)
         except (ApiError, msgspec.ValidationError) as error:
             raise InstarError(str(error)) from None
     if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(given)))
+        typer.echo(json.dumps(msgspec.to_builtins(recorded)))
         return
-    about = f"call {given.call_id} of session" if given.call_id else "session"
-    typer.echo(f"{'Recorded' if is_new else 'Recorded before'}: {about} {given.session_id}{_outcome(given)}")
+    subject = f"call {recorded.call_id} of session" if recorded.call_id else "session"
+    verb = "Recorded" if is_new else "Already recorded"
+    typer.echo(f"{verb}: {subject} {recorded.session_id}{_describe_outcome(recorded)}")
 
 
-def _outcome(given: FeedbackView) -> str:
-    told = "" if given.reward is None else f", reward {given.reward:g}"
-    if given.correction is None:
-        return told
-    if given.lesson:
-        return f"{told}; the correction will be trained on"
-    return f"{told}; the correction is kept, and not trained on: {given.reason}"
+def _describe_outcome(feedback: FeedbackView) -> str:
+    reward = "" if feedback.reward is None else f", reward {feedback.reward:g}"
+    if feedback.correction is None:
+        return reward
+    if feedback.lesson:
+        return f"{reward}; the correction will be trained on"
+    return f"{reward}; the correction is stored but not trained on: {feedback.reason}"
 
 
-async def _ls(run_dir: Path, session_id: str | None, as_json: bool) -> None:
-    async with store_of(run_dir, read_only=True) as (config, store):
-        rows = await _desk(config, store, None).list_feedback(session_id)
+async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -> None:
+    async with open_run_store(run_dir, read_only=True) as (config, store):
+        rows = await _feedback_service(config, store, None).list_feedback(session_id)
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(rows)))
         return
-    words = [Column(name, no_wrap=True) for name in ("given", "session", "reward", "lesson")]
+    columns = [Column(name, no_wrap=True) for name in ("time", "session", "reward", "trained")]
     table = Table(
-        *words, Column("author"), Column("text"), Column("correction"), box=None, padding=(0, 1, 0, 0)
+        *columns, Column("author"), Column("text"), Column("correction"), box=None, padding=(0, 1, 0, 0)
     )
     for row in rows:
         table.add_row(
@@ -91,10 +126,10 @@ async def _ls(run_dir: Path, session_id: str | None, as_json: bool) -> None:
     Console().print(table)
 
 
-def _desk(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackService:
+def _feedback_service(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackService:
     return FeedbackService(
         store,
-        Redactor.from_config(config.gateway.redact),
+        Redactor.of(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
         context=lambda: config.model.max_context,
@@ -102,8 +137,8 @@ def _desk(config: RunConfig, store: Store, renderer: Renderer | None) -> Feedbac
     )
 
 
-def _renderer(config: RunConfig) -> Renderer | None:
-    """None where a provider has answered: there are no tokens of its calls."""
+def _load_renderer(config: RunConfig) -> Renderer | None:
+    """Return None if a provider answered: its calls have no tokens."""
     if isinstance(config.engine, UpstreamEngineConfig):
         return None
     from instar.models import resolve_tokenizer

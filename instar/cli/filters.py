@@ -1,4 +1,4 @@
-"""The options that choose sessions, the same for every command that takes some."""
+"""The options that select sessions, shared by every command that works on sessions."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 OPTIONS: dict[str, Any] = {
     "channel": Annotated[str | None, typer.Option(help="train, val, live or data.")],
     "status": Annotated[str | None, typer.Option(help="open, completed, failed or abandoned.")],
-    "tag": Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Has this tag.")],
-    "without": Annotated[list[str] | None, typer.Option(metavar="NAME", help="Has no such tag.")],
+    "tag": Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag.")],
+    "without": Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only without this tag.")],
     "reward_min": Annotated[
-        float | None, typer.Option(help="Its latest reward, or one by --scorer or --source, is no less.")
+        float | None, typer.Option(help="Minimum of the latest reward, or of any by --scorer or --source.")
     ],
-    "reward_max": Annotated[float | None, typer.Option(help="Likewise, and no more.")],
-    "scorer": Annotated[str | None, typer.Option(metavar="NAME[@VERSION]", help="Was rewarded by it.")],
+    "reward_max": Annotated[float | None, typer.Option(help="Maximum, likewise.")],
+    "scorer": Annotated[
+        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only if this scorer gave a reward.")
+    ],
     "source": Annotated[str | None, typer.Option(help="agent, rule, judge, human or fallback.")],
-    "task": Annotated[str | None, typer.Option(help="The id of its task.")],
-    "agent": Annotated[str | None, typer.Option(help="The id of its agent.")],
-    "since": Annotated[str | None, typer.Option(metavar="TIME", help="2026-01-31T12:00, or 3h, 2d ago.")],
-    "until": Annotated[str | None, typer.Option(metavar="TIME", help="Likewise: opened before it.")],
+    "task": Annotated[str | None, typer.Option(help="Task id.")],
+    "agent": Annotated[str | None, typer.Option(help="Agent id.")],
+    "since": Annotated[
+        str | None, typer.Option(metavar="TIME", help="Opened since: 2026-01-31T12:00, or 3h, 2d (ago).")
+    ],
+    "until": Annotated[str | None, typer.Option(metavar="TIME", help="Opened before, likewise.")],
 }
 
 
-def filtered(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with the options in the place of its parameter ``chosen``: a dict of what was given."""
+def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the command's parameter ``filters``, a dict of option values, by the options above."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in OPTIONS.items()
     ]
-    others = [each for each in signature.parameters.values() if each.name != "chosen"]
+    others = [each for each in signature.parameters.values() if each.name != "filters"]
 
     @wraps(command)
-    def run(*args: Any, **given: Any) -> None:
-        chosen = {name: given.pop(name) for name in OPTIONS}
-        command(*args, chosen=chosen, **given)
+    def run(*args: Any, **values: Any) -> None:
+        filters = {name: values.pop(name) for name in OPTIONS}
+        command(*args, filters=filters, **values)
 
     ordered = [*(each.replace(kind=keyword) for each in others), *options]
     run.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
@@ -56,62 +60,60 @@ def filtered(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def session_filter(chosen: dict[str, Any], ids: tuple[str, ...] = ()) -> SessionFilter:
-    """What the options mean."""
+def session_filter(filters: dict[str, Any], ids: tuple[str, ...] = ()) -> SessionFilter:
     from instar.store.base import SessionFilter
     from instar.types import Channel, RewardSource, SessionStatus
 
     return SessionFilter(
-        channel=_word(Channel, "channel", chosen),
-        status=_word(SessionStatus, "status", chosen),
+        channel=_parse_choice(Channel, "channel", filters),
+        status=_parse_choice(SessionStatus, "status", filters),
         ids=ids,
-        tags=tuple(parse_tag(each) for each in chosen["tag"] or ()),
-        without=tuple(chosen["without"] or ()),
-        reward_min=chosen["reward_min"],
-        reward_max=chosen["reward_max"],
-        scorer=chosen["scorer"],
-        source=_word(RewardSource, "source", chosen),
-        task=chosen["task"],
-        agent=chosen["agent"],
-        since=_time("since", chosen),
-        until=_time("until", chosen),
+        tags=tuple(parse_tag(each) for each in filters["tag"] or ()),
+        without=tuple(filters["without"] or ()),
+        reward_min=filters["reward_min"],
+        reward_max=filters["reward_max"],
+        scorer=filters["scorer"],
+        source=_parse_choice(RewardSource, "source", filters),
+        task=filters["task"],
+        agent=filters["agent"],
+        since=_parse_time("since", filters),
+        until=_parse_time("until", filters),
     )
 
 
-def is_given(chosen: dict[str, Any]) -> bool:
-    """Whether any option was."""
-    return any(value is not None and value != [] for value in chosen.values())
+def has_filters(filters: dict[str, Any]) -> bool:
+    return any(value is not None and value != [] for value in filters.values())
 
 
-def parse_tag(given: str) -> tuple[str, str | None]:
-    name, equals, value = given.partition("=")
+def parse_tag(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
     if not name:
-        raise ConfigError(f"{given!r} is no tag; a tag is a name, or name=value")
+        raise ConfigError(f"{text!r} is not a tag; write NAME or NAME=VALUE.")
     return name, value if equals else None
 
 
-def _word(kind: Any, name: str, chosen: dict[str, Any]) -> Any:
-    given = chosen[name]
-    if given is None:
+def _parse_choice(kind: Any, name: str, filters: dict[str, Any]) -> Any:
+    value = filters[name]
+    if value is None:
         return None
     try:
-        return kind(given)
+        return kind(value)
     except ValueError:
-        raise ConfigError(f"--{name}: {given!r} is not one of: {', '.join(kind)}") from None
+        raise ConfigError(f"--{name}: {value!r} is not one of: {', '.join(kind)}") from None
 
 
-def _time(name: str, chosen: dict[str, Any]) -> float | None:
-    """A date and time, in local time where it names no zone, or how long ago."""
-    given: str | None = chosen[name]
-    if given is None:
+def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
+    """Parse a date and time (local time unless it names a zone), or a duration before now."""
+    text: str | None = filters[name]
+    if text is None:
         return None
-    number, unit = given[:-1], given[-1:]
+    number, unit = text[:-1], text[-1:]
     if unit in _UNITS and number.replace(".", "", 1).isdigit():
         return time.time() - float(number) * _UNITS[unit]
     try:
-        return datetime.fromisoformat(given).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise ConfigError(
-            f"--{name}: {given!r} is no time; allowed are a date, a date and time (2026-01-31T12:00) and how "
-            "long ago (90s, 15m, 3h, 2d)"
+            f"--{name}: {text!r} is not a time; write a date, a date and time (2026-01-31T12:00) or a "
+            "duration before now (90s, 15m, 3h, 2d)."
         ) from None

@@ -1,4 +1,4 @@
-"""The model of a run, fetched and converted before any role needs it."""
+"""Download and convert a run's model before its processes start."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from instar.config import CloudConfig, RunConfig
 from instar.models import is_cached, resolve_model, resolve_tokenizer
 
 
-def get_model(config: RunConfig, console: Console) -> None:
-    """Of a run that a service trains, the tokenizer alone. Raises ConfigError when there is no such model."""
+def fetch_model(config: RunConfig, console: Console) -> None:
+    """Fetch the model, or only its tokenizer if a cloud service trains it. Raises ConfigError if it does not
+    exist."""
     name = config.model.name
     is_path = name.startswith((".", "~", "/"))
-    elsewhere = isinstance(config.backend, CloudConfig)
+    is_cloud = isinstance(config.backend, CloudConfig)
     if not is_path and not is_cached(name):
-        what = "tokenizer of" if elsewhere else "model"
-        console.print(f"Getting the {what} {name} (once; it is kept in the cache) ...", highlight=False)
-    resolve_tokenizer(name) if elsewhere else resolve_model(name)
+        part = "tokenizer of" if is_cloud else "model"
+        console.print(f"Downloading the {part} {name} into the cache ...", highlight=False)
+    resolve_tokenizer(name) if is_cloud else resolve_model(name)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from instar.cli.mistakes import sections_in
+from instar.cli.config_errors import sections_in
 from instar.config import RunConfig
 
 HEAD = """# Configuration

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from instar.cli.options import AsJson, RunDir
 from instar.cluster.layout import RunFolder, public_settings
 from instar.config import RunConfig
 from instar.errors import InstarError
@@ -25,7 +26,7 @@ from instar.types import Call, Channel, Json, Message
 BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
 
 
-def run_report(run_dir: Path, *, as_json: bool) -> None:
+def report(run_dir: RunDir, as_json: AsJson = False) -> None:
     page = write_report(run_dir)
     typer.echo(json.dumps({"report": str(page)}) if as_json else f"Report: {page}")
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from instar.cli.config_file import load_config, validate
-from instar.cli.filters import session_filter
-from instar.cli.run_store import store_of
-from instar.cli.tags import pages, require
+from instar.cli.filters import session_filter, with_session_filters
+from instar.cli.options import AsJson, RunDir, SessionIds
+from instar.cli.run_store import open_run_store
+from instar.cli.tags import iterate_pages, require_sessions
 from instar.config import RunConfig, ScoringConfig
 from instar.errors import ConfigError, Conflict
 from instar.rewards.base import NO_TASK, GroupScorer, Scorer, ScoringContext, Transcript
@@ -42,20 +43,25 @@ class Tally:
     reasons: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def run_rescore(
-    run_dir: Path,
-    session_ids: list[str],
-    chosen: dict[str, Any],
-    *,
-    rewards: list[str],
-    file: Path | None,
-    as_json: bool,
+@with_session_filters
+def rescore(
+    run_dir: RunDir,
+    filters: dict[str, Any],
+    session_ids: SessionIds = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(metavar="YAML", help="A `reward` section, e.g. '{type: math}'.")
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="Take `reward` and `scoring` from another YAML file.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    where = session_filter(chosen, tuple(session_ids))
+    """No agent runs again. The new scores are stored beside the earlier ones."""
+    where = session_filter(filters, tuple(session_ids or ()))
     if where.status not in (None, SessionStatus.COMPLETED):
         raise ConfigError(f"--status: given {where.status.value!r}; only completed sessions are scored")
     where = replace(where, status=SessionStatus.COMPLETED)
-    done = asyncio.run(_rescore(run_dir, where, rewards, file))
+    done = asyncio.run(_rescore(run_dir, where, reward or (), config_file))
     if as_json:
         typer.echo(json.dumps({key: _facts(tally) for key, tally in done.items()}))
         return
@@ -73,15 +79,16 @@ async def _rescore(
     run_dir: Path, where: SessionFilter, rewards: Sequence[str], file: Path | None
 ) -> dict[str, Tally]:
     async with AsyncExitStack() as stack:
-        config, store = await stack.enter_async_context(store_of(run_dir))
-        await require(store, config.name, where.ids)
+        config, store = await stack.enter_async_context(open_run_store(run_dir))
+        await require_sessions(store, config.name, where.ids)
         wanted = _wanted(config, rewards, file)
         scorers = create_scorers(wanted, _taskset(wanted))
         for scorer in scorers:
             stack.push_async_callback(scorer.close)
             await scorer.start(ScoringContext(config.name, store))
         return {
-            scorer.key: await rescore(store, config.name, scorer, where, wanted.scoring) for scorer in scorers
+            scorer.key: await rescore_sessions(store, config.name, scorer, where, wanted.scoring)
+            for scorer in scorers
         }
 
 
@@ -110,7 +117,7 @@ def _taskset(config: RunConfig) -> TaskSet | None:
     return load_tasks(config.rollout.tasks) if own and config.rollout else None
 
 
-async def rescore(
+async def rescore_sessions(
     store: Store, run_id: str, scorer: Scorer, where: SessionFilter, config: ScoringConfig
 ) -> Tally:
     """Have a scorer see sessions that it has not scored yet: beginning again goes on where it was left."""
@@ -140,7 +147,7 @@ async def _unscored(
 ) -> AsyncGenerator[list[Session]]:
     """Page by page; all at once for a scorer that compares the sessions of a group."""
     held: list[Session] = []
-    async for rows in pages(store, run_id, where):
+    async for rows in iterate_pages(store, run_id, where):
         scores = await store.scores([row.session.session_id for row in rows])
         done = {each for each, given in scores.items() if any(s.scorer == scorer.key for s in given)}
         tally.skipped += len(done)

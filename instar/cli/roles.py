@@ -1,34 +1,62 @@
-"""`instar roles`: the processes of a run, and what can be done to each of them alone."""
+"""`instar roles` and `instar status`: list the processes of a run, and control them one by one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from instar.cli.options import AsJson, RunDir
 from instar.cluster.control import Action, ControlRequest, RoleStatus, send_control_request
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 from instar.store.factory import open_store
 
 
-def run_roles(
-    run_dir: Path, action: Action | None, name: str | None, timeout: float, *, as_json: bool
+class RoleAction(StrEnum):
+    restart = "restart"
+    drain = "drain"
+    stop = "stop"
+    start = "start"
+
+
+def roles(
+    run_dir: RunDir,
+    action: Annotated[RoleAction | None, typer.Argument(help="What to do with one of them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Its name, e.g. `engine-0` or `trainer`.")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that a role has to drain before it is stopped.")
+    ] = 600.0,
+    as_json: AsJson = False,
 ) -> None:
+    """Without an action, list the processes. The others keep running while one of them is controlled."""
     if action is not None and name is None:
-        raise InstarError(f"which role is to {action}? `instar roles {run_dir}` lists them")
+        raise InstarError(f"Name the role to {action}; `instar roles {run_dir}` lists them.")
+    _list_or_control(run_dir, action.value if action else "list", name or "", timeout, as_json=as_json)
+
+
+def status(run_dir: RunDir, as_json: AsJson = False) -> None:
+    _list_or_control(run_dir, "list", as_json=as_json)
+
+
+def _list_or_control(
+    run_dir: Path, action: Action | Literal["list"], name: str = "", timeout: float = 0.0, *, as_json: bool
+) -> None:
     folder = RunFolder(run_dir)
-    folder.read_config()  # says so where it is no run's folder
-    rows = asyncio.run(_ask(folder, ControlRequest(action or "list", name or "", timeout)))
+    folder.read_config()  # raises ConfigError if this is not the folder of a run
+    rows = asyncio.run(_ask(folder, ControlRequest(action, name, timeout)))
     if as_json:
         print(json.dumps([msgspec.to_builtins(row) for row in rows]), flush=True)
     else:
-        _show(rows, Console())
+        _print_roles(rows, Console())
 
 
 async def _ask(folder: RunFolder, request: ControlRequest) -> list[RoleStatus]:
@@ -36,12 +64,12 @@ async def _ask(folder: RunFolder, request: ControlRequest) -> list[RoleStatus]:
         return await send_control_request(folder.control_socket, request)
     except (FileNotFoundError, ConnectionError):
         if request.do != "list":
-            raise InstarError(f"the run in {folder.path} is not up") from None
-        return await _last_known(folder)
+            raise InstarError(f"The run in {folder.path} is not running.") from None
+        return await _read_last_state(folder)
 
 
-async def _last_known(folder: RunFolder) -> list[RoleStatus]:
-    """What the roles of a run that is not up have said last."""
+async def _read_last_state(folder: RunFolder) -> list[RoleStatus]:
+    """Return the last reported state of each role of a run that is not running."""
     config = folder.read_config()
     store = open_store(config, read_only=True)
     try:
@@ -53,8 +81,8 @@ async def _last_known(folder: RunFolder) -> list[RoleStatus]:
         await store.close()
 
 
-def _show(rows: list[RoleStatus], console: Console) -> None:
-    """Addresses and paths are to be copied: they are never cut short."""
+def _print_roles(rows: list[RoleStatus], console: Console) -> None:
+    # People copy addresses and paths, so these are never truncated.
     table = Table(
         Column("name", no_wrap=True),
         Column("pid", no_wrap=True, justify="right"),

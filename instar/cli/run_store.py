@@ -1,4 +1,4 @@
-"""The store of a run's folder, for commands that look into it."""
+"""Open the store of a run's folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from instar.store.factory import open_store
 
 
 @asynccontextmanager
-async def store_of(run_dir: Path, *, read_only: bool = False) -> AsyncGenerator[tuple[RunConfig, Store]]:
-    """The run's config and its store. Read only, a run that is under way does not notice."""
+async def open_run_store(
+    run_dir: Path, *, read_only: bool = False
+) -> AsyncGenerator[tuple[RunConfig, Store]]:
+    """Yield the run's config and store. Opened read-only, it does not disturb a running run."""
     config = RunFolder(run_dir).read_config()
     store = open_store(config, read_only=read_only)
     try:

@@ -1,4 +1,4 @@
-"""`instar sessions ls` and `instar sessions show`."""
+"""`instar sessions`: `ls` and `show`; `tag`, `untag`, `export` and `import` are in modules of their own."""
 
 from __future__ import annotations
 
@@ -8,59 +8,79 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cli.filters import session_filter
-from instar.cli.run_store import store_of
+from instar.cli import tags
+from instar.cli.datasets import export_sessions, import_sessions
+from instar.cli.filters import session_filter, with_session_filters
+from instar.cli.options import AsJson, RunDir, new_app
+from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
-from instar.data.combine import RewardCombiner
+from instar.data.combine import Combine
 from instar.errors import InstarError
 from instar.store.base import SessionFilter, SessionRow, Store
 from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus, Tag
 
+app = new_app()
+app.command("tag")(tags.tag_sessions)
+app.command("untag")(tags.untag_sessions)
+app.command("export")(export_sessions)
+app.command("import")(import_sessions)
 
-def run_ls(run_dir: Path, *, chosen: dict[str, Any], limit: int, before: int | None, as_json: bool) -> None:
-    asyncio.run(_ls(run_dir, session_filter(chosen), limit, before, as_json))
+
+@app.command("ls")
+@with_session_filters
+def list_sessions(
+    run_dir: RunDir,
+    filters: dict[str, Any],
+    limit: Annotated[int, typer.Option(min=1, help="Number of sessions, the newest first.")] = 50,
+    before: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Only those before this number: the next page.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List sessions with their task, calls, tokens, reward and tags."""
+    asyncio.run(_list(run_dir, session_filter(filters), limit, before, as_json))
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A session with what its rewards come to, and its tags."""
+class ListedSession:
+    """A session with its combined reward and its tags."""
 
     row: SessionRow
     reward: float | None
     tags: list[Tag]
 
 
-async def _ls(run_dir: Path, where: SessionFilter, limit: int, before: int | None, as_json: bool) -> None:
-    async with store_of(run_dir, read_only=True) as (config, store):
+async def _list(run_dir: Path, where: SessionFilter, limit: int, before: int | None, as_json: bool) -> None:
+    async with open_run_store(run_dir, read_only=True) as (config, store):
         rows = await store.sessions(config.name, where=where, before=before, limit=limit)
-        lines = await _lines(store, config, rows)
+        lines = await _load_listed(store, config, rows)
     if as_json:
-        typer.echo(json.dumps([_line(line) for line in lines]))
+        typer.echo(json.dumps([_listed_json(line) for line in lines]))
         return
-    _print_lines(lines)
+    _print_table(lines)
     if len(rows) == limit:
-        typer.echo(f"older ones: --before {rows[0].seq}", err=True)
+        typer.echo(f"Older sessions: --before {rows[0].seq}", err=True)
 
 
-async def _lines(store: Store, config: RunConfig, rows: Sequence[SessionRow]) -> list[Line]:
+async def _load_listed(store: Store, config: RunConfig, rows: Sequence[SessionRow]) -> list[ListedSession]:
     ids = [row.session.session_id for row in rows]
     rewards, scores, tags = await store.rewards_of(ids), await store.scores(ids), await store.tags(ids)
-    combine = RewardCombiner(config)
+    combine = Combine(config)
     return [
-        Line(row, combine(rewards[each], scores[each]), tags[each])
+        ListedSession(row, combine(rewards[each], scores[each]), tags[each])
         for each, row in zip(ids, rows, strict=True)
     ]
 
 
-def _print_lines(lines: Sequence[Line]) -> None:
-    # A word or an id that is cut short is of no use, so all but the last columns keep their width.
+def _print_table(lines: Sequence[ListedSession]) -> None:
+    # Truncated ids and words are useless, so only the last columns may shrink.
     words = [Column("session", no_wrap=True, min_width=25), Column("channel"), Column("status", min_width=9)]
     numbers = [Column(name, justify="right", min_width=len(name)) for name in ("calls", "tokens", "reward")]
     table = Table(
@@ -76,35 +96,35 @@ def _print_lines(lines: Sequence[Line]) -> None:
             str(row.calls),
             str(row.sampled_tokens),
             "" if line.reward is None else f"{line.reward:g}",
-            Text(" ".join(tag_text(tag) for tag in line.tags)),
+            Text(" ".join(format_tag(tag) for tag in line.tags)),
             Text(session.reason or ""),
         )
-    # In a file or a pipe nothing needs to fit a screen.
+    # In a file or a pipe the table does not have to fit a screen.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def tag_text(tag: Tag) -> str:
+def format_tag(tag: Tag) -> str:
     return f"{tag.name}={tag.value}" if tag.value else tag.name
 
 
-def _line(line: Line) -> Json:
+def _listed_json(line: ListedSession) -> Json:
     return {
-        **_session(line.row.session),
+        **_session_json(line.row.session),
         "calls": line.row.calls,
         "sampled_tokens": line.row.sampled_tokens,
         "reward": line.reward,
-        "tags": [_tag(tag) for tag in line.tags],
+        "tags": [_tag_json(tag) for tag in line.tags],
         "number": line.row.seq,
     }
 
 
-def _tag(tag: Tag) -> Json:
+def _tag_json(tag: Tag) -> Json:
     facts = asdict(tag)
     del facts["session_id"]
     return facts
 
 
-def _session(session: Session) -> Json:
+def _session_json(session: Session) -> Json:
     return {
         "session_id": session.session_id,
         "channel": session.channel,
@@ -119,72 +139,80 @@ def _session(session: Session) -> Json:
     }
 
 
-def run_show(run_dir: Path, session_id: str, *, as_json: bool) -> None:
+@app.command()
+def show(
+    run_dir: RunDir,
+    session_id: Annotated[str, typer.Argument(help="The session's id, or the beginning of it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one session: its messages, rewards, advantage and claims."""
     asyncio.run(_show(run_dir, session_id, as_json))
 
 
-async def _find(store: Store, run_id: str, beginning: str) -> Session:
-    found = await store.session(beginning)
-    if found is not None:
-        return found
+async def _find_session(store: Store, run_id: str, beginning: str) -> Session:
+    session = await store.session(beginning)
+    if session is not None:
+        return session
     rows = await store.sessions(run_id)
     matches = [row.session for row in rows if row.session.session_id.startswith(beginning)]
     if len(matches) != 1:
-        raise InstarError(f"{len(matches)} sessions of this run begin with {beginning!r}")
+        raise InstarError(
+            f"{len(matches)} sessions of this run have an id that begins with {beginning!r}; expected one."
+        )
     return matches[0]
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
-    """All that is known of one session."""
+class SessionDetails:
+    """Everything that is stored about one session."""
 
     session: Session
     calls: list[Call]
     rewards: list[Reward]
     claims: list[Claim]
     group: Group | None
-    in_group: list[SessionRow]
-    """The sessions of its group, itself among them."""
+    group_sessions: list[SessionRow]
+    """All sessions of its group, including this one."""
 
 
-async def _read(store: Store, run_id: str, beginning: str) -> Story:
-    session = await _find(store, run_id, beginning)
-    group, in_group = None, []
+async def _load_details(store: Store, run_id: str, beginning: str) -> SessionDetails:
+    session = await _find_session(store, run_id, beginning)
+    group, group_sessions = None, []
     if session.group_id is not None:
         groups = await store.groups(run_id, session.channel)
         group = next((group for group in groups if group.group_id == session.group_id), None)
-        in_group = await store.sessions(group_id=session.group_id)
-    return Story(
+        group_sessions = await store.sessions(group_id=session.group_id)
+    return SessionDetails(
         session=session,
         calls=await store.calls(session.session_id),
         rewards=await store.rewards(session.session_id),
         claims=await store.claims(run_id, session_id=session.session_id),
         group=group,
-        in_group=in_group,
+        group_sessions=group_sessions,
     )
 
 
 async def _show(run_dir: Path, session_id: str, as_json: bool) -> None:
-    async with store_of(run_dir, read_only=True) as (config, store):
+    async with open_run_store(run_dir, read_only=True) as (config, store):
         run_id = config.name
-        story = await _read(store, run_id, session_id)
+        details = await _load_details(store, run_id, session_id)
     if as_json:
-        typer.echo(json.dumps(_facts(story)))
+        typer.echo(json.dumps(_details_json(details)))
     else:
-        _print(Console(), story)
+        _print(Console(), details)
 
 
-def _facts(story: Story) -> Json:
+def _details_json(details: SessionDetails) -> Json:
     return {
-        **_session(story.session),
-        "calls": [_call(call) for call in story.calls],
-        "rewards": [_reward(reward) for reward in story.rewards],
-        "claims": [_claim(claim) for claim in story.claims],
-        "group": _group(story),
+        **_session_json(details.session),
+        "calls": [_call_json(call) for call in details.calls],
+        "rewards": [_reward_json(reward) for reward in details.rewards],
+        "claims": [_claim_json(claim) for claim in details.claims],
+        "group": _group_json(details),
     }
 
 
-def _call(call: Call) -> Json:
+def _call_json(call: Call) -> Json:
     return {
         "call_id": call.call_id,
         "parent_id": call.parent_id,
@@ -202,7 +230,7 @@ def _call(call: Call) -> Json:
     }
 
 
-def _reward(reward: Reward) -> Json:
+def _reward_json(reward: Reward) -> Json:
     return {
         "value": reward.value,
         "source": reward.source,
@@ -211,19 +239,19 @@ def _reward(reward: Reward) -> Json:
     }
 
 
-def _group(story: Story) -> Json | None:
-    if story.group is None:
+def _group_json(details: SessionDetails) -> Json | None:
+    if details.group is None:
         return None
     return {
-        "group_id": story.group.group_id,
-        "status": story.group.status,
-        "reason": story.group.reason,
-        "size": story.group.size,
-        "rewards": {row.session.session_id: row.reward for row in story.in_group},
+        "group_id": details.group.group_id,
+        "status": details.group.status,
+        "reason": details.group.reason,
+        "size": details.group.size,
+        "rewards": {row.session.session_id: row.reward for row in details.group_sessions},
     }
 
 
-def _claim(claim: Claim) -> Json:
+def _claim_json(claim: Claim) -> Json:
     return {
         "sample_key": claim.sample_key,
         "outcome": claim.outcome,
@@ -235,27 +263,27 @@ def _claim(claim: Claim) -> Json:
     }
 
 
-# --- for people ---------------------------------------------------------------------------------
+# --- text output ---------------------------------------------------------------------------------
 
 
-def _print(console: Console, story: Story) -> None:
-    session = story.session
+def _print(console: Console, details: SessionDetails) -> None:
+    session = details.session
     console.print(f"[bold]{session.session_id}[/]  {session.channel}  {session.status}", highlight=False)
     if session.reason:
         console.print(f"reason: {session.reason}", highlight=False, markup=False)
-    for number, call in enumerate(story.calls, 1):
-        console.rule(_heading(number, call), align="left")
+    for number, call in enumerate(details.calls, 1):
+        console.rule(_call_heading(number, call), align="left")
         for message in call.messages[call.base_messages :]:
-            _message(console, message)
-        _message(console, call.reply, style="green")
+            _print_message(console, message)
+        _print_message(console, call.reply, style="green")
         if not call.trainable:
             console.print(f"not trainable: {call.reason}", highlight=False, markup=False)
     console.rule("reward → advantage → claim", align="left")
-    for line in _outcome(story):
+    for line in _describe_outcome(details):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _heading(number: int, call: Call) -> str:
+def _call_heading(number: int, call: Call) -> str:
     versions = sorted({int(version) for version in call.versions})
     shown = "–".join(str(version) for version in dict.fromkeys([*versions[:1], *versions[-1:]])) or "none"
     return (
@@ -264,48 +292,48 @@ def _heading(number: int, call: Call) -> str:
     )
 
 
-def _outcome(story: Story) -> list[str]:
+def _describe_outcome(details: SessionDetails) -> list[str]:
     lines = [
         f"reward {reward.value:g} from {reward.source} {reward.scorer}"
         + (f" on call {reward.call_id}" if reward.call_id else "")
-        for reward in story.rewards
+        for reward in details.rewards
     ]
     lines = lines or ["no reward"]
-    if story.group is not None:
-        lines.append(f"group {story.group.group_id}: rewards {_rewards_of(story.in_group)}")
-    for claim in story.claims:
+    if details.group is not None:
+        lines.append(f"group {details.group.group_id}: rewards {_format_rewards(details.group_sessions)}")
+    for claim in details.claims:
         advantage = "none" if claim.advantage is None else f"{claim.advantage:+.3f}"
-        became = (
+        outcome = (
             f"trained in step {claim.step}, {claim.staleness or 0} version(s) stale"
             if claim.outcome == "trained"
             else f"dropped: {claim.reason}"
         )
-        lines.append(f"sample {claim.sample_key}: advantage {advantage} → {became}")
-    return lines if story.claims else [*lines, _unclaimed(story)]
+        lines.append(f"sample {claim.sample_key}: advantage {advantage} → {outcome}")
+    return lines if details.claims else [*lines, _explain_unclaimed(details)]
 
 
-def _rewards_of(rows: Sequence[SessionRow]) -> str:
+def _format_rewards(rows: Sequence[SessionRow]) -> str:
     ended = [row for row in rows if row.session.status is not SessionStatus.ABANDONED]
     return " ".join("–" if row.reward is None else f"{row.reward:g}" for row in ended) or "none yet"
 
 
-def _unclaimed(story: Story) -> str:
-    """Why no step has consumed it."""
-    session, group = story.session, story.group
+def _explain_unclaimed(details: SessionDetails) -> str:
+    """Explain why no training step has consumed the session."""
+    session, group = details.session, details.group
     if session.channel is not Channel.TRAIN:
-        return f"not claimed: sessions of the {session.channel} channel are not trained on"
+        return f"not claimed: {session.channel} sessions are not trained on"
     if session.status is SessionStatus.ABANDONED:
-        return "not claimed: abandoned sessions are not trained on; its slot is tried again"
+        return "not claimed: abandoned sessions are not trained on; its slot is retried"
     if group is None:
         return "not claimed: it belongs to no group"
     if group.status is GroupStatus.OPEN:
-        return f"not claimed: its group is not complete ({group.size} sessions are wanted)"
+        return f"not claimed: its group is incomplete ({group.size} sessions are needed)"
     if group.status is GroupStatus.DROPPED:
         return f"not claimed: its group was dropped ({group.reason})"
     return "not claimed yet: its group waits for a step"
 
 
-def _message(console: Console, message: Any, style: str = "") -> None:
+def _print_message(console: Console, message: Any, style: str = "") -> None:
     text = Text(f"{message['role']:>9}  ", style="cyan")
     text.append(_printable(message["content"]), style=style)
     for call in message.get("tool_calls", []):
@@ -314,5 +342,5 @@ def _message(console: Console, message: Any, style: str = "") -> None:
 
 
 def _printable(text: str) -> str:
-    """The store keeps half a surrogate pair as it came; no terminal takes it."""
+    """Replace lone surrogates, which the store keeps and a terminal cannot print."""
     return text.encode("utf-8", "replace").decode()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from instar.cli.config_file import load_config
-from instar.cli.run_store import store_of
+from instar.cli.options import AsJson, ConfigFile, Overrides
+from instar.cli.run_store import open_run_store
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
@@ -25,10 +28,11 @@ from instar.config import (
 )
 from instar.engines.factory import settle_vllm
 from instar.errors import ConfigError
+from instar.simulate import pipeline
 from instar.simulate.base import ClusterSpec, EngineSpeed, SimulationResult, Workload
 from instar.simulate.bound import ThroughputBound, upper_bound
 from instar.simulate.measure import measure, with_sessions
-from instar.simulate.pipeline import MAX_FAILED_GROUPS, simulate
+from instar.simulate.pipeline import MAX_FAILED_GROUPS
 from instar.simulate.recommend import Recommendation, recommend
 from instar.simulate.sessions import draw_sessions, read_workload
 from instar.trainer.monitor import read_steps
@@ -40,30 +44,31 @@ UNLIMITED = 1024
 """Replies at once of an engine that does not say its limit."""
 
 
-def run_simulate(
-    file: Path,
-    *,
-    overrides: Sequence[str] = (),
-    engines: int | None,
-    max_staleness: int | None,
-    workload: Path | None,
-    measured: Path | None,
-    seed: int | None,
-    sweep: bool,
-    as_json: bool,
+def simulate(
+    file: ConfigFile,
+    engines: Annotated[int | None, typer.Option(min=1, help="Default: as in the YAML file.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: as in the YAML file.")] = None,
+    workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use the times of a finished run.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: the run's.")] = None,
+    sweep: Annotated[bool, typer.Option(help="Search for a better number of engines and staleness.")] = True,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
-    config = load_config(file, overrides)
+    config = load_config(file, overrides or ())
     if config.simulate is None and workload is None and measured is None:
         raise ConfigError(
-            "nothing is known of this run's times: give --from RUN_DIR of a run like it, --workload FILE, "
-            "or a section `simulate` (docs/simulate.md)"
+            "The simulation needs times: give --from RUN_DIR of a similar run, --workload FILE, or a "
+            "`simulate` section (see docs/simulate.md)."
         )
     plant = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
     chosen = config.seed if seed is None else seed
     work = asyncio.run(load_workload(config, workload=workload, measured=measured, seed=chosen))
     console = Console(stderr=True)
     with console.status("simulating") as status:
-        outcome = simulate(
+        outcome = pipeline.simulate(
             work,
             plant,
             seed=chosen,
@@ -151,7 +156,7 @@ async def load_workload(
     given = config.simulate or SimulateConfig()
     path = workload or given.workload
     if measured is not None:
-        async with store_of(measured, read_only=True) as (ran, store):
+        async with open_run_store(measured, read_only=True) as (ran, store):
             work = await measure(
                 store,
                 ran.name,

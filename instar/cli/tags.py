@@ -8,75 +8,87 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from instar.cli.filters import is_given, parse_tag, session_filter
-from instar.cli.run_store import store_of
+from instar.cli.filters import has_filters, parse_tag, session_filter, with_session_filters
+from instar.cli.options import AsJson, RunDir, SessionIds
+from instar.cli.run_store import open_run_store
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, SessionRow, Store
 from instar.types import Tag
 
-AT_ONCE = 500
+PAGE_SIZE = 500
 
 
-async def pages(store: Store, run_id: str, where: SessionFilter) -> AsyncGenerator[list[SessionRow]]:
-    """The sessions that are meant, oldest first. They may be tagged as they come."""
+async def iterate_pages(store: Store, run_id: str, where: SessionFilter) -> AsyncGenerator[list[SessionRow]]:
+    """Yield the matching sessions in pages, oldest first. They may be tagged meanwhile."""
     after = 0
-    while rows := await store.sessions(run_id, where=where, after=after, limit=AT_ONCE):
+    while rows := await store.sessions(run_id, where=where, after=after, limit=PAGE_SIZE):
         yield rows
         after = rows[-1].seq
 
 
-async def require(store: Store, run_id: str, session_ids: Sequence[str]) -> None:
+async def require_sessions(store: Store, run_id: str, session_ids: Sequence[str]) -> None:
     for session_id in session_ids:
         session = await store.session(session_id)
         if session is None or session.run_id != run_id:
-            raise ConfigError(f"there is no session {session_id} in this run")
+            raise ConfigError(f"There is no session {session_id} in this run.")
 
 
-def run_tag(
-    run_dir: Path,
-    given: str,
-    session_ids: list[str],
-    chosen: dict[str, Any],
-    *,
-    reason: str,
-    author: str,
-    as_json: bool,
+@with_session_filters
+def tag_sessions(
+    run_dir: RunDir,
+    tag_name: Annotated[
+        str, typer.Argument(metavar="NAME[=VALUE]", help="The tag `untrainable` excludes from training.")
+    ],
+    filters: dict[str, Any],
+    session_ids: SessionIds = None,
+    reason: Annotated[str, typer.Option(help="The reason, stored with the tag.")] = "",
+    author: Annotated[str, typer.Option(help="Who sets the tag. Default: the user's name.")] = "",
+    as_json: AsJson = False,
 ) -> None:
-    if not session_ids and not is_given(chosen):
-        raise ConfigError("which sessions? Give their ids, or a filter: --tag, --reward-max, --status, ...")
-    name, value = parse_tag(given)
+    """Tag sessions, selected by id or by filters."""
+    if not session_ids and not has_filters(filters):
+        raise ConfigError("Select sessions by id or by a filter such as --tag, --reward-max or --status.")
+    name, value = parse_tag(tag_name)
     tag = Tag("", name, value or "", reason, author or getpass.getuser())
-    tagged = asyncio.run(_tag(run_dir, tag, session_filter(chosen, tuple(session_ids))))
-    typer.echo(json.dumps({"tagged": tagged}) if as_json else f"{tagged} session(s) tagged {given}")
+    tagged = asyncio.run(_tag(run_dir, tag, session_filter(filters, tuple(session_ids or ()))))
+    typer.echo(json.dumps({"tagged": tagged}) if as_json else f"{tagged} session(s) tagged {tag_name}")
 
 
 async def _tag(run_dir: Path, tag: Tag, where: SessionFilter) -> int:
     tagged = 0
-    async with store_of(run_dir) as (config, store):
-        await require(store, config.name, where.ids)
-        async for rows in pages(store, config.name, where):
+    async with open_run_store(run_dir) as (config, store):
+        await require_sessions(store, config.name, where.ids)
+        async for rows in iterate_pages(store, config.name, where):
             await store.add_tags([replace(tag, session_id=row.session.session_id) for row in rows])
             tagged += len(rows)
     return tagged
 
 
-def run_untag(
-    run_dir: Path, name: str, session_ids: list[str], chosen: dict[str, Any], *, as_json: bool
+@with_session_filters
+def untag_sessions(
+    run_dir: RunDir,
+    tag_name: Annotated[str, typer.Argument(metavar="NAME", help="The tag to remove.")],
+    filters: dict[str, Any],
+    session_ids: SessionIds = None,
+    as_json: AsJson = False,
 ) -> None:
-    where = session_filter(chosen, tuple(session_ids))
-    where = replace(where, tags=(*where.tags, (name, None)))
-    untagged = asyncio.run(_untag(run_dir, name, where))
-    typer.echo(json.dumps({"untagged": untagged}) if as_json else f"{untagged} session(s) untagged {name}")
+    """Remove a tag from sessions; without ids or filters, from all that have it."""
+    where = session_filter(filters, tuple(session_ids or ()))
+    where = replace(where, tags=(*where.tags, (tag_name, None)))
+    untagged = asyncio.run(_untag(run_dir, tag_name, where))
+    typer.echo(
+        json.dumps({"untagged": untagged}) if as_json else f"{untagged} session(s) untagged {tag_name}"
+    )
 
 
 async def _untag(run_dir: Path, name: str, where: SessionFilter) -> int:
     untagged = 0
-    async with store_of(run_dir) as (config, store):
-        await require(store, config.name, where.ids)
-        async for rows in pages(store, config.name, where):
+    async with open_run_store(run_dir) as (config, store):
+        await require_sessions(store, config.name, where.ids)
+        async for rows in iterate_pages(store, config.name, where):
             untagged += await store.remove_tags([row.session.session_id for row in rows], name)
     return untagged

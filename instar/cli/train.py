@@ -7,8 +7,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,17 +18,25 @@ from rich.table import Table
 from instar.backends.factory import check_run
 from instar.cli.config_file import DEMO, load_config
 from instar.cli.display import Display
-from instar.cli.model import get_model
-from instar.cluster.run import LiveRun, train
+from instar.cli.model import fetch_model
+from instar.cli.options import AsJson, ConfigFile, Overrides
+from instar.cluster import run as cluster_run
+from instar.cluster.run import LiveRun
 from instar.config import RunConfig
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json
 
 INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells use it."""
 
 
-def run_train(file: Path, *, resume: bool, overrides: Sequence[str], as_json: bool) -> None:
-    config = load_config(file, overrides)
+def train(
+    file: ConfigFile,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its folder.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    config = load_config(file, overrides or ())
     console = Console(stderr=as_json)
     run = _run(config, console, resume=resume)
     summary = summarize(run)
@@ -42,9 +50,14 @@ def run_train(file: Path, *, resume: bool, overrides: Sequence[str], as_json: bo
         raise typer.Exit(INTERRUPTED)
 
 
-def run_demo(*, seed: int, run_dir: Path | None, overrides: Sequence[str], as_json: bool) -> None:
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of the tasks, the sampling and the adapter.")] = 0,
+    run_dir: Annotated[Path | None, typer.Option("--dir", help="Folder of the run.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = [f"name={name}", f"seed={seed}", f"rollout.tasks.args.seed={seed}", *overrides]
+    settings = [f"name={name}", f"seed={seed}", f"rollout.tasks.args.seed={seed}", *(overrides or ())]
     if run_dir is not None:
         settings.append(f"dir={json.dumps(str(run_dir))}")
     config = load_config(DEMO, settings)
@@ -65,17 +78,19 @@ def run_demo(*, seed: int, run_dir: Path | None, overrides: Sequence[str], as_js
 
 
 def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
-    resolved, _ = check_run(config, os.environ)  # before the model is fetched
-    get_model(resolved, console)
+    resolved, _ = check_run(config, os.environ)  # before downloading the model
+    fetch_model(resolved, console)
 
-    async def amain() -> LiveRun:
+    async def run_with_display() -> LiveRun:
         display = Display(console)
         try:
-            return await train(config, resume=resume, on_started=display.attach, log=display.event)
+            return await cluster_run.train(
+                config, resume=resume, on_started=display.attach, log=display.event
+            )
         finally:
             await display.close()
 
-    run = asyncio.run(amain())
+    run = asyncio.run(run_with_display())
     if any(record["kind"] in ("train", "eval") for record in read_metrics(run.folder.path)):
         from instar.cli.report import write_report
 
@@ -84,7 +99,7 @@ def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
 
 
 def summarize(run: LiveRun) -> Json:
-    """The run in figures: evaluation by mode before and after, steps, seconds of training."""
+    """Return the run's figures: evaluations by mode before and after, steps, seconds of training."""
     steps = read_steps(run.folder.path)
     summary: Json = {
         "name": run.run_id,
@@ -125,7 +140,7 @@ def _print_next(console: Console, run: LiveRun) -> None:
         folder = folder.relative_to(Path.cwd())
     console.print(f"Report: [bold]{folder}/report/index.html[/]")
     console.print("\nWhat to try next:")
-    console.print(f"  instar sessions ls {folder}      what the agent did, try by try")
-    console.print("  instar config show               the YAML behind this demo")
+    console.print(f"  instar sessions ls {folder}      what the agent did in each attempt")
+    console.print("  instar config show               the YAML file of this demo")
     console.print("  instar serve                     point an agent of your own at the gateway")
     console.print("  instar train run.yaml            train on your own tasks (docs/concepts.md)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.record.tools import parse_call_name
+from instar.record.base import CallDelta, Delta
+from instar.record.tools import call_name
 from instar.types import ToolCall, new_id
 
 _HEAD = re.compile(
@@ -18,7 +18,7 @@ _PLAIN = re.compile(r'[^"\\]+')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-class JsonObjectTracker:
+class JsonObject:
     """Follows the text of one JSON object as it comes, without building it.
 
     A control character inside a string is a fault of JSON but leaves no doubt where the string ends, so
@@ -26,13 +26,13 @@ class JsonObjectTracker:
     """
 
     def __init__(self) -> None:
-        self.has_value = False
+        self.begun = False
         """A first value has begun."""
-        self.is_complete = False
+        self.done = False
         """The object has been closed."""
-        self.is_broken = False
+        self.broken = False
         """What comes next cannot be followed."""
-        self.is_flawed = False
+        self.flawed = False
         self._closers: list[str] = []
         self._wanted = "value"
         self._in_string = False
@@ -43,7 +43,7 @@ class JsonObjectTracker:
         """How much of ``text`` was followed. The rest is to be given again, with more behind it, unless
         the object is done or broken."""
         at = 0
-        while at < len(text) and not (self.is_complete or self.is_broken):
+        while at < len(text) and not (self.done or self.broken):
             moved = self._string(text, at) if self._in_string else self._token(text, at)
             if not moved:
                 break
@@ -57,23 +57,23 @@ class JsonObjectTracker:
         if char == '"':
             self._in_string = False
             return self._want("colon") if self._is_key else self._end_value()
-        self.has_value = self.has_value or not self._is_key
+        self.begun = self.begun or not self._is_key
         if char == "\\":
             self._escaped = 5
             return 1
         found = _PLAIN.match(text, at)
         assert found
-        self.is_flawed = self.is_flawed or _CONTROL.search(found[0]) is not None
+        self.flawed = self.flawed or _CONTROL.search(found[0]) is not None
         return len(found[0])
 
     def _escape(self, char: str) -> int:
         """5: behind the backslash; 4 to 1: hex digits to come."""
         if self._escaped == 5:
-            self.is_flawed = self.is_flawed or char not in '"\\/bfnrtu'
+            self.flawed = self.flawed or char not in '"\\/bfnrtu'
             self._escaped = 4 if char == "u" else 0
             return 1
         if char not in "0123456789abcdefABCDEF":
-            self.is_flawed, self._escaped = True, 0
+            self.flawed, self._escaped = True, 0
             return self._string(char, 0)
         self._escaped -= 1
         return 1
@@ -94,7 +94,7 @@ class JsonObjectTracker:
             return 1
         if wanted in ("value", "value or end"):
             return self._value(text, at)
-        self.is_broken = True
+        self.broken = True
         return 0
 
     def _value(self, text: str, at: int) -> int:
@@ -109,14 +109,14 @@ class JsonObjectTracker:
         if end is None:
             return 0
         if not _SCALAR.fullmatch(text, at, end.start()):
-            self.is_broken = True
+            self.broken = True
             return 0
         self._end_value()
         return end.start() - at
 
     def _end_value(self) -> int:
-        self.is_complete = not self._closers
-        self.has_value = self.has_value or not self.is_complete
+        self.done = not self._closers
+        self.begun = self.begun or not self.done
         return self._want("next")
 
     def _want(self, what: str) -> int:
@@ -124,7 +124,7 @@ class JsonObjectTracker:
         return 1
 
 
-class PartialToolCall:
+class EagerCall:
     """A call, ``{"name": ..., "arguments": {...}}``, as it is written. Its arguments are let out from their
     first value on, each character as it was generated.
 
@@ -135,45 +135,45 @@ class PartialToolCall:
     def __init__(self, name: str, index: int) -> None:
         self.call = ToolCall(id=new_id("call"), name=name, arguments="")
         self._index = index
-        self._object = JsonObjectTracker()
+        self._object = JsonObject()
         self._held = ""
         self._pieces: list[str] = []
 
     @staticmethod
-    def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
+    def begin(text: str, index: int) -> tuple[EagerCall, list[Delta]] | None:
         """None as long as the first value of the arguments has not begun, or is not JSON."""
         head = _HEAD.match(text)
         if head is None:
             return None
-        trial = JsonObjectTracker()
+        trial = JsonObject()
         trial.feed(text[head.end() :])
-        if not trial.has_value or trial.is_complete or trial.is_flawed or trial.is_broken:
+        if not trial.begun or trial.done or trial.flawed or trial.broken:
             return None
-        name = parse_call_name(head[1])
+        name = call_name(head[1])
         if name is None:
             return None
-        call = PartialToolCall(name, index)
-        opening = ReplyDelta(call=ToolCallDelta(index, call.call["id"], name))
+        call = EagerCall(name, index)
+        opening = Delta(call=CallDelta(index, call.call["id"], name))
         return call, [opening, *call.feed(text[head.end() :])]
 
-    def feed(self, text: str) -> list[ReplyDelta]:
-        if self._object.is_complete:
+    def feed(self, text: str) -> list[Delta]:
+        if self._object.done:
             return []
         text = self._held + text
         followed = self._object.feed(text)
-        if self._object.is_broken:
+        if self._object.broken:
             followed = len(text)
-        self._held = "" if self._object.is_complete else text[followed:]
+        self._held = "" if self._object.done else text[followed:]
         return self._let_out(text[:followed])
 
-    def finish(self) -> list[ReplyDelta]:
+    def finish(self) -> list[Delta]:
         held, self._held = self._held, ""
         deltas = self._let_out(held)
         self.call["arguments"] = "".join(self._pieces)
         return deltas
 
-    def _let_out(self, text: str) -> list[ReplyDelta]:
+    def _let_out(self, text: str) -> list[Delta]:
         if not text:
             return []
         self._pieces.append(text)
-        return [ReplyDelta(call=ToolCallDelta(self._index, arguments=text))]
+        return [Delta(call=CallDelta(self._index, arguments=text))]

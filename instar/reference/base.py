@@ -23,11 +23,11 @@ class Reference(ABC):
     async def close(self) -> None: ...
 
 
-class PerSequenceReference(Reference):
+class OneByOne(Reference):
     """A reference elsewhere, that is asked about one sequence at a time, several times at once."""
 
-    def __init__(self, max_in_flight: int) -> None:
-        self._at_once = max_in_flight
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
 
     @abstractmethod
     async def score(self, token_ids: Ids) -> Floats:

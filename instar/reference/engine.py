@@ -7,24 +7,22 @@ import time
 
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable
-from instar.reference.base import PerSequenceReference
+from instar.reference.base import OneByOne
 from instar.types import Floats, Ids
 
-MAX_IN_FLIGHT = 16
-UNAVAILABLE_TIMEOUT = 300.0
+AT_ONCE = 16
+PATIENCE = 300.0
 """Seconds to wait for an engine that cannot be reached: it is started again, and loads its model."""
 
 
-class EngineReference(PerSequenceReference):
-    def __init__(
-        self, engine: Engine, *, max_in_flight: int = MAX_IN_FLIGHT, timeout: float = UNAVAILABLE_TIMEOUT
-    ) -> None:
-        super().__init__(max_in_flight)
+class EngineReference(OneByOne):
+    def __init__(self, engine: Engine, *, at_once: int = AT_ONCE, patience: float = PATIENCE) -> None:
+        super().__init__(at_once)
         self._engine = engine
-        self._timeout = timeout
+        self._patience = patience
 
     async def score(self, token_ids: Ids) -> Floats:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._patience
         pause = 0.1
         while True:
             try:

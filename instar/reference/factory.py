@@ -10,10 +10,10 @@ from instar.engines.base import Engine
 from instar.errors import ConfigError
 from instar.reference.backend import BackendReference
 from instar.reference.base import Reference
-from instar.reference.penalty import ReferencePenalty
+from instar.reference.penalty import Penalty
 
 
-def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
+def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> Penalty | None:
     """None where the reference's weight is 0: then nothing is asked or loaded. ``teacher`` is the engine of a
     reference that has one."""
     section = config.trainer.reference
@@ -21,20 +21,18 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         return None
     reference: Reference
     if isinstance(section, EngineReferenceConfig):
-        from instar.reference.engine import MAX_IN_FLIGHT, EngineReference
+        from instar.reference.engine import AT_ONCE, EngineReference
 
         assert teacher is not None, "the composer starts the teacher"
         # What is computed together changes the last bits; a run in sync mode repeats to the bit.
-        reference = EngineReference(
-            teacher, max_in_flight=1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT
-        )
+        reference = EngineReference(teacher, at_once=1 if config.trainer.mode == "sync" else AT_ONCE)
     elif isinstance(section, CompletionsReferenceConfig):
         from instar.reference.completions import CompletionsReference
 
         reference = CompletionsReference(section, config.model, _key(section))
     else:
         reference = BackendReference(backend)
-    return ReferencePenalty(reference, section.weight)
+    return Penalty(reference, section.weight)
 
 
 def _key(section: CompletionsReferenceConfig) -> str | None:

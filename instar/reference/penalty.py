@@ -17,11 +17,11 @@ from instar.errors import InstarError
 from instar.reference.base import Reference
 from instar.types import Floats, Json, Sample
 
-AUX_KEY = "reference"
+AUX = "reference"
 """Under this name a sample keeps the reference's logprobs."""
 
 
-class ReferencePenalty:
+class Penalty:
     def __init__(self, reference: Reference, weight: float) -> None:
         self._reference = reference
         self._weight = weight
@@ -40,7 +40,7 @@ class ReferencePenalty:
             replace(
                 sample,
                 advantages=sample.advantages + self._penalty(sample, logprobs, scale),
-                aux={**sample.aux, AUX_KEY: logprobs},
+                aux={**sample.aux, AUX: logprobs},
             )
             for sample, logprobs, scale in zip(samples, told, scales, strict=True)
         ]

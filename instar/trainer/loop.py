@@ -16,47 +16,47 @@ from pathlib import Path
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, RunConfig
-from instar.data.batcher import Batcher, StepBatch
-from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
-from instar.data.off_policy import compute_importance
-from instar.data.report import report_session_ages
+from instar.data.batcher import Batch, Batcher
+from instar.data.lessons import Lessons, lesson_loss, next_lessons
+from instar.data.off_policy import importance
+from instar.data.report import ages
 from instar.errors import BackendError, BackendLost
-from instar.reference.penalty import ReferencePenalty
+from instar.reference.penalty import Penalty
 from instar.store.base import Store
 from instar.sync.base import Sync
 from instar.trainer.checkpoint import (
     TrainerState,
     checkpoint_path,
-    discard_checkpoints_after,
-    find_outdated,
+    discard_later,
     load_checkpoint,
-    prune_folder,
+    outdated,
+    prune,
     save_checkpoint,
 )
+from instar.trainer.correction import correct
 from instar.trainer.monitor import Monitor, read_steps
-from instar.trainer.off_policy import apply_off_policy
-from instar.trainer.publishing import ListEngines, PolicyPublisher
-from instar.trainer.update import apply_update, scale_loss
+from instar.trainer.pushing import Engines, Pusher
+from instar.trainer.update import divided, update
 from instar.types import Artifact, Json, Policy, StepState
 
 EPOCH = 0
 """Groups and lessons are gone through once."""
-MAX_LOST_SESSIONS = 5
+MOST_LOSSES = 5
 """Times in a row, no step between, that a lost session is begun again."""
 RENEW_AFTER = 2 / 3
 """Of the time that a published sampler is kept, after which it is exported again."""
 
 
 @dataclass
-class TrainingTimer:
+class Clock:
     """Time spent training, counted on across restarts."""
 
-    previous_seconds: float = 0.0
-    started_at: float = field(default_factory=time.monotonic)
+    before: float = 0.0
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        return self.previous_seconds + time.monotonic() - self.started_at
+        return self.before + time.monotonic() - self.started
 
 
 class Trainer:
@@ -70,9 +70,9 @@ class Trainer:
         backend: Backend,
         batcher: Batcher,
         sync: Sync,
-        engines: ListEngines,
+        engines: Engines,
         monitor: Monitor,
-        penalty: ReferencePenalty | None = None,
+        penalty: Penalty | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.config = config
@@ -82,7 +82,7 @@ class Trainer:
         self.backend = backend
         self.batcher = batcher
         self.sync = sync
-        self.publisher = PolicyPublisher(sync, engines, log)
+        self.pusher = Pusher(sync, engines, log)
         self.monitor = monitor
         self.penalty = penalty
         self.log = log
@@ -92,13 +92,13 @@ class Trainer:
         self.saved_step = 0
         self.saved_version = 0
         """The version of the last saved step: what a recovery falls back to."""
-        self.lost_sessions = 0
+        self.losses = 0
         """How often in a row the backend has lost its session."""
-        self.renewal_time: float | None = None
+        self.renew_at: float | None = None
         """When the head's artifact has to be made anew; None: it does not expire."""
-        self.timer = TrainingTimer()
-        self.stop_event = asyncio.Event()
-        self.is_rollout_finished = False
+        self.clock = Clock()
+        self.stopping = asyncio.Event()
+        self.rollout_finished = False
         """Whether no more groups are coming."""
 
     # --- the run ---------------------------------------------------------------------------------
@@ -108,96 +108,92 @@ class Trainer:
         while True:
             try:
                 await self.recover()
-                self.timer.started_at = time.monotonic()
+                self.clock.started = time.monotonic()
                 await self._train()
             except BackendLost as error:
-                self._restart_after_loss(error)
+                self._begin_again(error)
             else:
                 self.doing = "finished"
                 return
 
     async def _train(self) -> None:
-        while not self._is_done():
-            if not await self._run_step():
+        while not self._done():
+            if not await self._next():
                 break
         if self.step > self.saved_step:
             await self._save_and_commit(self.step)
 
-    def _restart_after_loss(self, error: BackendLost) -> None:
-        self.lost_sessions += 1
-        if self.lost_sessions > MAX_LOST_SESSIONS:
+    def _begin_again(self, error: BackendLost) -> None:
+        self.losses += 1
+        if self.losses > MOST_LOSSES:
             raise error
         self.log(f"the training session was lost, going back to the last saved state: {error}")
-        self.batcher.reset()
+        self.batcher.begin_again()
         self.step = self.saved_step = self.saved_version = 0
 
-    async def _run_step(self) -> bool:
+    async def _next(self) -> bool:
         """Wait for a batch and train on it. False: the data has run out."""
-        await self._renew_head()
+        await self._renew()
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.head(self.policy_id)
         waited = time.monotonic()
-        was_finished = self.is_rollout_finished
+        was_finished = self.rollout_finished
         waiting = self.batcher.next_batch(
             step=self.step + 1,
             epoch=EPOCH,
             version=head.version,
-            step_by_version=await self.store.steps_of_versions(self.policy_id),
-            stop=self.stop_event,
-            is_finished=lambda: self.is_rollout_finished,
-            timeout=self._batch_timeout(),
+            steps=await self.store.steps_of_versions(self.policy_id),
+            stop=self.stopping,
+            finished=lambda: self.rollout_finished,
+            wait=self._patience(),
         )
-        batch = await self.publisher.sync_while_waiting(head, waiting)
+        batch = await self.pusher.while_waiting(head, waiting)
         if batch is None:
             return not was_finished  # if it has finished since, its last groups may be there by now
         await self.train_step(batch, waited=time.monotonic() - waited)
-        self.lost_sessions = 0
+        self.losses = 0
         return True
 
     def stop(self) -> None:
         """Finish the step under way, checkpoint, and return from `run`."""
-        self.stop_event.set()
+        self.stopping.set()
 
-    def _batch_timeout(self) -> float | None:
+    def _patience(self) -> float | None:
         """How long to wait for data: no longer than the run's time, or the published sampler's, allows."""
         limit = self.config.trainer.seconds
-        left = [] if limit is None else [limit - self.timer.seconds]
-        if self.renewal_time is not None:
-            left.append(self.renewal_time - time.time())
+        left = [] if limit is None else [limit - self.clock.seconds]
+        if self.renew_at is not None:
+            left.append(self.renew_at - time.time())
         return max(0.0, min(left)) if left else None
 
-    def _is_done(self) -> bool:
+    def _done(self) -> bool:
         limit = self.config.trainer.seconds
         return (
-            self.stop_event.is_set()
+            self.stopping.is_set()
             or self.step >= self.config.trainer.steps
-            or (limit is not None and self.timer.seconds >= limit)
+            or (limit is not None and self.clock.seconds >= limit)
         )
 
     # --- one step --------------------------------------------------------------------------------
 
-    async def train_step(self, batch: StepBatch, *, waited: float = 0.0) -> None:
+    async def train_step(self, batch: Batch, *, waited: float = 0.0) -> None:
         step = self.step + 1
         began = time.monotonic()
-        lessons = await load_corrections(self.store, self.run_id, self.config.trainer, step, EPOCH)
+        lessons = await next_lessons(self.store, self.run_id, self.config.trainer, step, EPOCH)
         await self.store.drop(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *lessons.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
-        metrics: Json = {
-            **batch.report,
-            **report_session_ages(batch.session_starts, time.time()),
-            "wait_seconds": waited,
-        }
+        metrics: Json = {**batch.report, **ages(batch.began, time.time()), "wait_seconds": waited}
         if batch.samples or lessons.samples:
-            metrics |= await self._update_weights(batch, lessons, step)
+            metrics |= await self._learn(batch, lessons, step)
         else:
             self.log(f"step {step}: no group had any signal, so there was nothing to learn from")
         self.step = step
         metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - began
-        metrics["elapsed"] = self.timer.seconds
+        metrics["elapsed"] = self.clock.seconds
         # With the step's row, so that a crash before `record` does not lose them.
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
-        if step % self.config.trainer.checkpoint_every == 0 or self._is_done():
+        if step % self.config.trainer.checkpoint_every == 0 or self._done():
             version = await self._save_and_commit(step)
         else:
             version = await self._publish(step)
@@ -205,36 +201,34 @@ class Trainer:
         metrics |= {
             "version": version,
             "step_seconds": time.monotonic() - began,
-            "elapsed": self.timer.seconds,
-            **self.publisher.report,
+            "elapsed": self.clock.seconds,
+            **self.pusher.report,
         }
         self.monitor.record("train", step, metrics)
 
-    async def _update_weights(self, batch: StepBatch, lessons: CorrectionBatch, step: int) -> Json:
+    async def _learn(self, batch: Batch, lessons: Lessons, step: int) -> Json:
         """Move the weights; returns what there is to report of it."""
         self.doing = f"step {step}: {len(batch.samples)} samples"
         metrics: Json = {}
         if batch.samples:
-            batch, metrics = await self._reweight(batch, step)
+            batch, metrics = await self._weighed(batch, step)
         if not batch.samples and not lessons.samples:
             return metrics
         plan = self.config.trainer
-        loss = scale_loss(plan.loss, batch.divisor)
-        result = await apply_update(
-            self.backend, batch.samples, loss, lessons.samples, self._scheduled_adam(step)
-        )
-        if result.samples is not None:
+        loss = divided(plan.loss, batch.divisor)
+        made = await update(self.backend, batch.samples, loss, lessons.samples, self._adam(step))
+        if made.done is not None:
             if plan.off_policy.proximal == "behavior":
-                metrics |= compute_importance(batch.samples, result.samples.logprobs)
-            metrics |= {**result.samples.metrics, "loss": result.samples.loss}
-        if result.corrections is not None:
-            loss = compute_correction_loss(lessons.samples, result.corrections.logprobs)
+                metrics |= importance(batch.samples, made.done.logprobs)
+            metrics |= {**made.done.metrics, "loss": made.done.loss}
+        if made.taught is not None:
+            loss = lesson_loss(lessons.samples, made.taught.logprobs)
             metrics |= {"lessons": len(lessons.samples), "lesson_loss": loss}
-        return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
+        return {**metrics, **made.moved.metrics, "grad_norm": made.moved.grad_norm}
 
-    async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
+    async def _weighed(self, batch: Batch, step: int) -> tuple[Batch, Json]:
         """With all that belongs into the advantages, and what there is to report of that."""
-        batch, metrics = await apply_off_policy(batch, self.backend, self.config.trainer.off_policy)
+        batch, metrics = await correct(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             self.log(f"step {step}: every token is beyond trainer.off_policy.drop_above, so none was learned")
         elif self.penalty is not None:
@@ -243,30 +237,30 @@ class Trainer:
             metrics |= told
         return batch, metrics
 
-    def _scheduled_adam(self, step: int) -> AdamConfig:
+    def _adam(self, step: int) -> AdamConfig:
         """The optimizer's settings for this step: warm-up and schedule are in its learning rate."""
         plan = self.config.trainer
         share = min(1.0, step / (plan.warmup_steps + 1))
         if plan.schedule == "linear":
             used = (step - 1) / plan.steps
             if plan.seconds is not None:
-                used = max(used, self.timer.seconds / plan.seconds)
+                used = max(used, self.clock.seconds / plan.seconds)
             share *= max(0.05, 1.0 - used)
         return plan.adam.model_copy(update={"lr": plan.adam.lr * share})
 
     async def _save_and_commit(self, step: int) -> int:
         self.doing = f"step {step}: saving"
-        state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.baseline_state())
+        state = TrainerState(step=step, seconds=self.clock.seconds, baseline=self.batcher.baseline_state())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This one row makes the checkpoint count, for the steps before it too.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
         if self.sync.live:
-            await self._publish_files(version)
+            await self._keep(version)
         return version
 
-    async def _publish_files(self, version: int) -> None:
+    async def _keep(self, version: int) -> None:
         """Files of a version that the engines were given without: for engines that start while the trainer is
         busy or away, and for what comes after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
@@ -284,12 +278,12 @@ class Trainer:
         self.saved_version = version
         folder = self.config.run_dir / "checkpoints"
         keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
-        for old in find_outdated(folder, self.config.trainer.keep_checkpoints, keep):
-            await self._discard_checkpoint(old)
-        prune_folder(folder, self.config.trainer.keep_checkpoints, keep)
+        for old in outdated(folder, self.config.trainer.keep_checkpoints, keep):
+            await self._discard(old)
+        prune(folder, self.config.trainer.keep_checkpoints, keep)
         return version
 
-    async def _discard_checkpoint(self, checkpoint: Path) -> None:
+    async def _discard(self, checkpoint: Path) -> None:
         try:
             await self.backend.discard_state(checkpoint / "backend")
         except BackendError as error:
@@ -299,13 +293,13 @@ class Trainer:
         self.doing = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         folder = self._policy_path(version)
-        await self._publish_head(version)
+        await self._make_head(version)
         # A recovery makes the last saved version the head again, so its weights stay.
         keep = frozenset({self._policy_path(self.saved_version)})
-        prune_folder(folder.parent, self.config.trainer.keep_checkpoints, keep)
+        prune(folder.parent, self.config.trainer.keep_checkpoints, keep)
         return version
 
-    async def _publish_head(self, version: int) -> None:
+    async def _make_head(self, version: int) -> None:
         """The current weights, under this version."""
         if self.sync.live:
             artifact = Artifact("live")
@@ -313,21 +307,21 @@ class Trainer:
             artifact = await self.backend.publish(self._policy_path(version))
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
-        self._schedule_renewal(policy)
-        await self.publisher.push(policy)
+        self._note_expiry(policy)
+        await self.pusher.push(policy)
 
-    def _schedule_renewal(self, head: Policy) -> None:
+    def _note_expiry(self, head: Policy) -> None:
         expires, now = head.artifact.expires_at, time.time()
-        self.renewal_time = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
+        self.renew_at = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
 
-    async def _renew_head(self) -> bool:
+    async def _renew(self) -> bool:
         """Make the head's artifact anew when it is about to expire. The weights are still those it was made
         of: every step ends with a version."""
-        if self.renewal_time is None or time.time() < self.renewal_time:
+        if self.renew_at is None or time.time() < self.renew_at:
             return False
         head = await self.store.head(self.policy_id)
         self.log(f"exporting version {head.version} again: its sampler expires")
-        await self._publish_head(head.version)
+        await self._make_head(head.version)
         return True
 
     def _policy_path(self, version: int) -> Path:
@@ -345,30 +339,30 @@ class Trainer:
         if saved:
             state = await load_checkpoint(checkpoint_path(self.config.run_dir, saved[-1].step), self.backend)
             self.step = self.saved_step = state.step
-            self.timer = TrainingTimer(previous_seconds=state.seconds)
+            self.clock = Clock(before=state.seconds)
             self.batcher.load_baseline(state.baseline)
             self.log(f"resuming after step {state.step}")
         else:
             await self.backend.start()
-        discard_checkpoints_after(self.config.run_dir, self.saved_step)
-        await self._tombstone_abandoned_versions()
+        discard_later(self.config.run_dir, self.saved_step)
+        await self._tombstone_abandoned()
         released = await self.store.release_steps(self.run_id, after=self.saved_step)
         if released:
             self.log(f"released the claims of {len(released)} unsaved step(s): {released}")
         if saved:
-            await self._restore_published_version()
+            await self._note_published()
             await self._commit()
-            await self._record_missing_metrics()
+            await self._record_missing()
         head = await self.store.head(self.policy_id)
         if head.artifact.kind == "live":
-            await self._publish_files(head.version)
+            await self._keep(head.version)
             head = await self.store.head(self.policy_id)
-        self._schedule_renewal(head)
-        if not await self._renew_head():
+        self._note_expiry(head)
+        if not await self._renew():
             # The base model too: an engine may hold a version that has just been given up.
-            await self.publisher.push(head)
+            await self.pusher.push(head)
 
-    async def _tombstone_abandoned_versions(self) -> None:
+    async def _tombstone_abandoned(self) -> None:
         """Before their steps are released, so that a crash in between finds them again."""
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
@@ -376,14 +370,14 @@ class Trainer:
             if step > self.saved_step:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
-    async def _restore_published_version(self) -> None:
+    async def _note_published(self) -> None:
         """A saved step whose version was published before its row could say so."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published(self.policy_id):
             if step == self.saved_step and rows[step].version is None:
                 await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)
 
-    async def _record_missing_metrics(self) -> None:
+    async def _record_missing(self) -> None:
         """Metrics of steps that were saved before they could be recorded."""
         there = {record["step"] for record in read_steps(self.config.run_dir)}
         for row in await self.store.steps(self.run_id):

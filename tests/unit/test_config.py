@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from instar import registry
-from instar.cli.mistakes import kinds_of, sections_in
+from instar.cli.config_errors import kinds_of, sections_in
 from instar.config import RunConfig
 
 ROLLOUT = {

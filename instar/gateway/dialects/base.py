@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from instar.gateway.base import ApiError
-from instar.record.base import ReplyDelta
+from instar.record.base import Delta
 from instar.types import FinishReason, Floats, Ids, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRequest:
+class Request:
     """What an agent asks for, whatever the dialect. None: the agent did not say."""
 
     model: str
@@ -21,12 +21,12 @@ class ModelRequest:
     tools: tuple[Tool, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     """In the place of messages: a prompt to be continued, as text or as token ids."""
-    previous_response_id: str | None = None
+    previous: str | None = None
     """The id of an earlier answer that these messages continue; its messages and reply go before them."""
-    instruction_count: int = 0
+    instructions: int = 0
     """How many of the leading messages are this request's own instructions: they stay in front of, and are
     not inherited from, the messages of ``previous``."""
-    session_hints: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
     """Ids in the body by which the agent may mean its session, the most telling first."""
     n: int = 1
     max_tokens: int | None = None
@@ -38,11 +38,11 @@ class ModelRequest:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
-    score_prompt: bool = False
+    scores: bool = False
     """To be told the logprobs of the prompt's own tokens, and no reply."""
-    unsupported_error: ApiError | None = None
+    refusal: ApiError | None = None
     """What is asked for that only a provider could give: the answer where an engine of ours is asked."""
-    parsed_body: Any = None
+    wire: Any = None
     """The decoded body, for what only its own dialect knows how to say back."""
 
 
@@ -54,7 +54,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyChoice:
+class Choice:
     """One finished reply."""
 
     message: Message
@@ -62,7 +62,7 @@ class ReplyChoice:
     prompt_tokens: int
     sampled_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
-    stop_string: str | None = None
+    stop: str | None = None
     """The stop string that ended it."""
     cached_tokens: int | None = None
     """Prompt tokens that did not have to be computed, where that is known."""
@@ -79,16 +79,14 @@ class StreamWriter(ABC):
     def begin(self, index: int) -> bytes: ...
 
     @abstractmethod
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes: ...
+    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes: ...
 
     @abstractmethod
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def end(self, choices: Sequence[Choice]) -> bytes:
         """Everything that says the replies have ended."""
 
     @abstractmethod
-    def write_error(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """The stream has begun and cannot go on."""
 
 
@@ -102,32 +100,30 @@ class Dialect(ABC):
     """What the messages are called in its body."""
     count_path: str | None = None
     """Where it counts the tokens of a prompt, where it does."""
-    parses_messages_independently: bool = False
+    plain_messages: bool = False
     """Whether each item of the body's ``messages`` becomes one message, whatever stands before it."""
 
     @abstractmethod
-    def parse_request(self, body: bytes) -> ModelRequest:
+    def read(self, body: bytes) -> Request:
         """Raises ApiError (4xx) naming the fault's path."""
 
     @abstractmethod
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes: ...
+    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes: ...
 
     @abstractmethod
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter: ...
+    def writer(self, request_id: str, request: Request) -> StreamWriter: ...
 
     @abstractmethod
-    def format_error(self, error: ApiError) -> bytes: ...
+    def error(self, error: ApiError) -> bytes: ...
 
-    def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
+    def scored(self, request_id: str, request: Request, tokens: Sequence[TokenLogprob]) -> bytes:
         """The answer to a request that ``scores``: its prompt's tokens."""
         raise NotImplementedError
 
-    def parse_count_request(self, body: bytes) -> ModelRequest:
+    def read_count(self, body: bytes) -> Request:
         """A request to ``count_path``."""
         raise NotImplementedError
 
-    def format_count(self, tokens: int) -> bytes:
+    def count(self, tokens: int) -> bytes:
         """The answer of ``count_path``."""
         raise NotImplementedError

@@ -9,16 +9,16 @@ import orjson
 
 from instar.gateway.base import ApiError
 from instar.gateway.dialects import chat_read
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
-from instar.gateway.dialects.openai_common import format_event, format_stream_end, format_usage
-from instar.gateway.dialects.openai_errors import format_openai_error
-from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
+from instar.gateway.dialects.openai_common import closing, event, usage
+from instar.gateway.dialects.openai_errors import openai_error
+from instar.record.base import CallDelta, Delta
 from instar.types import Json, ToolCall
 
 _FINISH = {"stop": "stop", "length": "length", "aborted": "stop"}
 
 
-def _finish(choice: ReplyChoice) -> str:
+def _finish(choice: Choice) -> str:
     if choice.finish_reason == "stop" and choice.message.get("tool_calls"):
         return "tool_calls"
     return _FINISH[choice.finish_reason]
@@ -47,7 +47,7 @@ def _wire_call(call: ToolCall) -> Json:
     }
 
 
-def _wire_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
+def _wire_choice(index: int, choice: Choice, logprobs: bool) -> Json:
     message = choice.message
     wire: Json = {"role": "assistant", "content": message["content"], "refusal": None}
     if calls := message.get("tool_calls"):
@@ -64,7 +64,7 @@ def _wire_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
 
 
 class ChatStreamWriter(StreamWriter):
-    def __init__(self, request_id: str, request: ModelRequest) -> None:
+    def __init__(self, request_id: str, request: Request) -> None:
         self._request = request
         self._head: Json = {
             "id": request_id,
@@ -78,9 +78,7 @@ class ChatStreamWriter(StreamWriter):
     def begin(self, index: int) -> bytes:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes:
+    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
         out: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
@@ -94,20 +92,20 @@ class ChatStreamWriter(StreamWriter):
             out.append(self._chunk(index, {"content": last}, logprobs=_logprobs(logprobs)))
         return b"".join(out)
 
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def end(self, choices: Sequence[Choice]) -> bytes:
         out = [self._chunk(i, {}, finish_reason=_finish(choice)) for i, choice in enumerate(choices)]
-        return b"".join([*out, format_stream_end(self._head, self._request, choices)])
+        return b"".join([*out, closing(self._head, self._request, choices)])
 
-    def write_error(self, error: ApiError) -> bytes:
-        return format_event(format_openai_error(error))
+    def failure(self, error: ApiError) -> bytes:
+        return event(openai_error(error))
 
     def _chunk(
         self, index: int, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return format_event({**self._head, "choices": [choice]})
+        return event({**self._head, "choices": [choice]})
 
-    def _call(self, index: int, call: ToolCallDelta) -> list[bytes]:
+    def _call(self, index: int, call: CallDelta) -> list[bytes]:
         """The name first, then the arguments, as clients expect to put them together."""
         parts: list[Json] = []
         if call.id:
@@ -121,15 +119,13 @@ class ChatStreamWriter(StreamWriter):
 class ChatDialect(Dialect):
     name = "chat"
     path = "/chat/completions"
-    parses_messages_independently = True
+    plain_messages = True
     id_prefix = "chatcmpl"
 
-    def parse_request(self, body: bytes) -> ModelRequest:
+    def read(self, body: bytes) -> Request:
         return chat_read.read(body)
 
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes:
+    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
         return orjson.dumps(
             {
                 "id": request_id,
@@ -137,12 +133,12 @@ class ChatDialect(Dialect):
                 "created": int(time.time()),
                 "model": request.model,
                 "choices": [_wire_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)],
-                "usage": format_usage(choices),
+                "usage": usage(choices),
             }
         )
 
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
+    def writer(self, request_id: str, request: Request) -> StreamWriter:
         return ChatStreamWriter(request_id, request)
 
-    def format_error(self, error: ApiError) -> bytes:
-        return orjson.dumps(format_openai_error(error))
+    def error(self, error: ApiError) -> bytes:
+        return orjson.dumps(openai_error(error))

@@ -56,7 +56,7 @@ def test_two_services_are_shown_and_neither_is_taken(instar: Instar, monkeypatch
     assert not any(row["detected"] for row in told["backends"])
     assert "weaver (WEAVER_API_KEY" in told["conflict"]
     assert "tinker (TINKER_BASE_URL" in told["conflict"]
-    assert "auto is refused" in instar("backends").out
+    assert "`backend: auto` cannot choose" in instar("backends").out
 
 
 def test_a_wanted_service_whose_package_is_missing_comes_with_the_command(

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from instar.cli.backends_serve import KEYS, given_keys
+from instar.cli.backends_serve import KEYS, read_configured_keys
 from instar.errors import ConfigError
 
 GOOD = "tml-0123456789abcdef"
 
 
 def test_keys_of_the_environment() -> None:
-    assert given_keys({}, "tinker", "127.0.0.1") == []
-    assert given_keys({KEYS: f"{GOOD}, sk-{GOOD},"}, "tinker", "127.0.0.1") == [GOOD, f"sk-{GOOD}"]
-    assert given_keys({KEYS: "any-other-form-of-key"}, "weaver", "localhost") == ["any-other-form-of-key"]
+    assert read_configured_keys({}, "tinker", "127.0.0.1") == []
+    assert read_configured_keys({KEYS: f"{GOOD}, sk-{GOOD},"}, "tinker", "127.0.0.1") == [GOOD, f"sk-{GOOD}"]
+    assert read_configured_keys({KEYS: "any-other-form-of-key"}, "weaver", "localhost") == [
+        "any-other-form-of-key"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -19,11 +21,11 @@ def test_keys_of_the_environment() -> None:
     [
         ("tml-short", "127.0.0.1", "key 1 has 9 characters"),
         (GOOD, "0.0.0.0", "key 1 has 20 characters, too few for a server on 0.0.0.0"),
-        (f"{GOOD},other-0123456789ab", "::1", "key 2 begins with none of tml-, sk-"),
-        ("tml-0123456789 abcdef", "127.0.0.1", "key 1 has characters that no HTTP header can carry"),
+        (f"{GOOD},other-0123456789ab", "::1", "key 2 must begin with tml- or sk-"),
+        ("tml-0123456789 abcdef", "127.0.0.1", "key 1 has characters that an HTTP header cannot carry"),
     ],
 )
 def test_a_bad_key_is_refused_and_not_told(keys: str, host: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
-        given_keys({KEYS: keys}, "tinker", host)
+        read_configured_keys({KEYS: keys}, "tinker", host)
     assert "0123456789" not in str(raised.value)

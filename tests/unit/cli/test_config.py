@@ -22,27 +22,27 @@ AGENT = "{type: command, command: [sh]}"
 MISTAKES = {
     "unknown section": (
         "trainr: {}",
-        "trainr: no such setting; allowed: agent_id, backend, cluster, data, dir, engine, eval, gateway, "
+        "trainr: unknown setting; allowed: agent_id, backend, cluster, data, dir, engine, eval, gateway, "
         "model, models, name, reward, rollout, scoring, seed, simulate, store, sync, trainer, upstreams "
         "(did you mean 'trainer'?)",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
-        "trainer.adam.learning_rate: no such setting; "
+        "trainer.adam.learning_rate: unknown setting; "
         "allowed: beta1, beta2, eps, grad_clip_norm, lr, weight_decay",
     ),
     "unknown key of a variant": (
         "engine: {type: scripted, replys: [a]}",
-        "engine.replys: no such setting; "
+        "engine.replys: unknown setting; "
         "allowed: count, delay, function, python, replies, type (did you mean 'replies'?)",
     ),
     "unknown key two variants deep": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x, lmit: 3}}}}",
-        "rollout.tasks.lmit: no such setting; allowed: id_field, limit, path, type (did you mean 'limit'?)",
+        "rollout.tasks.lmit: unknown setting; allowed: id_field, limit, path, type (did you mean 'limit'?)",
     ),
     "unknown key under a name": (
         "eval: {tasks: {type: jsonl, path: x}, modes: {greedy: {temprature: 0}}}",
-        "eval.modes.greedy.temprature: no such setting; "
+        "eval.modes.greedy.temprature: unknown setting; "
         "allowed: agent_args, temperature, top_p (did you mean 'temperature'?)",
     ),
     "wrong word": (
@@ -89,7 +89,7 @@ MISTAKES = {
     ),
     "missing variant": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
-        "rollout.tasks.type: missing; it says which kind this is; "
+        "rollout.tasks.type: missing; it selects the variant; "
         "allowed: jsonl, python, reasoning_gym, gsm8k, textarena, verifiers, humaneval, bfcl, plugin",
     ),
     "groups of one": (
@@ -105,11 +105,11 @@ MISTAKES = {
     "not finite": ("trainer: {seconds: .inf}", "trainer.seconds: given inf; it must be a finite number"),
     "no section": (
         "trainer: 5",
-        "trainer: given 5; a section is a mapping, one `setting: value` a line",
+        "trainer: given 5; a section is a mapping with one `setting: value` per line",
     ),
     "empty section": (
         "trainer:",
-        "trainer: given None; a section is a mapping, one `setting: value` a line",
+        "trainer: given None; a section is a mapping with one `setting: value` per line",
     ),
     "settings that exclude each other": (
         "trainer: {mode: sync, max_staleness: 2}",
@@ -117,12 +117,12 @@ MISTAKES = {
     ),
     "a reward alone": (
         "reward: {type: rule, functon: x}",
-        "reward.functon: no such setting; allowed: args, function, name, thread, type "
+        "reward.functon: unknown setting; allowed: args, function, name, thread, type "
         "(did you mean 'function'?)",
     ),
     "one reward of several": (
         "reward: [{type: agent}, {type: rule, functon: x}]",
-        "reward.1.functon: no such setting; allowed: args, function, name, thread, type "
+        "reward.1.functon: unknown setting; allowed: args, function, name, thread, type "
         "(did you mean 'function'?)",
     ),
     "no such function": (
@@ -153,10 +153,10 @@ def test_every_mistake_is_listed_at_once(instar: Instar, tmp_path: Path) -> None
 
 
 UNREADABLE = {
-    "not YAML": ("a: [", "is not YAML"),
-    "not a mapping": ("- a\n- b", "a run is described by a mapping of sections, not by a list"),
-    "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: 'seed' stands there twice"),
-    "a key twice within": ("trainer:\n  steps: 1\n  steps: 2", "line 3: 'steps' stands there twice"),
+    "not YAML": ("a: [", "is not valid YAML"),
+    "not a mapping": ("- a\n- b", "expected a mapping of sections, not a list"),
+    "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: the key 'seed' occurs twice"),
+    "a key twice within": ("trainer:\n  steps: 1\n  steps: 2", "line 3: the key 'steps' occurs twice"),
 }
 
 
@@ -169,12 +169,15 @@ def test_a_file_that_cannot_be_read_as_a_run(instar: Instar, tmp_path: Path, tex
 
 
 def test_a_file_that_is_not_there_or_not_text(instar: Instar, tmp_path: Path) -> None:
-    assert instar("config", "check", tmp_path / "no.yaml").err == f"{tmp_path / 'no.yaml'}: no such file\n"
+    assert (
+        instar("config", "check", tmp_path / "no.yaml").err
+        == f"{tmp_path / 'no.yaml'}: the file does not exist\n"
+    )
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "binary"):
         result = instar("config", "check", path)
         assert (result.code, len(result.err.splitlines())) == (1, 1)
-        assert "cannot be read" in result.err
+        assert "Cannot read" in result.err
 
 
 def test_files_and_programs_that_are_not_there(instar: Instar, tmp_path: Path) -> None:
@@ -184,8 +187,8 @@ def test_files_and_programs_that_are_not_there(instar: Instar, tmp_path: Path) -
     )
     result = instar("config", "check", path, "--json")
     assert result.json["mistakes"] == [
-        f"rollout.tasks.path: given '{tmp_path / 'no.jsonl'}'; there is no such file",
-        "rollout.agent.command: given 'no-such-program'; there is no such program",
+        f"rollout.tasks.path: given '{tmp_path / 'no.jsonl'}'; the file does not exist",
+        "rollout.agent.command: given 'no-such-program'; the program does not exist",
     ]
 
 
@@ -219,8 +222,8 @@ def test_set_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> N
         ("=5", "expected PATH=VALUE"),
         ("trainer..steps=5", "expected PATH=VALUE"),
         ("name.x=5", "name is not a section"),
-        ("seed=[", "the value is not YAML"),
-        ("trainer.stepz=5", "trainer.stepz: no such setting"),
+        ("seed=[", "the value is not valid YAML"),
+        ("trainer.stepz=5", "trainer.stepz: unknown setting"),
     ],
 )
 def test_a_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str, said: str) -> None:

@@ -15,7 +15,7 @@ from instar.rewards.base import Transcript
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, Json, Reward, Score
-from tests.unit.data.builders import RUN, add_group, add_session, begin
+from tests.unit.data.build import RUN, add_group, add_session, begin
 
 from .conftest import Instar, Small
 
@@ -52,7 +52,7 @@ def test_sessions_are_tagged_listed_by_tag_and_untagged(instar: Instar, run: Sma
     assert instar("sessions", "ls", run.folder, "--tag", "quality", "--json").json == []
     refused = instar("sessions", "tag", run.folder, "quality")
     assert refused.code == 1
-    assert "which sessions" in refused.err
+    assert "Select sessions by id" in refused.err
     assert "no session nobody" in instar("sessions", "tag", run.folder, "quality", "nobody").err
 
 
@@ -72,7 +72,7 @@ def test_sessions_are_chosen_by_reward_and_time(instar: Instar, run: Small) -> N
     assert count("--since", "1h") == 8
     assert count("--until", "2020-01-01") == 0
     assert count("--scorer", "rule", "--reward-max", "0", "--channel", "train") == 3
-    assert "is no time" in instar("sessions", "ls", run.folder, "--since", "yesterday").err
+    assert "is not a time" in instar("sessions", "ls", run.folder, "--since", "yesterday").err
     assert "not one of" in instar("sessions", "ls", run.folder, "--source", "mother").err
 
 

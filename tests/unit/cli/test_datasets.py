@@ -16,7 +16,7 @@ from instar.errors import ConfigError
 from instar.store.factory import open_store
 from instar.types import SessionStatus
 from tests.unit.cli.conftest import Instar
-from tests.unit.data.builders import RUN, make_call, make_session
+from tests.unit.data.build import RUN, make_call, make_session
 from tests.unit.datasets.house import fill
 
 
@@ -97,7 +97,7 @@ def test_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Path) -> N
     result = instar("datasets", "show", "golden@1")
     assert (result.code, result.err.strip()) == (
         1,
-        "error: golden@1: there is no such dataset. Known: golden@2",
+        "error: There is no dataset golden@1. Known: golden@2",
     )
 
 
@@ -207,9 +207,9 @@ def test_forms_for_other_trainers(instar: Instar, run_dir: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--format", "jsonl"), "--to: say which folder"),
-        (("--as", "x", "--format", "sft"), "--as: sft cannot be trained on here"),
-        (("--as", "a b"), "a name has letters"),
+        (("--format", "jsonl"), "Give the folder to write"),
+        (("--as", "x", "--format", "sft"), "--as: sft data cannot be trained on"),
+        (("--as", "a b"), "is not a name: use letters"),
         (("--to", "out", "--task", "none"), "nothing to export"),
     ],
 )

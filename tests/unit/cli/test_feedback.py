@@ -88,7 +88,7 @@ def test_a_correction_becomes_a_lesson(instar: Instar, config: RunConfig, tmp_pa
     arguments = ["--response", "chatcmpl-1", "--correction-file", file, "--id", "f-1"]
     told = instar("feedback", config.run_dir, *arguments)
     assert "will be trained on" in told.out, told.err
-    assert "Recorded before" in instar("feedback", config.run_dir, *arguments).out
+    assert "Already recorded" in instar("feedback", config.run_dir, *arguments).out
     _, (lesson,) = asyncio.run(_kept(config))
     assert lesson.correction_ids is not None
     assert make_tiny_tokenizer().decode(lesson.correction_ids.tolist()) == "Hello.<|im_end|>"
@@ -106,7 +106,7 @@ def test_a_correction_becomes_a_lesson(instar: Instar, config: RunConfig, tmp_pa
         (["--session", "s-1"], "at least one of"),
         (["--session", "s-1", "--up", "--id", "a b"], "feedback_id"),
         (["--session", "s-1", "--correction", "x", "--correction-file", "y"], "--correction-file"),
-        (["--session", "s-1", "--correction-file", "/nowhere"], "cannot be read"),
+        (["--session", "s-1", "--correction-file", "/nowhere"], "cannot read"),
     ],
 )
 def test_what_is_wrong_is_said(instar: Instar, config: RunConfig, arguments: list[str], said: str) -> None:

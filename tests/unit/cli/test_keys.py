@@ -61,7 +61,7 @@ def test_a_key_is_revoked_by_itself_its_name_or_its_hash(instar: Instar, config:
     }
     assert revoked[made["key_hash"]] is not None
     assert revoked[other["key_hash"]] is None
-    failed(instar("keys", "revoke", config.run_dir, given), "no key is revoked")
+    failed(instar("keys", "revoke", config.run_dir, given), "No key was revoked")
 
 
 def failed(result: Result, said: str) -> None:
@@ -72,7 +72,10 @@ def failed(result: Result, said: str) -> None:
 
 def test_mistakes_are_told(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
     instar("keys", "create", config.run_dir, "--name", "laptop")
-    failed(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' is in use")
-    failed(instar("keys", "create", config.run_dir, "--admin", "--agent", "x"), "--admin or --agent")
-    failed(instar("keys", "revoke", config.run_dir, ""), "no key is revoked")
+    failed(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' exists")
+    failed(
+        instar("keys", "create", config.run_dir, "--admin", "--agent", "x"),
+        "--admin and --agent exclude each other",
+    )
+    failed(instar("keys", "revoke", config.run_dir, ""), "No key was revoked")
     failed(instar("keys", "ls", tmp_path / "nowhere"), "nowhere")

@@ -60,7 +60,7 @@ def test_a_session_is_shown_from_its_messages_to_its_claim(instar: Instar, small
         ("waiting", "not claimed yet: its group waits for a step"),
         ("failed", "reason: it fell over"),
         ("failed", "no reward"),
-        ("after", "not claimed: sessions of the val channel are not trained on"),
+        ("after", "not claimed: val sessions are not trained on"),
     ],
 )
 def test_why_a_session_taught_nothing_is_said(
@@ -86,7 +86,10 @@ def test_the_beginning_of_an_id_is_enough_when_it_is_the_only_one(instar: Instar
     found = instar("sessions", "show", small_run.folder, trained[:-1], "--json")
     assert found.json["session_id"] == trained
     result = instar("sessions", "show", small_run.folder, "sess-")
-    assert (result.code, result.err) == (1, "error: 8 sessions of this run begin with 'sess-'\n")
+    assert (result.code, result.err) == (
+        1,
+        "error: 8 sessions of this run have an id that begins with 'sess-'; expected one.\n",
+    )
 
 
 def test_a_run_that_was_moved_is_still_read(instar: Instar, small_run: Small, tmp_path: Path) -> None:
@@ -151,17 +154,17 @@ def test_the_doctor_says_what_there_is(instar: Instar) -> None:
 
 
 FAILURES = {
-    "train without a file": ("train no.yaml", "no.yaml: no such file"),
+    "train without a file": ("train no.yaml", "no.yaml: the file does not exist"),
     "train without a rollout": ("train run.yaml", "rollout: needed to train"),
     "train over an older run": ("train there.yaml", "Continue it with --resume"),
     "resume of nothing": ("train fresh.yaml --resume", "nothing to resume"),
-    "serve without a file": ("serve no.yaml", "no.yaml: no such file"),
+    "serve without a file": ("serve no.yaml", "no.yaml: the file does not exist"),
     "a model that is not there": ("serve run.yaml --set model.name=./nothing", "model.name: './nothing'"),
     "sessions of no run": ("sessions ls .", "is no run folder"),
     "a session of no run": ("sessions show . sess", "is no run folder"),
     "a folder of another version": ("sessions ls there", "trainer.stepz"),
     "report of no run": ("report .", "is no run folder"),
-    "show of no file": ("config show no.yaml", "no.yaml: no such file"),
+    "show of no file": ("config show no.yaml", "no.yaml: the file does not exist"),
     "unknown channel": ("sessions ls . --channel trian", "'trian' is not one of: train, val, live"),
 }
 

@@ -116,7 +116,7 @@ def test_whether_a_reply_goes_on_under_the_next_version_is_the_engines(
     ("more", "options", "said"),
     [
         ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
-        ({}, [], "nothing is known of this run's times"),
+        ({}, [], "The simulation needs times"),
         ({"simulate": {}, "rollout": None}, [], "rollout: needed to simulate"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
         ({"simulate": {"tool": {"value": 1, "median": 2}}}, [], "one of value, median and values"),

@@ -17,7 +17,7 @@ from instar.types import Floats, Sample
 Doubles = NDArray[np.float64]
 
 
-def compute_loss(
+def loss_and_metrics(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
     """The sum over trained tokens, and what the local backend reports beside it. ``logprobs`` are aligned

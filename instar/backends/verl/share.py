@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSample:
+class Row:
     """A sample, as far as a rank needs it. Aligned as `instar.types.Sample` is."""
 
     token_ids: Ids
@@ -26,17 +26,17 @@ class RankSample:
 
 
 @dataclass(frozen=True, slots=True)
-class RankShares:
-    rows: list[list[RankSample]]
+class Share:
+    rows: list[list[Row]]
     """By rank; as many for each, for verl's ranks go through as many micro-batches as one another."""
     places: list[list[int]]
     """By rank, the sample that each row is; rows beyond are filling."""
-    max_tokens: int
+    most_tokens: int
     """In one micro-batch of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankResult:
+class Trained:
     """What a rank made of its rows."""
 
     finite: bool
@@ -46,7 +46,7 @@ class RankResult:
 
 
 @dataclass(frozen=True, slots=True)
-class SerializedWeight:
+class Weight:
     """A weight on its way from rank 0, as bytes."""
 
     name: str
@@ -61,7 +61,7 @@ class SerializedWeight:
         return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
-def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
+def deal(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> Share:
     """Longest first and back and forth, so that ranks have about as many tokens as one another."""
     places: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
@@ -71,10 +71,10 @@ def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens
     filling = _untrained(samples[by_length[-1]])
     height = max(len(mine) for mine in places)
     rows = [[_row(samples[i]) for i in mine] + [filling] * (height - len(mine)) for mine in places]
-    return RankShares(rows, places, max(micro_batch_tokens, len(samples[by_length[0]])))
+    return Share(rows, places, max(micro_batch_tokens, len(samples[by_length[0]])))
 
 
-def gather(share: RankShares, found: Sequence[Sequence[Floats]], samples: Sequence[Sample]) -> list[Floats]:
+def gather(share: Share, found: Sequence[Sequence[Floats]], samples: Sequence[Sample]) -> list[Floats]:
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
     for mine, answers in zip(share.places, found, strict=True):
         for i, answer in zip(mine, answers, strict=False):
@@ -82,10 +82,10 @@ def gather(share: RankShares, found: Sequence[Sequence[Floats]], samples: Sequen
     return results
 
 
-def _row(sample: Sample) -> RankSample:
-    return RankSample(sample.token_ids, sample.mask, sample.advantages, sample.logprobs)
+def _row(sample: Sample) -> Row:
+    return Row(sample.token_ids, sample.mask, sample.advantages, sample.logprobs)
 
 
-def _untrained(sample: Sample) -> RankSample:
+def _untrained(sample: Sample) -> Row:
     nothing = np.zeros(len(sample), np.float32)
-    return RankSample(sample.token_ids, nothing, nothing, nothing)
+    return Row(sample.token_ids, nothing, nothing, nothing)

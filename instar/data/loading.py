@@ -6,82 +6,82 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from instar.config import RunConfig
-from instar.data.combine import RewardCombiner
+from instar.data.combine import Combine
 from instar.data.linearize import linearize
 from instar.store.base import Store
 from instar.types import UNTRAINABLE, Call, Group, Reward, Sample, Score, Session, SessionStatus
 
-ENDED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+ENDED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedSession:
+class Entry:
     """A slot's final session, ready to be trained on."""
 
     session: Session
     samples: list[Sample]
     reward: float | None
-    call_rewards: dict[str, float]
+    per_call: dict[str, float]
     """What single calls were rewarded with, weighted."""
 
     @property
-    def is_failed(self) -> bool:
+    def failed(self) -> bool:
         return self.session.status is SessionStatus.FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedGroup:
+class Loaded:
     group: Group
-    sessions: list[LoadedSession]
+    entries: list[Entry]
     superseded: list[Session]
-    untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
+    tagged: list[Entry] = field(default_factory=list[Entry])
     """Those that are not to be trained on."""
     epoch: int | None = None
     """Of exported data: how often it was gone through before. None: the run's own."""
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for entry in self.sessions for sample in entry.samples]
+        return [sample for entry in self.entries for sample in entry.samples]
 
     @property
     def session_ids(self) -> set[str]:
-        sessions = [*(entry.session for entry in (*self.sessions, *self.untrainable)), *self.superseded]
+        sessions = [*(entry.session for entry in (*self.entries, *self.tagged)), *self.superseded]
         return {session.session_id for session in sessions}
 
-    def exclude(self, tagged: Set[str]) -> LoadedGroup:
+    def without(self, tagged: Set[str]) -> Loaded:
         """With those sessions set apart."""
-        kept = [entry for entry in self.sessions if entry.session.session_id not in tagged]
-        apart = [entry for entry in self.sessions if entry.session.session_id in tagged]
-        return replace(self, sessions=kept, untrainable=apart)
+        kept = [entry for entry in self.entries if entry.session.session_id not in tagged]
+        apart = [entry for entry in self.entries if entry.session.session_id in tagged]
+        return replace(self, entries=kept, tagged=apart)
 
 
-class GroupLoader:
+class Loader:
     def __init__(self, store: Store, config: RunConfig) -> None:
         self.store = store
         self.config = config
-        self.combine = RewardCombiner(config)
+        self.combine = Combine(config)
 
-    async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
+    async def load(self, groups: Sequence[Group]) -> list[Loaded]:
         in_groups = await self.store.sessions_in([group.group_id for group in groups])
-        ended = [[s for s in in_groups[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
-        final = [select_final_sessions(sessions) for sessions in ended]
+        ended = [[s for s in in_groups[group.group_id] if s.status in ENDED] for group in groups]
+        final = [final_sessions(sessions) for sessions in ended]
         entries = await self._entries([session for sessions in final for session in sessions])
-        loaded: list[LoadedGroup] = []
+        loaded: list[Loaded] = []
         for group, those, chosen in zip(groups, ended, final, strict=True):
             kept = {session.session_id for session in chosen}
             superseded = [session for session in those if session.session_id not in kept]
-            loaded.append(LoadedGroup(group, [entries[s.session_id] for s in chosen], superseded))
+            loaded.append(Loaded(group, [entries[s.session_id] for s in chosen], superseded))
         return loaded
 
-    async def exclude_untrainable(self, groups: Sequence[LoadedGroup]) -> list[LoadedGroup]:
+    async def set_tagged_apart(self, groups: Sequence[Loaded]) -> list[Loaded]:
         """Asked for as a batch is made, for a tag may come after a group was loaded."""
         tags = await self.store.tags(
-            [entry.session.session_id for found in groups for entry in found.sessions]
+            [entry.session.session_id for found in groups for entry in found.entries]
         )
         tagged = {each for each, given in tags.items() if any(tag.name == UNTRAINABLE for tag in given)}
-        return [found.exclude(tagged) for found in groups] if tagged else list(groups)
+        return [found.without(tagged) for found in groups] if tagged else list(groups)
 
-    async def _entries(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
+    async def _entries(self, sessions: Sequence[Session]) -> dict[str, Entry]:
         ids = [session.session_id for session in sessions]
         rewards, scores = await self.store.rewards_of(ids), await self.store.scores(ids)
         calls = await self.store.calls_of(ids)
@@ -92,19 +92,17 @@ class GroupLoader:
 
     def _entry(
         self, session: Session, rewards: Sequence[Reward], scores: Sequence[Score], calls: Sequence[Call]
-    ) -> LoadedSession:
+    ) -> Entry:
         reward = self.combine(rewards, scores)
         if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
             reward = self.config.rollout.failed_reward
         weight = self.config.trainer.advantage.weight
-        per_call = {
-            call_id: weight * value for call_id, value in self.combine.combine_calls(rewards, scores).items()
-        }
+        per_call = {call_id: weight * value for call_id, value in self.combine.calls(rewards, scores).items()}
         scored = self.config.trainer.loss.name != "cross_entropy"
-        return LoadedSession(session, linearize(session, calls, requires_logprobs=scored), reward, per_call)
+        return Entry(session, linearize(session, calls, scored=scored), reward, per_call)
 
 
-def select_final_sessions(ended: Sequence[Session]) -> list[Session]:
+def final_sessions(ended: Sequence[Session]) -> list[Session]:
     """The last attempt at each slot."""
     final: dict[int, Session] = {}
     for session in ended:

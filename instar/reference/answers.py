@@ -16,39 +16,38 @@ IMPOSSIBLE = -9999.0
 """What vLLM writes for a probability of 0."""
 
 
-class PromptLogprobsUnsupported(EngineError):
+class Unanswered(EngineError):
     """The server does not answer this form of the question."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPrompt:
+class Answer:
     logprobs: Floats
     texts: Sequence[str | None]
     """What each token reads as, where the server says."""
 
 
-class PromptLogprobsFormat(ABC):
+class Form(ABC):
     def __init__(self, name: str, asks: Json) -> None:
         self.name = name
         self.asks = asks
         """What the request says beside its prompt."""
 
     @abstractmethod
-    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
-        """Raise PromptLogprobsUnsupported if there are no logprobs, EngineError if they belong to other
-        tokens."""
+    def read(self, answer: Any, ids: Ids) -> Answer:
+        """Raises Unanswered where the logprobs are not there, EngineError where they are of other tokens."""
 
 
-class VllmFormat(PromptLogprobsFormat):
+class PromptLogprobs(Form):
     """As vLLM does it: keyed by token id."""
 
     def __init__(self) -> None:
         super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
 
-    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
+    def read(self, answer: Any, ids: Ids) -> Answer:
         entries = _choice(answer, ids).get("prompt_logprobs")
         if not isinstance(entries, list) or not entries:
-            raise PromptLogprobsUnsupported("the answer has no prompt_logprobs")
+            raise Unanswered("the answer has no prompt_logprobs")
         given = cast(list[Mapping[str, Json] | None], entries)
         _check_length(len(given), ids)
         values = np.full(len(ids), np.nan, np.float32)
@@ -63,10 +62,10 @@ class VllmFormat(PromptLogprobsFormat):
                 )
             values[position] = _number(told.get("logprob"))
             texts[position] = told.get("decoded_token")
-        return ScoredPrompt(values, texts)
+        return Answer(values, texts)
 
 
-class EchoFormat(PromptLogprobsFormat):
+class Echo(Form):
     """As OpenAI did it: in front of the logprobs of what is sampled. Some servers take ``logprobs: 0`` for
     none at all, others know only those of the chosen tokens; some sample a token in any case."""
 
@@ -74,26 +73,26 @@ class EchoFormat(PromptLogprobsFormat):
         asks = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
         super().__init__(", ".join(f"{name} {value}" for name, value in asks.items()), asks)
 
-    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
+    def read(self, answer: Any, ids: Ids) -> Answer:
         choice = _choice(answer, ids)
         told = choice.get("logprobs")
         values = told.get("token_logprobs") if isinstance(told, dict) else None
         if not isinstance(values, list) or not values:
-            raise PromptLogprobsUnsupported("the answer has no token_logprobs")
+            raise Unanswered("the answer has no token_logprobs")
         numbers = cast(list[float | None], values)
         if len(numbers) < len(ids):
-            raise PromptLogprobsUnsupported(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
+            raise Unanswered(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
         # One token may be sampled behind them.
         _check_length(max(len(ids), len(numbers) - 1), ids)
         prompt = [_number(value) for value in numbers[: len(ids)]]
         texts = _texts(cast(Json, told).get("tokens"), ids)
-        return ScoredPrompt(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
+        return Answer(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
 
 
-FORMATS: tuple[PromptLogprobsFormat, ...] = (
-    VllmFormat(),
-    EchoFormat(logprobs=0, max_tokens=0),
-    EchoFormat(logprobs=1, max_tokens=1),
+FORMS: tuple[Form, ...] = (
+    PromptLogprobs(),
+    Echo(logprobs=0, max_tokens=0),
+    Echo(logprobs=1, max_tokens=1),
 )
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a run's settings, each mistake in one line: path, what was given, what is allowed."""
+"""Explain mistakes in a run's settings, one line each: the path, the given value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pydantic import BaseModel, ValidationError
 from instar.config import RunConfig
 from instar.types import Json
 
-SHOWN = 80
-"""Longest piece of a given value that is repeated in a message."""
+MAX_VALUE_LENGTH = 80
+"""Longest part of a value that a message repeats."""
 
 
-def explain(error: ValidationError, given: Json | None = None) -> list[str]:
-    """One line for each setting that is wrong. ``given``: the settings as they were written."""
+def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
+    """Return one line for each wrong setting. ``settings``: as they were written in the file."""
     by_path: dict[str, list[str]] = {}
     for item in error.errors():
-        path, section = locate(_written(item["loc"], given or {}))
+        path, section = locate(_written_location(item["loc"], settings or {}))
         path, text = _explain(path, section, item)
         by_path.setdefault(path, []).append(text)
-    # A setting that takes several kinds of value has an error for each of them.
+    # pydantic reports an error for each type that a setting accepts.
     return [
         f"{path}: {' or '.join(dict.fromkeys(texts))}" if path else "; ".join(texts)
         for path, texts in by_path.items()
@@ -31,61 +31,61 @@ def explain(error: ValidationError, given: Json | None = None) -> list[str]:
 
 
 def _explain(path: str, section: type[BaseModel] | None, item: Any) -> tuple[str, str]:
-    given, context = "…" if path.endswith("api_key") else item["input"], item.get("ctx", {})
+    value, context = "…" if path.endswith("api_key") else item["input"], item.get("ctx", {})
     match item["type"]:
         case "extra_forbidden":
             known = sorted(section.model_fields) if section else []
-            return path, f"no such setting{suggest(path.rpartition('.')[2], known)}"
+            return path, f"unknown setting{suggest(path.rpartition('.')[2], known)}"
         case "missing":
             return path, "missing; it has no default"
         case "literal_error":
-            return path, f"given {_shown(given)}{suggest(given, _words(context['expected']))}"
+            return path, f"given {_shorten(value)}{suggest(value, _words(context['expected']))}"
         case "union_tag_invalid":
             allowed = _words(context["expected_tags"])
-            return f"{path}.type", f"given {_shown(context['tag'])}{suggest(context['tag'], allowed)}"
+            return f"{path}.type", f"given {_shorten(context['tag'])}{suggest(context['tag'], allowed)}"
         case "union_tag_not_found":
             kinds = [word for kind in section_kinds(path) for word in kind]
-            return f"{path}.type", f"missing; it says which kind this is{suggest('', kinds)}"
+            return f"{path}.type", f"missing; it selects the variant{suggest('', kinds)}"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return path, f"given {_shown(given)}; a section is a mapping, one `setting: value` a line"
+            return path, f"given {_shorten(value)}; a section is a mapping with one `setting: value` per line"
         case "value_error":
             return path, str(context["error"])
         case _:
             allowed = item["msg"].replace("Input should be", "it must be")
-            return path, f"given {_shown(given)}; {allowed[:1].lower()}{allowed[1:]}"
+            return path, f"given {_shorten(value)}; {allowed[:1].lower()}{allowed[1:]}"
 
 
-def suggest(given: Any, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(given), allowed, n=1)
+def suggest(value: Any, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"; allowed: {', '.join(allowed)}{hint}" if allowed else ""
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
 
 
 def _words(listed: str) -> list[str]:
-    """pydantic's «'a', 'b' or 'c'» → the words."""
+    """Split pydantic's «'a', 'b' or 'c'» into words."""
     return [word.strip(" '") for word in listed.replace(" or ", ", ").split(",")]
 
 
-# --- from pydantic's location to the path that a person wrote -------------------------------------
+# --- from pydantic's location to the path in the file -------------------------------------
 
 
-def _written(location: Sequence[str | int], given: Json) -> list[str | int]:
-    """Without the place in a list that a person did not write: one section may stand for a list of one."""
+def _written_location(location: Sequence[str | int], settings: Json) -> list[str | int]:
+    """Drop the list index of a section that was written without a list."""
     match location:
-        case [str() as name, int(), *rest] if not isinstance(given.get(name), list):
+        case [str() as name, int(), *rest] if not isinstance(settings.get(name), list):
             return [name, *rest]
         case _:
             return list(location)
 
 
 def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted path without pydantic's own words (a union's tag, a kind of value), and the section that
-    holds its last part."""
+    """Return the dotted path without pydantic's own parts (union tags, type names), and the section class
+    that holds its last part."""
     path: list[str] = []
     holder: type[BaseModel] | None = None
     candidates: list[type[BaseModel]] = [RunConfig]
@@ -94,9 +94,9 @@ def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
         if len(candidates) > 1 and tagged:
             candidates = tagged
             continue
-        found = next((section for section in candidates if part in section.model_fields), None)
-        if found is not None:
-            holder, candidates = found, sections_in(found.model_fields[str(part)].annotation)
+        owner = next((section for section in candidates if part in section.model_fields), None)
+        if owner is not None:
+            holder, candidates = owner, sections_in(owner.model_fields[str(part)].annotation)
         elif isinstance(part, str) and "[" in part:
             continue
         else:
@@ -106,23 +106,23 @@ def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
 
 
 def section_kinds(path: str) -> list[tuple[str, ...]]:
-    """The words that `type` takes in the section at this path."""
+    """Return the values that `type` accepts in the section at this path."""
     candidates: list[type[BaseModel]] = [RunConfig]
     for part in (part for part in path.split(".") if not part.isdigit()):
         fields = [section.model_fields[part] for section in candidates if part in section.model_fields]
-        candidates = [found for field in fields for found in sections_in(field.annotation)]
+        candidates = [section for field in fields for section in sections_in(field.annotation)]
     return [kinds_of(section) for section in candidates]
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Every section that an annotation names, the variants of a union one by one."""
+    """Return every section class in an annotation, including each variant of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     parts: Iterable[Any] = typing.get_args(annotation)
-    return [found for part in parts for found in sections_in(part)]
+    return [section for part in parts for section in sections_in(part)]
 
 
 def kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """The words of a variant's `type`; none for a section without variants."""
+    """Return the values of a variant's `type`, or none for a section without variants."""
     field = section.model_fields.get("type")
     return typing.get_args(field.annotation) if field is not None else ()

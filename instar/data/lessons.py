@@ -18,19 +18,17 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 
 
 @dataclass(frozen=True, slots=True)
-class CorrectionBatch:
+class Lessons:
     samples: list[Sample] = field(default_factory=list[Sample])
     """Their advantages are what each token counts for in the step."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
-async def load_corrections(
-    store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
-) -> CorrectionBatch:
+async def next_lessons(store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int) -> Lessons:
     """Those of a step; nothing is claimed yet."""
     section = config.corrections
     if section.weight == 0:
-        return CorrectionBatch()
+        return Lessons()
     samples: list[Sample] = []
     claims: list[Claim] = []
     for feedback in await store.lessons(run_id, epoch, section.per_step):
@@ -39,7 +37,7 @@ async def load_corrections(
         claims.append(_claim(feedback, run_id, step, epoch, section.weight if sample else None))
         if sample is not None:
             samples.append(sample)
-    return CorrectionBatch(normalize(samples, config.advantage.normalize), claims)
+    return Lessons(normalize(samples, config.advantage.normalize), claims)
 
 
 def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
@@ -76,7 +74,7 @@ def _claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float
     )
 
 
-def compute_correction_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
+def lesson_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
     """How far the policy was from saying so: the mean over tokens of what they cost."""
     told = [new[sample.mask > 0] for sample, new in zip(samples, logprobs, strict=True)]
     return -float(np.concatenate(told).mean())
