@@ -273,7 +273,7 @@ class Call:
     client_key: str | None = None
     """The idempotency key of the request: the same one again is the same request again."""
     digests: bytes = b""
-    """What requests are compared by (`record.chain`): keyed hashes of the tools, then of each message beyond
+    """Requests are compared by it (`record.hashing`): keyed hashes of the tools, then of each message beyond
     ``base_messages`` and of the reply, as they were before redaction. Empty: made from the messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so one for all is safe
     started_at: float = 0.0

@@ -77,7 +77,7 @@ async def batch(store: SqliteStore) -> float:
     for _ in range(3):
         batcher = Batcher(store, RUN, batch_config())
         began = time.perf_counter()
-        made = await batcher.next_batch(10_000, 0, 0, wait=60.0)
+        made = await batcher.next_batch(10_000, 0, 0, timeout=60.0)
         times.append(time.perf_counter() - began)
         assert made is not None
         samples = len(made.samples)

@@ -52,14 +52,14 @@ class BackendCapabilities:
     """Whether ``optim_step`` reports it; NaN otherwise."""
 
 
-def mergeable(lora: LoraConfig | None) -> bool:
+def is_mergeable(lora: LoraConfig | None) -> bool:
     """Whether `Backend.tensors` can hand out one set of weights: an adapter on an output layer that is tied
     to the input's cannot be merged."""
     return lora is None or "lm_head" not in lora.targets
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBackward:
+class ForwardBackwardResult:
     loss: float
     """The sum over tokens."""
     logprobs: list[Floats]
@@ -68,7 +68,7 @@ class ForwardBackward:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimStep:
+class OptimStepResult:
     grad_norm: float
     """Before clipping; NaN where the backend does not say."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -96,13 +96,13 @@ class Backend(ABC):
         """Per sample, the logprob of every token given those before; NaN at index 0."""
 
     @abstractmethod
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         """Add the loss's gradient to what is accumulated. Raises NonFinite, with nothing added, when the
         loss is not finite, and BackendError when a trained token lacks an advantage, or a logprob that the
         loss asks for."""
 
     @abstractmethod
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         """Apply the accumulated gradient and clear it. ``adam.lr`` is the rate of this very step. Raises
         NonFinite, with weights and moments untouched and the gradient cleared, when it is not finite."""
 

@@ -8,50 +8,50 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from instar.backends.packages import survey_of
+from instar.backends.packages import inspect_packages_of
 from instar.clouds.base import SERVICES, CloudService, configured_key
 from instar.config import AutoBackendConfig, BackendConfig
 from instar.errors import ConfigError
 
 ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
-Clues = dict[str, list[str]]
+Evidence = dict[str, list[str]]
 """Service → what speaks for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Detection:
+class BackendDetection:
     name: str
     """What `backend.type` would be."""
     why: str
 
 
-def detect(
+def detect_backend(
     section: BackendConfig,
     env: Mapping[str, str],
     installed: Callable[[], Collection[str]] | None = None,
-) -> Detection:
+) -> BackendDetection:
     """``installed`` names the services whose SDK is there. Default: the environment that the backend will run
     in is asked, when all else leaves it open."""
     if not isinstance(section, AutoBackendConfig):
-        return Detection(section.type, "backend.type names it")
-    for clues in (_in_settings(section, env), in_environment(env)):
+        return BackendDetection(section.type, "backend.type names it")
+    for clues in (_in_settings(section, env), find_services_in_environment(env)):
         if found := _only(clues):
             return found
     given = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
     if not given:
-        return Detection("local", "no setting and no variable names a service")
+        return BackendDetection("local", "no setting and no variable names a service")
     there = installed() if installed else _installed(section.python)
     if len(there) == 1:
-        return Detection(next(iter(there)), "the only service whose package is installed")
+        return BackendDetection(next(iter(there)), "the only service whose package is installed")
     raise ConfigError(
         f"backend.{given[0]}: it does not tell which service it is of; "
         f"name it as backend.type: {', '.join(SERVICES)}"
     )
 
 
-def in_environment(env: Mapping[str, str]) -> Clues:
+def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
     """The services whose variables are set."""
-    clues: Clues = {}
+    clues: Evidence = {}
     for name in ENVIRONMENT_ORDER:
         service = SERVICES[name]
         variables = [variable for variable in (service.key_env, service.url_env) if env.get(variable)]
@@ -67,8 +67,8 @@ def _seeded_by_mint(env: Mapping[str, str]) -> bool:
     return all(env.get(theirs) in (None, "", env.get(ours)) for theirs, ours in pairs)
 
 
-def _in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Clues:
-    clues: Clues = {}
+def _in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Evidence:
+    clues: Evidence = {}
     if section.base_url is not None:
         for service in _named_by_url(section.base_url):
             clues.setdefault(service.name, []).append("backend.base_url names it")
@@ -92,7 +92,7 @@ def _named_by_url(url: str) -> list[CloudService]:
     return []
 
 
-def _only(clues: Clues) -> Detection | None:
+def _only(clues: Evidence) -> BackendDetection | None:
     if len(clues) > 1:
         said = "; ".join(f"{name} ({', '.join(reasons)})" for name, reasons in clues.items())
         raise ConfigError(
@@ -100,10 +100,10 @@ def _only(clues: Clues) -> Detection | None:
             f"Keep one, or choose: backend.type: {' or '.join(clues)}"
         )
     for name, reasons in clues.items():
-        return Detection(name, ", ".join(reasons))
+        return BackendDetection(name, ", ".join(reasons))
     return None
 
 
 def _installed(python: str | None) -> list[str]:
-    found = survey_of(python)
+    found = inspect_packages_of(python)
     return [name for name in SERVICES if found[name].problem is None]

@@ -10,9 +10,9 @@ import typing
 from collections.abc import Mapping
 from typing import cast
 
-from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, mergeable
+from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, is_mergeable
+from instar.backends.loss_values import clip_bounds
 from instar.backends.resolve import check_reachable, resolve_run
-from instar.backends.values import clip_bounds
 from instar.clouds.base import SERVICES
 from instar.config import (
     AdamConfig,
@@ -29,19 +29,19 @@ from instar.config import (
 from instar.errors import ConfigError
 from instar.registry import resolve_section
 
-NEUTRAL = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
+NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 """Values of the optimizer that do nothing; of another field that a backend does not honour, the default."""
 
 
 def create_backend(config: RunConfig) -> Backend:
-    """Loads the model: takes a while. Train with the settings that `settle` gives for it."""
+    """Loads the model: takes a while. Train with the settings that `apply_capabilities` gives for it."""
     made = resolve_section("backends", config.backend)(config.model, config.backend, seed=config.seed)
     backend = cast(Backend, made)
-    settle(config, backend.capabilities)
+    apply_capabilities(config, backend.capabilities)
     return backend
 
 
-def settle(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
+def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
     """The settings as the backend will honour them, and a warning for each that is not as the user wrote it.
     Raises ConfigError for one that it cannot honour."""
     loss, warnings = _agreed_loss(config.trainer, capabilities)
@@ -74,7 +74,7 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
     check_reachable(config, env)
     _check_sampling(config)
     capabilities = known_capabilities(config.backend)
-    warnings = [] if capabilities is None else settle(config, capabilities)[1]
+    warnings = [] if capabilities is None else apply_capabilities(config, capabilities)[1]
     return config, [*notes, *(f"warning: {warning}" for warning in warnings)]
 
 
@@ -86,7 +86,7 @@ def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
             artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
             full_finetuning=True,
             reference=True,
-            live=mergeable(section.lora),
+            live=is_mergeable(section.lora),
         )
     if isinstance(section, VerlBackendConfig):
         return BackendCapabilities(
@@ -94,7 +94,7 @@ def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
             artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
             full_finetuning=True,
             reference=section.lora is not None,
-            live=mergeable(section.lora),
+            live=is_mergeable(section.lora),
         )
     service = SERVICES.get(section.type)
     return service.capabilities if service else None
@@ -143,7 +143,7 @@ def _check_clip(loss: LossConfig) -> None:
 
 def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> None:
     for name, field in AdamConfig.model_fields.items():
-        neutral = NEUTRAL.get(name, field.default)
+        neutral = NEUTRAL_VALUES.get(name, field.default)
         if name not in capabilities.optimizer and (given := getattr(adam, name)) != neutral:
             raise ConfigError(
                 f"trainer.adam.{name}: given {given}; this backend does not honour it, so it must be "

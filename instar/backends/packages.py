@@ -18,36 +18,36 @@ from instar.clouds.base import SERVICES
 from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 """Seconds that another interpreter has to answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class PackageRequirement:
     package: str
     """Its distribution on PyPI."""
     install: str
     """Arguments for pip."""
-    apart_from: str | None = None
+    conflicts_with: str | None = None
     """A package that it cannot share an environment with."""
-    alone: bool = False
+    needs_own_environment: bool = False
     """Whether it is best kept in an environment of its own: it brings much along."""
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
 """MinT pins an older tinker than ours."""
-NEEDED: dict[str, Needed] = {
-    "local": Needed("torch", "'instar[local]'"),
+REQUIREMENTS: dict[str, PackageRequirement] = {
+    "local": PackageRequirement("torch", "'instar[local]'"),
     **{
-        name: Needed(service.package, f"'instar[{service.extra}]'", CONFLICTS.get(name))
+        name: PackageRequirement(service.package, f"'instar[{service.extra}]'", CONFLICTS.get(name))
         for name, service in SERVICES.items()
     },
-    "verl": Needed("verl", "'instar[local,verl]'", alone=True),
+    "verl": PackageRequirement("verl", "'instar[local,verl]'", needs_own_environment=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledPackage:
     """A backend's package in one environment."""
 
     version: str | None
@@ -55,23 +55,23 @@ class Installed:
     """Why the backend cannot run there; None when it can."""
 
 
-def survey() -> dict[str, Installed]:
+def inspect_packages() -> dict[str, InstalledPackage]:
     """Every built-in backend, in this environment."""
-    return {name: look(name, needed) for name, needed in NEEDED.items()}
+    return {name: inspect_package(name, needed) for name, needed in REQUIREMENTS.items()}
 
 
-def survey_of(python: str | None) -> dict[str, Installed]:
+def inspect_packages_of(python: str | None) -> dict[str, InstalledPackage]:
     """The same of the environment of another interpreter. Raises ConfigError when it cannot be asked."""
     if python is None:
-        return survey()
+        return inspect_packages()
     command = [python, "-m", "instar.backends.packages"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except OSError as error:
         raise ConfigError(f"backend.python: given {python!r}; it cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"backend.python: given {python!r}; it did not answer within {PATIENCE:.0f} s"
+            f"backend.python: given {python!r}; it did not answer within {TIMEOUT:.0f} s"
         ) from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -81,14 +81,14 @@ def survey_of(python: str | None) -> dict[str, Installed]:
             )
         raise ConfigError(f"backend.python: {python!r} cannot say what it has installed: {last}")
     told: dict[str, Any] = json.loads(done.stdout)
-    return {name: Installed(**found) for name, found in told.items()}
+    return {name: InstalledPackage(**found) for name, found in told.items()}
 
 
 def check_installed(section: BackendConfig) -> None:
     """Raises ConfigError, with what to type, when the backend's package is not where it will run."""
-    if isinstance(section, PluginConfig) or section.type not in NEEDED:
+    if isinstance(section, PluginConfig) or section.type not in REQUIREMENTS:
         return
-    found = survey_of(section.python)[section.type]
+    found = inspect_packages_of(section.python)[section.type]
     if found.problem is not None:
         where = f"backend.python: in {section.python}: " if section.python else "backend.type: "
         raise ConfigError(where + found.problem)
@@ -104,22 +104,22 @@ def version(package: str) -> str | None:
         return None
 
 
-def look(name: str, needed: Needed) -> Installed:
+def inspect_package(name: str, needed: PackageRequirement) -> InstalledPackage:
     """Whether a backend can run here."""
     found = version(needed.package)
     if found is None:
         said = f"{name} needs the package {needed.package}, which is not installed: {_advice(needed)}"
-        return Installed(None, said)
+        return InstalledPackage(None, said)
     for wanted, by in _demands(name, needed):
         there = version(wanted.name)
         if there is None or not wanted.specifier.contains(there, prereleases=True):
             state = "not installed" if there is None else f"{there} is installed"
             said = f"{by} needs {wanted.name}{wanted.specifier}, and {state}: {_advice(needed)}"
-            return Installed(found, said)
-    return Installed(found, None)
+            return InstalledPackage(found, said)
+    return InstalledPackage(found, None)
 
 
-def _demands(name: str, needed: Needed) -> Iterator[tuple[Any, str]]:
+def _demands(name: str, needed: PackageRequirement) -> Iterator[tuple[Any, str]]:
     """The versions that our own extra asks for and, for MinT, the tinker that it pins."""
     from packaging.requirements import Requirement
 
@@ -137,11 +137,11 @@ def _demands(name: str, needed: Needed) -> Iterator[tuple[Any, str]]:
                 yield wanted, name
 
 
-def _advice(needed: Needed) -> str:
+def _advice(needed: PackageRequirement) -> str:
     """The command that makes it available, in an environment of its own where this one will not do."""
-    other = needed.apart_from
+    other = needed.conflicts_with
     conflict = f" (not beside {other} {version(other)})" if other and version(other) else ""
-    if not conflict and not needed.alone:
+    if not conflict and not needed.needs_own_environment:
         return f"{sys.executable} -m pip install {needed.install}"
     folder = f"{needed.package}-env"
     return (
@@ -151,4 +151,4 @@ def _advice(needed: Needed) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: asdict(found) for name, found in survey().items()}))
+    print(json.dumps({name: asdict(found) for name, found in inspect_packages().items()}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from instar.backends.detect import detect
+from instar.backends.detect import detect_backend
 from instar.backends.packages import check_installed
 from instar.clouds.base import SERVICES, configured_key, resolve_access
 from instar.config import (
@@ -60,7 +60,7 @@ def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
 def _concrete(section: BackendConfig, env: Mapping[str, str]) -> tuple[BackendConfig, list[str]]:
     if not isinstance(section, AutoBackendConfig):
         return section, []
-    found = detect(section, env)
+    found = detect_backend(section, env)
     given = {name: getattr(section, name) for name in section.model_fields_set - {"type"}}
     note = f"backend: {found.name} ({found.why})"
     if found.name != "local":
@@ -122,7 +122,7 @@ def _check_url(url: str | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Secrets:
+class RunSecrets:
     """What the trainer and a service's sampler need, and no file and no agent may hold."""
 
     env: dict[str, str] = field(repr=False)
@@ -132,7 +132,7 @@ class Secrets:
     to another address."""
 
 
-def take_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, Secrets]:
+def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:
     """A resolved run without its keys, fit to be written down, and the keys."""
     passed: dict[str, str] = {}
     withheld: set[str] = set()
@@ -150,10 +150,10 @@ def take_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, 
     if isinstance(reference, CompletionsReferenceConfig) and (name := reference.api_key_env):
         passed |= {name: env[name]} if name in env else {}
         withheld.add(name)
-    return config, Secrets(passed, frozenset(withheld))
+    return config, RunSecrets(passed, frozenset(withheld))
 
 
-def without_key(config: RunConfig) -> RunConfig:
+def without_api_key(config: RunConfig) -> RunConfig:
     """The settings to be shown."""
     if not isinstance(config.backend, CloudSection):
         return config

@@ -24,12 +24,12 @@ from instar.backends.base import (
     DEFAULT_CLIP,
     Backend,
     BackendCapabilities,
-    ForwardBackward,
-    OptimStep,
+    ForwardBackwardResult,
+    OptimStepResult,
 )
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
-from instar.backends.values import clip_bounds, loss_and_metrics
+from instar.backends.loss_values import clip_bounds, compute_loss
 from instar.clouds.base import MAX_SESSION_STARTS, SERVICES
 from instar.clouds.errors import CloudError
 from instar.clouds.tinker import TinkerConnection
@@ -53,7 +53,7 @@ class TinkerBackend(Backend):
         self._config = config
         self._seed = seed
         self._vocab_size: int | None = None
-        self._order = asyncio.Lock()
+        self._submission_lock = asyncio.Lock()
         """Its waiters are served in turn, so calls are sent in the order they were made."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = _Gradient()
@@ -78,7 +78,7 @@ class TinkerBackend(Backend):
                 train_unembed=config.train_unembed,
             )
 
-        await self._begin("creating the model", create)
+        await self._start_session("creating the model", create)
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         saved = self._read_state(path)
@@ -88,11 +88,11 @@ class TinkerBackend(Backend):
                 return cloud.client.create_training_client_from_state_with_optimizer(saved)
             return cloud.client.create_training_client_from_state(saved)
 
-        await self._begin(f"loading {saved}", create)
+        await self._start_session(f"loading {saved}", create)
 
-    async def _begin(self, what: str, create: Callable[[TinkerConnection], Any]) -> None:
+    async def _start_session(self, what: str, create: Callable[[TinkerConnection], Any]) -> None:
         """Clients are made in a thread: the SDK blocks while it makes them."""
-        async with self._order:
+        async with self._submission_lock:
             self._check_open()
             if self._session is not None:
                 before, self._session = self._session, None
@@ -142,7 +142,7 @@ class TinkerBackend(Backend):
         if self._closed:
             raise BackendError("the backend is closed")
 
-    def _live(self) -> TinkerTrainingSession:
+    def _live_session(self) -> TinkerTrainingSession:
         self._check_open()
         if self._session is None:
             raise BackendLost("there is no training session: start one, or load a state")
@@ -153,12 +153,12 @@ class TinkerBackend(Backend):
     # --- training --------------------------------------------------------------------------------
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._all_logprobs(samples, in_order=True)
+        return await self._compute_logprobs(samples, in_order=True)
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._all_logprobs(samples, in_order=False)
+        return await self._compute_logprobs(samples, in_order=False)
 
-    async def _all_logprobs(self, samples: Sequence[Sample], *, in_order: bool) -> list[Floats]:
+    async def _compute_logprobs(self, samples: Sequence[Sample], *, in_order: bool) -> list[Floats]:
         """Under the model in training, in the order of calls, or under the base model."""
         self._check_open()
         check_samples(samples, self._vocab_size, self._model.max_context)
@@ -169,15 +169,15 @@ class TinkerBackend(Backend):
         if not asked:
             return results
         if in_order:
-            async with self._order:
-                answer = await self._live().send_forward(sequences)
+            async with self._submission_lock:
+                answer = await self._live_session().send_forward(sequences)
         else:
-            answer = self._live().base_logprobs(sequences)
-        for i, found in zip(asked, await _answered(answer), strict=True):
+            answer = self._live_session().base_logprobs(sequences)
+        for i, found in zip(asked, await _await_result(answer), strict=True):
             results[i] = found
         return results
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         self._check_open()
         check_samples(samples, self._vocab_size, self._model.max_context, loss)
         results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
@@ -187,13 +187,13 @@ class TinkerBackend(Backend):
             chosen = [samples[i] for i in trained]
             for i, found in zip(trained, await self._train(chosen, loss), strict=True):
                 results[i] = np.where(samples[i].mask > 0, found, np.nan).astype(np.float32)
-        value, metrics = loss_and_metrics(loss, samples, results)
-        return ForwardBackward(value, results, metrics)
+        value, metrics = compute_loss(loss, samples, results)
+        return ForwardBackwardResult(value, results, metrics)
 
     async def _train(self, samples: Sequence[Sample], loss: LossConfig) -> list[Floats]:
-        async with self._order:
-            session, gradient = self._live(), self._gradient
-            held = await self._held(session, samples, loss)
+        async with self._submission_lock:
+            session, gradient = self._live_session(), self._gradient
+            held = await self._filler_logprobs(session, samples, loss)
             data = [
                 (sample.token_ids, _inputs(sample, loss, old))
                 for sample, old in zip(samples, held, strict=True)
@@ -205,11 +205,11 @@ class TinkerBackend(Backend):
         except CloudError as failure:
             if failure.kind == "refused":
                 gradient.calls -= 1
-            raise _translated(failure) from None
+            raise _translate_failure(failure) from None
         _check_finite(session, loss, samples, logprobs)
         return logprobs
 
-    async def _held(
+    async def _filler_logprobs(
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
         """Old logprobs for the tokens that are not trained on: a service knows no mask. Where they do not
@@ -219,40 +219,42 @@ class TinkerBackend(Backend):
         for sample in samples:
             if not np.isin(sample.mask, (0, 1)).all():
                 raise BackendError(f"sample {sample.sample_key}: dro takes no mask other than 0 and 1 here")
-        return await _answered(await session.send_forward([sample.token_ids for sample in samples]))
+        return await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
-        async with self._order:
-            session = self._live()
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
+        async with self._submission_lock:
+            session = self._live_session()
             if not self._gradient.calls:
                 raise BackendError(
                     "optim_step without a gradient: nothing was trained on since the last step"
                 )
             self._gradient = _Gradient()
             answer = await session.send_optim_step(adam)
-        metrics = await _answered(answer)
+        metrics = await _await_result(answer)
         grad_norm = metrics.pop("grad_norm", None)
         if grad_norm is None:
-            return OptimStep(math.nan, {"lr": adam.lr, **metrics})
+            return OptimStepResult(math.nan, {"lr": adam.lr, **metrics})
         if not math.isfinite(grad_norm):
             session.lost_reason = "a gradient that is not finite may have been applied at the service"
             raise NonFinite(f"the gradient norm is {grad_norm}")
         clipped = 0.0 < adam.grad_clip_norm < grad_norm
-        return OptimStep(grad_norm, {**metrics, "lr": adam.lr, "grad_clipped": float(clipped)})
+        return OptimStepResult(grad_norm, {**metrics, "lr": adam.lr, "grad_clipped": float(clipped)})
 
     # --- what stays ------------------------------------------------------------------------------
 
     async def publish(self, path: Path) -> Artifact:
         seconds = self._config.sampler_ttl
         expires_at = time.time() + seconds
-        saved = await self._saved(
+        saved = await self._save(
             "publishing",
-            lambda client: client.save_weights_for_sampler(_unique(path), ttl_seconds=math.ceil(seconds)),
+            lambda client: client.save_weights_for_sampler(
+                _unique_name(path), ttl_seconds=math.ceil(seconds)
+            ),
         )
         return Artifact("remote", saved, expires_at)
 
     async def save_state(self, path: Path) -> None:
-        saved = await self._saved("saving the state", lambda client: client.save_state(_unique(path)))
+        saved = await self._save("saving the state", lambda client: client.save_state(_unique_name(path)))
         config = self._config
         told = {
             "service": config.type,
@@ -272,18 +274,18 @@ class TinkerBackend(Backend):
         await asyncio.to_thread(write_folder, path, fill)
 
     async def discard_state(self, path: Path) -> None:
-        cloud, saved = self._live().connection, self._read_state(path)
+        cloud, saved = self._live_session().connection, self._read_state(path)
         try:
             deleted = cloud.rest_client().delete_checkpoint_from_tinker_path_async(saved)
             await cloud.await_result(f"deleting {saved}", deleted)
         except CloudError as failure:
             raise BackendError(str(failure)) from None
 
-    async def _saved(self, what: str, submit: Callable[[Any], Any]) -> str:
+    async def _save(self, what: str, submit: Callable[[Any], Any]) -> str:
         """Where the service keeps it."""
-        async with self._order:
-            answer = self._live().send(what, submit)
-        return str((await _answered(answer)).path)
+        async with self._submission_lock:
+            answer = self._live_session().send(what, submit)
+        return str((await _await_result(answer)).path)
 
     def _read_state(self, path: Path) -> str:
         """Where the service keeps it. Refused where this run would not make such a model."""
@@ -311,14 +313,14 @@ class _Gradient:
         self.calls = 0
 
 
-async def _answered(answer: Awaitable[T]) -> T:
+async def _await_result(answer: Awaitable[T]) -> T:
     try:
         return await answer
     except CloudError as failure:
-        raise _translated(failure) from None
+        raise _translate_failure(failure) from None
 
 
-def _translated(failure: CloudError) -> Exception:
+def _translate_failure(failure: CloudError) -> Exception:
     if failure.kind == "refused" and _NOT_FINITE.search(str(failure)):
         return NonFinite(str(failure))
     return failure.to_backend_error()
@@ -348,13 +350,13 @@ def _check_finite(
     """A service adds such a gradient all the same, and cannot take it back: the session is spoilt."""
     for sample, found in zip(samples, logprobs, strict=True):
         with np.errstate(over="ignore", invalid="ignore"):
-            value, _ = loss_and_metrics(loss, [sample], [found])
+            value, _ = compute_loss(loss, [sample], [found])
         if not math.isfinite(value):
             session.lost_reason = "a loss that is not finite is in the gradient at the service"
             raise NonFinite(f"the {loss.name} loss of sample {sample.sample_key} is {value}")
 
 
-def _unique(path: Path) -> str:
+def _unique_name(path: Path) -> str:
     """A name at the service: the same one may be saved again, by another session too."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', path.name)}-{uuid.uuid4().hex[:8]}"
 

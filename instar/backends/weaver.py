@@ -14,10 +14,10 @@ import numpy as np
 from weaver import AsyncSamplingClient, AsyncTrainingClient
 from weaver.types import AdamParams, LoraConfig
 
-from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep
+from instar.backends.base import Backend, BackendCapabilities, ForwardBackwardResult, OptimStepResult
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
-from instar.backends.values import loss_and_metrics
+from instar.backends.loss_values import compute_loss
 from instar.backends.weaver_model import WeaverModel
 from instar.clouds.base import MAX_SESSION_STARTS, SERVICES, CloudAccess, resolve_access
 from instar.clouds.errors import CloudError
@@ -39,7 +39,7 @@ T = TypeVar("T")
 FORMAT = 1
 META = "state.json"
 REFERENCE_IN_FLIGHT = 16
-LET_GO = 5.0
+END_TIMEOUT = 5.0
 """Seconds that a session which is given up may take to be told so."""
 
 
@@ -50,7 +50,7 @@ class WeaverBackend(Backend):
         self._seed = seed
         self._access: CloudAccess = resolve_access(section, model)
         self._patience = WeaverCallPolicy(self._access)
-        self._changing = asyncio.Lock()
+        self._session_lock = asyncio.Lock()
         """Held while one session takes the place of another: calls wait for it, in their order."""
         self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
@@ -66,13 +66,13 @@ class WeaverBackend(Backend):
         return None if self._model is None else self._model.client.model_id
 
     async def start(self) -> None:
-        async with self._changing:
-            self._model = await self._new_model()
+        async with self._session_lock:
+            self._model = await self._replace_model()
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        model = await self._training()
+        model = await self._get_model()
         check_samples(samples, None, self._max_tokens)
-        results = _unknown(samples)
+        results = nan_logprobs(samples)
         sent = [index for index, sample in enumerate(samples) if len(sample) > 1]
         if sent:
             data = [build_forward_datum(samples[index]) for index in sent]
@@ -80,36 +80,38 @@ class WeaverBackend(Backend):
                 "forward", lambda: model.client.forward(data, "forward_logprob", wait=False)
             )
             for index, row in zip(
-                sent, model.understood(lambda: extract_logprobs(data, result)), strict=True
+                sent, model.parse_result(lambda: extract_logprobs(data, result)), strict=True
             ):
                 results[index][1:] = row
         return results
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
-        model = await self._training()
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+        model = await self._get_model()
         check_samples(samples, None, self._max_tokens, loss)
-        results = _unknown(samples)
+        results = nan_logprobs(samples)
         sent = [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
         if sent:
             data = [build_training_datum(samples[index], loss) for index in sent]
-            with model.adding():
+            with model.count_gradient():
                 result = await model.call(
                     "forward_backward", lambda: model.client.forward_backward(data, loss.name, wait=False)
                 )
             for index, row in zip(
-                sent, model.understood(lambda: extract_logprobs(data, result)), strict=True
+                sent, model.parse_result(lambda: extract_logprobs(data, result)), strict=True
             ):
                 taken = samples[index].mask > 0
                 results[index][taken] = row[taken[1:]]
-        value, metrics = loss_and_metrics(loss, samples, results)
+        value, metrics = compute_loss(loss, samples, results)
         if not math.isfinite(value):
             model.end("the gradient at the service is not finite")
-            raise NonFinite(f"the {loss.name} loss is {value}: {_culprits(loss, samples, results)}")
-        return ForwardBackward(value, results, metrics)
+            raise NonFinite(
+                f"the {loss.name} loss is {value}: {_name_non_finite_samples(loss, samples, results)}"
+            )
+        return ForwardBackwardResult(value, results, metrics)
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
-        model = await self._training()
-        model.use_gradient()
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
+        model = await self._get_model()
+        model.consume_gradient()
         params = AdamParams(
             learning_rate=adam.lr,
             beta1=adam.beta1,
@@ -127,10 +129,10 @@ class WeaverBackend(Backend):
         metrics = {"lr": adam.lr}
         if not math.isnan(norm):
             metrics["grad_clipped"] = float(0.0 < adam.grad_clip_norm < norm)
-        return OptimStep(norm, metrics)
+        return OptimStepResult(norm, metrics)
 
     async def publish(self, path: Path) -> Artifact:
-        model = await self._training()
+        model = await self._get_model()
         asked, name, ttl = time.time(), model.fresh_name(path.name), math.ceil(self._section.sampler_ttl)
         result = await model.call(
             "publish",
@@ -142,9 +144,9 @@ class WeaverBackend(Backend):
         return Artifact("remote", str(place), expires_at=asked + ttl)
 
     async def save_state(self, path: Path) -> None:
-        model = await self._training()
+        model = await self._get_model()
         name = model.fresh_name("state")
-        saved = await model.alone(
+        saved = await model.call_exclusively(
             "save_state",
             lambda: model.client.save_state(name=name, checkpoint_type="weight_and_optimizer"),
         )
@@ -162,19 +164,19 @@ class WeaverBackend(Backend):
         await asyncio.to_thread(write_folder, path, fill)
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        place = self._saved_at(path)
-        async with self._changing:
-            model = await self._new_model()
+        place = self._read_state(path)
+        async with self._session_lock:
+            model = await self._replace_model()
             try:
                 await model.load(place, optimizer=optimizer)
             except BaseException:
-                await _let_go(model)
+                await _end_model(model)
                 raise
             self._model = model
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         check_samples(samples, None, self._max_tokens)
-        service = (await self._training()).service
+        service = (await self._get_model()).service
         if self._reference is None:
             self._reference = await self._call(
                 "reference_logprobs",
@@ -199,15 +201,15 @@ class WeaverBackend(Backend):
 
     async def close(self) -> None:
         self._closed = True
-        async with self._changing:
+        async with self._session_lock:
             if self._model is not None:
                 await self._model.service.aclose()
                 self._model = None
 
     # --- the session ---------------------------------------------------------------------------
 
-    async def _training(self) -> WeaverModel:
-        async with self._changing:
+    async def _get_model(self) -> WeaverModel:
+        async with self._session_lock:
             self._check_open()
             if self._model is None:
                 raise BackendLost("there is no training session: start one, or load a state")
@@ -217,22 +219,22 @@ class WeaverBackend(Backend):
         if self._closed:
             raise BackendError("the backend is closed")
 
-    async def _new_model(self) -> WeaverModel:
+    async def _replace_model(self) -> WeaverModel:
         """In a session of its own, when the one under way has been given up."""
         self._check_open()
         old, self._model, self._reference = self._model, None, None
         if old is not None:
-            await _let_go(old)
+            await _end_model(old)
         lost = ""
         for _ in range(MAX_SESSION_STARTS):
             try:
-                return await self._created()
+                return await self._create_model()
             except BackendLost as error:
                 lost = str(error)
         # So many sessions in a row are not lost: the service lacks what was asked for.
         raise BackendError(lost)
 
-    async def _created(self) -> WeaverModel:
+    async def _create_model(self) -> WeaverModel:
         service, section = WeaverClient(self._access), self._section
         lora = LoraConfig(
             rank=section.rank,
@@ -255,7 +257,7 @@ class WeaverBackend(Backend):
             await service.aclose()
             raise
 
-    def _saved_at(self, path: Path) -> str:
+    def _read_state(self, path: Path) -> str:
         try:
             meta: dict[str, Any] = dict(json.loads((path / META).read_text()))
             place = str(meta["path"])
@@ -274,21 +276,21 @@ class WeaverBackend(Backend):
             raise failure.to_backend_error() from None
 
 
-async def _let_go(model: WeaverModel) -> None:
+async def _end_model(model: WeaverModel) -> None:
     """Of a model that nothing will be asked of any more: the service need not keep it."""
     try:
-        async with asyncio.timeout(LET_GO):
+        async with asyncio.timeout(END_TIMEOUT):
             await model.service.end_training(model.client.model_id)
     except Exception:  # noqa: BLE001 - it may be gone, or out of reach: nothing is lost by that
         pass
     await model.service.aclose()
 
 
-def _unknown(samples: Sequence[Sample]) -> list[Floats]:
+def nan_logprobs(samples: Sequence[Sample]) -> list[Floats]:
     return [np.full(len(sample), np.nan, np.float32) for sample in samples]
 
 
-def _culprits(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:
+def _name_non_finite_samples(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:
     pairs = zip(samples, logprobs, strict=True)
-    keys = [s.sample_key for s, row in pairs if not math.isfinite(loss_and_metrics(loss, [s], [row])[0])]
+    keys = [s.sample_key for s, row in pairs if not math.isfinite(compute_loss(loss, [s], [row])[0])]
     return ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")

@@ -34,11 +34,11 @@ class WeaverModel:
         self.service = service
         self.client = client
         self._patience = patience
-        self._turn = asyncio.Lock()
-        self._settled = asyncio.Event()
+        self._submission_lock = asyncio.Lock()
+        self._results_received = asyncio.Event()
         """Of the call submitted last: whether it and all before have their results."""
-        self._settled.set()
-        self._over: str | None = None
+        self._results_received.set()
+        self._end_reason: str | None = None
         """Why no further call makes sense."""
         self._gradient = _Gradient()
         self._names = 0
@@ -49,11 +49,11 @@ class WeaverModel:
 
     async def call(self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
         """Submit in turn; its result. The deadline of the result begins when the call before has its own."""
-        async with self._turn:
+        async with self._submission_lock:
             self._check()
             handle = await self._submit(what, submit)
-            before, mine = self._settled, asyncio.Event()
-            self._settled = mine
+            before, mine = self._results_received, asyncio.Event()
+            self._results_received = mine
         try:
             await before.wait()
             return await self._patience.await_operation(what, handle)
@@ -62,10 +62,10 @@ class WeaverModel:
         finally:
             mine.set()
 
-    async def alone(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def call_exclusively(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """For what has no sequence id: when all before is done, and before anything after."""
-        async with self._turn:
-            await self._settled.wait()
+        async with self._submission_lock:
+            await self._results_received.wait()
             self._check()
             try:
                 return await self._patience.call(what, work)
@@ -75,20 +75,20 @@ class WeaverModel:
     async def load(self, place: str, *, optimizer: bool) -> None:
         load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
         try:
-            await self.alone("load_state", lambda: load(place))
+            await self.call_exclusively("load_state", lambda: load(place))
         except BackendLost as error:
-            if await self._is_there():
+            if await self._is_alive():
                 raise BackendError(f"the state saved at {place} is not there any more: {error}") from None
             raise
 
-    async def _is_there(self) -> bool:
+    async def _is_alive(self) -> bool:
         try:
             await self._patience.call("list_checkpoints", self.client.list_checkpoints)
         except WeaverError:
             return False
         return True
 
-    def understood(self, read: Callable[[], T]) -> T:
+    def parse_result(self, read: Callable[[], T]) -> T:
         """What the answer says; a session whose answers make no sense is over."""
         try:
             return read()
@@ -96,7 +96,7 @@ class WeaverModel:
             raise self._failed(failure) from None
 
     @contextmanager
-    def adding(self) -> Generator[None]:
+    def count_gradient(self) -> Generator[None]:
         """Around a call that adds to the gradient, unless it fails."""
         gradient = self._gradient
         gradient.calls += 1
@@ -106,15 +106,15 @@ class WeaverModel:
             gradient.calls -= 1
             raise
 
-    def use_gradient(self) -> None:
+    def consume_gradient(self) -> None:
         """A service would take an empty step, weight decay and all."""
-        if self._over is None and not self._gradient.calls:
+        if self._end_reason is None and not self._gradient.calls:
             raise BackendError("optim_step without a gradient: nothing was trained on since the last step")
         self._gradient = _Gradient()
 
     def end(self, why: str) -> None:
         """Later calls raise BackendLost."""
-        self._over = self._over or why
+        self._end_reason = self._end_reason or why
 
     async def _submit(
         self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
@@ -139,8 +139,8 @@ class WeaverModel:
         return failure.to_backend_error()
 
     def _check(self) -> None:
-        if self._over is not None:
-            raise BackendLost(self._over)
+        if self._end_reason is not None:
+            raise BackendLost(self._end_reason)
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from instar.backends.base import ADAM_FIELDS, BackendCapabilities
-from instar.backends.detect import detect, in_environment
+from instar.backends.detect import detect_backend, find_services_in_environment
 from instar.backends.factory import known_capabilities
-from instar.backends.packages import NEEDED, Installed, survey
+from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
 from instar.cli.backends_serve import serve
 from instar.cli.options import AsJson, new_app
 from instar.config import AutoBackendConfig, LossName, RunConfig
@@ -88,19 +88,19 @@ def _print_backends(*, as_json: bool) -> None:
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:
     """Return every backend, and the reason that `backend: auto` cannot choose one, if so."""
-    clues = {name: reasons[0] for name, reasons in in_environment(env).items()}
+    clues = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
     chosen, conflict = None, None
     try:
-        detection = detect(AutoBackendConfig(), env)
+        detection = detect_backend(AutoBackendConfig(), env)
         chosen, clues[detection.name] = detection.name, detection.why
     except ConfigError as error:
         conflict = str(error)
-    installed = survey()
+    installed = inspect_packages()
     known = [*installed, *(other for other in list_names("backends") if other not in installed)]
     return [_row(name, installed.get(name), name == chosen, clues.get(name)) for name in known], conflict
 
 
-def _row(name: str, package: Installed | None, chosen: bool, why: str | None) -> BackendRow:
+def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | None) -> BackendRow:
     capabilities = _capabilities(name)
     return BackendRow(
         name=name,
@@ -118,7 +118,7 @@ def _row(name: str, package: Installed | None, chosen: bool, why: str | None) ->
 
 def _capabilities(name: str) -> BackendCapabilities | None:
     """Return a backend's capabilities with default settings, or None for one that a plugin provides."""
-    if name not in NEEDED:
+    if name not in REQUIREMENTS:
         return None
     return known_capabilities(RunConfig.model_validate({"backend": name}).backend)
 

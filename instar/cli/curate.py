@@ -20,8 +20,8 @@ from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.curation.base import Finding, Limits, Seen
 from instar.curation.checks import CHECKS, OF_GROUPS
-from instar.data.combine import Combine
-from instar.data.loading import ENDED, final_sessions
+from instar.data.combine import RewardCombiner
+from instar.data.group_loader import ENDED_STATUSES, select_final_sessions
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, Store
 from instar.types import Call, GroupStatus, Message, Session, Tag
@@ -77,13 +77,13 @@ def tags_of(finding: Finding) -> list[Tag]:
 
 async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: int) -> list[Seen]:
     """The newest so many sessions, oldest first, those that have not ended left out."""
-    combine = Combine(config)
+    combine = RewardCombiner(config)
     seen: list[Seen] = []
     before: int | None = None
     while limit > 0:
         size = min(limit, AT_ONCE)
         rows = await store.sessions(config.name, where=where, before=before, limit=size)
-        ended = [row.session for row in rows if row.session.status in ENDED]
+        ended = [row.session for row in rows if row.session.status in ENDED_STATUSES]
         seen = [*await _seen(store, ended, combine), *seen]
         if len(rows) < size:
             break
@@ -94,15 +94,15 @@ async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: 
 async def look_at_groups(store: Store, config: RunConfig, chosen: Sequence[Seen]) -> list[Seen]:
     """All of the groups that the chosen sessions are of, as a step takes them: the last attempt at each slot.
     Groups that are under way are left out."""
-    combine = Combine(config)
+    combine = RewardCombiner(config)
     named = dict.fromkeys(each.session.group_id for each in chosen if each.session.group_id is not None)
     found = [await store.group(each) for each in named]
     ids = [group.group_id for group in found if group is not None and group.status not in UNDER_WAY]
     seen: list[Seen] = []
     for start in range(0, len(ids), AT_ONCE):
         groups = (await store.sessions_in(ids[start : start + AT_ONCE])).values()
-        ended = [[session for session in sessions if session.status in ENDED] for sessions in groups]
-        final = [session for sessions in ended for session in final_sessions(sessions)]
+        ended = [[session for session in sessions if session.status in ENDED_STATUSES] for sessions in groups]
+        final = [session for sessions in ended for session in select_final_sessions(sessions)]
         seen += await _seen(store, final, combine)
     return seen
 
@@ -114,7 +114,7 @@ def _of_chosen(findings: Sequence[Finding], seen: Sequence[Seen]) -> list[Findin
     return [replace(f, session_ids=ids) for f, ids in zip(findings, kept, strict=True) if ids]
 
 
-async def _seen(store: Store, ended: Sequence[Session], combine: Combine) -> list[Seen]:
+async def _seen(store: Store, ended: Sequence[Session], combine: RewardCombiner) -> list[Seen]:
     sessions = {session.session_id: session for session in ended}
     ids = list(sessions)
     rewards, scores = await store.rewards_of(ids), await store.scores(ids)

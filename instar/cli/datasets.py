@@ -26,7 +26,7 @@ from instar.cli.run_store import open_run_store
 from instar.cluster.data import DATASET_INDEX_FILE, open_dataset_index, open_dataset_index_in
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
-from instar.data.combine import Combine
+from instar.data.combine import RewardCombiner
 from instar.data.linearize import linearize
 from instar.datasets import export as exporting
 from instar.datasets.bring_in import bring_back, check_content
@@ -104,9 +104,9 @@ def export_sessions(
 async def _export(run_dir: Path, to: Path | None, request: Wanted, name: str | None, as_json: bool) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
         kind = config.store.type
-        combine = Combine(config)
+        combine = RewardCombiner(config)
         # Data without logprobs can be trained on too.
-        samples = partial(linearize, scored=False)
+        samples = partial(linearize, requires_logprobs=False)
         views = Views(samples, lambda record: combine(record.rewards, record.scores))
         kept = run_dir.parent / "datasets"
         with _progress_bar("exporting", as_json) as progress, _target_folder(to, kept) as folder:

@@ -104,9 +104,11 @@ def _disk() -> Finding:
 
 
 def _backends() -> Finding:
-    from instar.backends.packages import survey
+    from instar.backends.packages import inspect_packages
 
-    ready = [f"{name} ({found.version})" for name, found in survey().items() if found.problem is None]
+    ready = [
+        f"{name} ({found.version})" for name, found in inspect_packages().items() if found.problem is None
+    ]
     state: State = "ok" if ready else "note"
     return Finding("backends", state, f"{', '.join(ready) or 'none'}; `instar backends` says more")
 

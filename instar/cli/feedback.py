@@ -129,7 +129,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
 def _feedback_service(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackService:
     return FeedbackService(
         store,
-        Redactor.of(config.gateway.redact),
+        Redactor.from_config(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
         context=lambda: config.model.max_context,

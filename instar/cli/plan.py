@@ -17,11 +17,11 @@ from rich.text import Text
 from instar.cli.options import AsJson, RunDir
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
-from instar.data.batcher import Batch, Batcher
-from instar.data.lessons import Lessons, next_lessons
+from instar.data.batcher import Batcher, StepBatch
+from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.errors import InstarError
 from instar.store.base import Store
-from instar.trainer.checkpoint import checkpoint_path, read_state
+from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
 from instar.trainer.loop import EPOCH
 from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
 
@@ -38,8 +38,8 @@ class Plan:
     is_ready: bool
     """A step waits for the run's own groups alone: exported data that is used up leaves its places empty."""
     groups: list[Group]
-    batch: Batch
-    lessons: Lessons
+    batch: StepBatch
+    lessons: CorrectionBatch
     waiting: dict[str, int]
     """Groups that no step has taken, by status."""
 
@@ -69,18 +69,20 @@ async def make_plan(store: Store, config: RunConfig) -> Plan:
     batcher = Batcher(store, config.name, config)
     saved = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved and config.trainer.advantage.estimator == "running":
-        batcher.load_baseline(read_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
+        batcher.load_baseline(read_trainer_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
     made_by = await store.steps_of_versions(run.policy_id)
     batch = await batcher.preview(step, EPOCH, head.version, made_by)
-    lessons = await next_lessons(store, config.name, config.trainer, step, EPOCH)
+    lessons = await load_corrections(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _groups(store, config, batch)
     wanted = config.trainer.groups_per_step
     live = sum(group.channel is Channel.TRAIN for group in groups)
-    is_ready = live >= batcher.mixture.live_places(step) and (bool(groups) or batcher.mixture.has_live)
+    is_ready = live >= batcher.mixture.count_live_groups(step) and (
+        bool(groups) or batcher.mixture.has_live_data
+    )
     return Plan(step, head.version, wanted, is_ready, groups, batch, lessons, waiting)
 
 
-async def _groups(store: Store, config: RunConfig, batch: Batch) -> tuple[list[Group], dict[str, int]]:
+async def _groups(store: Store, config: RunConfig, batch: StepBatch) -> tuple[list[Group], dict[str, int]]:
     """Those of the batch, in its order, and how many wait in all."""
     known: dict[str, Group] = {}
     waiting: Counter[str] = Counter()

@@ -21,7 +21,7 @@ from instar.cli.filters import session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir, new_app
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
-from instar.data.combine import Combine
+from instar.data.combine import RewardCombiner
 from instar.errors import InstarError
 from instar.store.base import SessionFilter, SessionRow, Store
 from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus, Tag
@@ -72,7 +72,7 @@ async def _list(run_dir: Path, where: SessionFilter, limit: int, before: int | N
 async def _load_listed(store: Store, config: RunConfig, rows: Sequence[SessionRow]) -> list[ListedSession]:
     ids = [row.session.session_id for row in rows]
     rewards, scores, tags = await store.rewards_of(ids), await store.scores(ids), await store.tags(ids)
-    combine = Combine(config)
+    combine = RewardCombiner(config)
     return [
         ListedSession(row, combine(rewards[each], scores[each]), tags[each])
         for each, row in zip(ids, rows, strict=True)

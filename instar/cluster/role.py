@@ -267,7 +267,7 @@ def tune_gc() -> None:
 
 
 async def trainer(context: RoleContext) -> None:
-    from instar.backends.factory import create_backend, settle
+    from instar.backends.factory import apply_capabilities, create_backend
     from instar.cluster.endpoints import EndpointDirectory, EngineConnections
     from instar.data.batcher import Batcher
     from instar.reference.factory import create_penalty
@@ -279,7 +279,7 @@ async def trainer(context: RoleContext) -> None:
     store = await context.open_store()
     await context.announce(store, "loading the model")
     backend = create_backend(config)
-    config, warnings = settle(config, backend.capabilities)
+    config, warnings = apply_capabilities(config, backend.capabilities)
     engines = EngineConnections(
         EndpointDirectory(store, context.run_id),
         os.environ[ENGINE_TOKEN_ENV],
@@ -313,7 +313,7 @@ async def trainer(context: RoleContext) -> None:
         penalty=penalty,
         log=context.log,
     )
-    loop.rollout_finished = not config.trains_live
+    loop.is_rollout_finished = not config.trains_live
     stopper = asyncio.create_task(call_when_set(loop.stop, context.stop, context.drain))
     watching = asyncio.create_task(_watch_rollout(store, context.run_id, loop))
     sharing = asyncio.create_task(share_cores(config, store, "engine", backend.use_cores))
@@ -338,16 +338,16 @@ async def trainer(context: RoleContext) -> None:
 
 async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
     """Rollout that ended by itself brings no more data: the trainer drains what there is."""
-    while not loop.rollout_finished:
+    while not loop.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == FINISHED for e in endpoints):
-            loop.rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
+            loop.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
         await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 async def rollout(context: RoleContext) -> None:
     from instar.cluster.endpoints import EndpointDirectory
-    from instar.data.combine import Combine
+    from instar.data.combine import RewardCombiner
     from instar.rollout.agents import create_agent
     from instar.rollout.evaluate import Evaluator
     from instar.rollout.gateway_client import GatewayClient
@@ -374,7 +374,14 @@ async def rollout(context: RoleContext) -> None:
             held_out = load_tasks(config.eval.tasks)
             scoring = await scorings.start(held_out)
             evaluator = Evaluator(
-                config, store, client, held_out, agent, scoring, monitor.record, combine=Combine(config)
+                config,
+                store,
+                client,
+                held_out,
+                agent,
+                scoring,
+                monitor.record,
+                combine=RewardCombiner(config),
             )
         if context.arguments.evaluate:
             assert evaluator is not None

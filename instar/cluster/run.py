@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
 
 from instar.backends.factory import check_run
-from instar.backends.resolve import Secrets, resolve_run, take_secrets
+from instar.backends.resolve import RunSecrets, extract_secrets, resolve_run
 from instar.cluster.base import Cluster, RoleHandle, RoleOptions
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS
 from instar.cluster.control import RoleController, serve_control_socket
@@ -65,7 +65,7 @@ class LiveRun:
     store: Store
     engine_token: str = field(repr=False)
     admin_key: str = field(repr=False)
-    secrets: Secrets = field(repr=False)
+    secrets: RunSecrets = field(repr=False)
     engine: Engine | None = None
     engine_at: list[str] = field(default_factory=list[str])
     """Where the engines were when ``engine`` was connected."""
@@ -103,7 +103,7 @@ async def serve_run(
     for note in notes:
         log(note)
     scored = create_background_scorers(config).are_needed(live=live)
-    config, keys = take_secrets(config, os.environ)
+    config, keys = extract_secrets(config, os.environ)
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, config, resume)

@@ -21,9 +21,9 @@ Advantages = list[float | None]
 
 STD_FLOOR = 1e-6
 """Added to the standard deviation, so that rewards that hardly differ do not blow up."""
-NO_SIGNAL = 1e-8
+SIGNAL_THRESHOLD = 1e-8
 """Advantages this small all over a group teach nothing: they are rounding."""
-WEIGHT_CAP = 2.0
+MAX_SAMPLING_WEIGHT = 2.0
 """Largest importance weight for a token that was not sampled from the full softmax."""
 
 
@@ -32,7 +32,7 @@ WEIGHT_CAP = 2.0
 
 def grpo(rewards: Rewards) -> Advantages:
     """(r - mean) / std, the standard deviation being that of the group itself (not of a sample)."""
-    given = _given(rewards)
+    given = _known_rewards(rewards)
     if not len(given):
         return [None] * len(rewards)
     mean, std = given.mean(), given.std()
@@ -41,13 +41,13 @@ def grpo(rewards: Rewards) -> Advantages:
 
 def grpo_no_std(rewards: Rewards) -> Advantages:
     """r - mean."""
-    given = _given(rewards)
+    given = _known_rewards(rewards)
     return [None if r is None else float(r - given.mean()) for r in rewards]
 
 
 def rloo(rewards: Rewards) -> Advantages:
     """r - the mean of the others; 0 for a session that has no others."""
-    given = _given(rewards)
+    given = _known_rewards(rewards)
     count, total = len(given), float(given.sum())
     if count < 2:
         return [None if r is None else 0.0 for r in rewards]
@@ -63,7 +63,7 @@ class RunningBaseline(msgspec.Struct):
 
     def __call__(self, rewards: Rewards) -> Advantages:
         """Advantages against what was known before this group; then the mean moves."""
-        given = _given(rewards)
+        given = _known_rewards(rewards)
         if not len(given):
             return [None] * len(rewards)
         baseline = float(given.mean()) if self.mean is None else self.mean
@@ -79,12 +79,12 @@ class RunningBaseline(msgspec.Struct):
         self.mean = state.get("mean")
 
 
-class Estimator:
+class AdvantageEstimator:
     """The configured estimator, with the state that it carries from group to group."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
-        self.running = RunningBaseline(config.decay)
+        self.baseline = RunningBaseline(config.decay)
 
     def __call__(self, rewards: Rewards) -> Advantages:
         """Weighted by what rewards count for."""
@@ -100,40 +100,40 @@ class Estimator:
             case "rloo":
                 return rloo(rewards)
             case "running":
-                return self.running(rewards)
+                return self.baseline(rewards)
             case "reward":
                 return list(rewards)
 
     def to_json(self) -> Json:
-        return self.running.to_json() if self.config.estimator == "running" else {}
+        return self.baseline.to_json() if self.config.estimator == "running" else {}
 
     def load_json(self, state: Json) -> None:
         if self.config.estimator == "running":
-            self.running.load_json(state)
+            self.baseline.load_json(state)
 
 
 def has_signal(advantages: Advantages) -> bool:
     """Whether a group teaches anything: False when all its rewards are equal."""
-    return any(a is not None and abs(a) > NO_SIGNAL for a in advantages)
+    return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
-def _given(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _known_rewards(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.array([r for r in rewards if r is not None], dtype=np.float64)
 
 
 # --- what a step's samples are scaled by --------------------------------------------------------
 
-Normalize = Literal["batch_tokens", "batch_sessions", "session_tokens", "none"]
+Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "none"]
 
 
-def normalize(samples: Sequence[Sample], how: Normalize) -> list[Sample]:
+def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
     """Fold what the step's token sum is divided by into the advantages. Sessions that train nothing in
     this step do not count."""
-    tokens = _tokens_of_sessions(samples)
-    of_all = divisor(samples, how)
+    tokens = _trained_tokens_by_session(samples)
+    of_all = compute_divisor(samples, mode)
 
     def of_one(sample: Sample) -> float:
-        return tokens[sample.session_id] * len(tokens) if how == "session_tokens" else of_all
+        return tokens[sample.session_id] * len(tokens) if mode == "session_tokens" else of_all
 
     return [
         replace(sample, advantages=(sample.advantages / of_one(sample)).astype(np.float32))
@@ -141,34 +141,36 @@ def normalize(samples: Sequence[Sample], how: Normalize) -> list[Sample]:
     ]
 
 
-def divisor(samples: Sequence[Sample], how: Normalize) -> float:
+def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
     """What the step's token sum is divided by; 1 where every session has a divisor of its own."""
-    match how:
+    match mode:
         case "batch_tokens":
-            return sum(_tokens_of_sessions(samples).values())
+            return sum(_trained_tokens_by_session(samples).values())
         case "batch_sessions":
-            return len(_tokens_of_sessions(samples))
+            return len(_trained_tokens_by_session(samples))
         case "session_tokens" | "none":
             return 1.0
 
 
-def _tokens_of_sessions(samples: Sequence[Sample]) -> dict[str, int]:
+def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for sample in samples:
         tokens[sample.session_id] = tokens.get(sample.session_id, 0) + sample.trained_tokens
     return tokens
 
 
-def token_scales(samples: Sequence[Sample], how: Normalize, *, correct: bool = True) -> list[Floats]:
+def compute_token_scales(
+    samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
+) -> list[Floats]:
     """Per sample, what an advantage of 1 on each trained token comes to in this step: what is added to the
     advantages later is scaled alike. ``correct``: `correct_sampling` is part of it."""
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
-    if correct:
-        ones = [correct_sampling(sample) for sample in ones]
-    return [sample.advantages for sample in normalize(ones, how)]
+    if should_reweight:
+        ones = [reweight_truncated_sampling(sample) for sample in ones]
+    return [sample.advantages for sample in normalize(ones, mode)]
 
 
-def correct_sampling(sample: Sample) -> Sample:
+def reweight_truncated_sampling(sample: Sample) -> Sample:
     """Fold the weight p_full / p_sampled, capped, into the advantages of tokens that were drawn from another
     distribution than the full softmax. The losses compare with ``logprobs``, those of the full softmax. A
     token without logprobs counts as it is."""
@@ -177,5 +179,5 @@ def correct_sampling(sample: Sample) -> Sample:
     trained = sample.mask > 0
     weights = np.ones(len(sample), dtype=np.float32)
     gap = sample.logprobs[trained] - sample.behavior_logprobs[trained]
-    weights[trained] = np.minimum(np.exp(np.where(np.isnan(gap), np.float32(0), gap)), WEIGHT_CAP)
+    weights[trained] = np.minimum(np.exp(np.where(np.isnan(gap), np.float32(0), gap)), MAX_SAMPLING_WEIGHT)
     return replace(sample, advantages=sample.advantages * weights)

@@ -8,39 +8,41 @@ from instar.config import CombineConfig, RunConfig
 from instar.types import Reward, RewardSource, Score, ScoreState
 
 
-class Combine:
+class RewardCombiner:
     def __init__(self, config: RunConfig) -> None:
         self.config = config.scoring.combine
-        self.excludes = config.scoring.fallback is None
-        self.believes_agent = any(section.type == "agent" for section in config.reward)
+        self.excludes_fallback = config.scoring.fallback is None
+        self.counts_agent_rewards = any(section.type == "agent" for section in config.reward)
 
-    def leaves_out(self, scores: Sequence[Score]) -> bool:
-        """Whether a scorer gave up on the session, and that excludes it."""
-        return self.excludes and any(score.state is ScoreState.FALLBACK for score in latest(scores))
+    def is_excluded(self, scores: Sequence[Score]) -> bool:
+        """Whether a scorer gave up on the session, and that excludes_fallback it."""
+        return self.excludes_fallback and any(
+            score.state is ScoreState.FALLBACK for score in latest_scores(scores)
+        )
 
     def __call__(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> float | None:
         """None for a session that nobody scored, or that is left out."""
-        if self.leaves_out(scores):
+        if self.is_excluded(scores):
             return None
-        return combine(self.config, [r for r in self._counted(rewards) if r.call_id is None])
+        return combine_rewards(self.config, [r for r in self._counted(rewards) if r.call_id is None])
 
-    def calls(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> dict[str, float]:
+    def combine_calls(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> dict[str, float]:
         """What single calls were rewarded with."""
-        if self.leaves_out(scores):
+        if self.is_excluded(scores):
             return {}
         by_call: dict[str, list[Reward]] = {}
         for reward in self._counted(rewards):
             if reward.call_id is not None:
                 by_call.setdefault(reward.call_id, []).append(reward)
-        combined = {call_id: combine(self.config, given) for call_id, given in by_call.items()}
+        combined = {call_id: combine_rewards(self.config, given) for call_id, given in by_call.items()}
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _counted(self, rewards: Sequence[Reward]) -> list[Reward]:
         """The agent's own word does not stand in for a scorer that never saw the session."""
-        return [r for r in rewards if self.believes_agent or r.source is not RewardSource.AGENT]
+        return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]
 
 
-def combine(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
+def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
     """Of rewards for the same thing, in the order they were given."""
     rewards = _without_stand_ins(rewards)
     for name, least in config.veto.items():
@@ -56,7 +58,7 @@ def _without_stand_ins(rewards: Sequence[Reward]) -> list[Reward]:
     return [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]
 
 
-def latest(scores: Sequence[Score]) -> list[Score]:
+def latest_scores(scores: Sequence[Score]) -> list[Score]:
     """The last of each scorer: another version of it may have scored the session again."""
     by_name = {score.scorer.partition("@")[0]: score for score in sorted(scores, key=lambda s: s.created_at)}
     return list(by_name.values())

@@ -19,7 +19,7 @@ from instar.errors import StoreError
 from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Session, Span
 
 
-def linearize(session: Session, calls: Sequence[Call], *, scored: bool = True) -> list[Sample]:
+def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
     """The session's samples, in the order their last calls were recorded; advantages are zero. ``scored``: a
     trainable token must have its logprob.
 
@@ -38,7 +38,7 @@ def linearize(session: Session, calls: Sequence[Call], *, scored: bool = True) -
         while call:
             walk.append(call)
             call = parents[call.call_id]
-        sample = _flatten(f"{prefix}/{ordinal}", session, walk[::-1], trained, scored)
+        sample = _flatten(f"{prefix}/{ordinal}", session, walk[::-1], trained, requires_logprobs)
         if sample.trained_tokens:
             samples.append(sample)
     return samples

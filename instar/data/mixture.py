@@ -11,13 +11,13 @@ from instar.types import Channel, Group, GroupStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class ExportedGroup:
     group: Group
     epoch: int
     """How often it was gone through before: what its claims are made in."""
 
 
-class Mixture:
+class DataMixture:
     """Every source has its places in a step, by its share alone, and gives its groups in their order, again
     and again for as many epochs as it has. A group is in a step once at most."""
 
@@ -25,34 +25,34 @@ class Mixture:
         self.store = store
         self.run_id = run_id
         self.config = config
-        self._begun: dict[str, int] = {}
+        self._first_epoch: dict[str, int] = {}
         """By label, the first epoch that may have groups left."""
 
     @property
-    def has_live(self) -> bool:
+    def has_live_data(self) -> bool:
         return any(each.is_live for each in self.config.data)
 
-    def begin_again(self) -> None:
-        self._begun = {}
+    def reset(self) -> None:
+        self._first_epoch = {}
 
-    def live_places(self, step: int) -> int:
+    def count_live_groups(self, step: int) -> int:
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
-    async def pick(self, step: int) -> list[Picked]:
+    async def pick_groups(self, step: int) -> list[ExportedGroup]:
         """Those of a step, from what no step has claimed."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
-        picked: list[Picked] = []
+        picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
             if not section.is_live:
                 picked += await self._pick(section, last - first)
         return picked
 
-    async def _pick(self, section: DataConfig, places: int) -> list[Picked]:
+    async def _pick(self, section: DataConfig, places: int) -> list[ExportedGroup]:
         label = section.label
         if not await self._unclaimed(label, None):
             return []
-        picked: list[Picked] = []
-        epoch = self._begun.get(label, 0)
+        picked: list[ExportedGroup] = []
+        epoch = self._first_epoch.get(label, 0)
         last = self._epochs(section)
         while len(picked) < places and (last is None or epoch < last):
             taken = {each.group.group_id for each in picked}
@@ -60,14 +60,14 @@ class Mixture:
             fresh = [group for group in left if group.group_id not in taken]
             if picked and not fresh:
                 break  # all of it is in this step
-            picked += [Picked(group, epoch) for group in fresh[: places - len(picked)]]
+            picked += [ExportedGroup(group, epoch) for group in fresh[: places - len(picked)]]
             if not left:
-                self._begun[label] = epoch + 1
+                self._first_epoch[label] = epoch + 1
             epoch += 1
         return picked
 
     def _epochs(self, section: DataConfig) -> int | None:
-        return section.epochs or (None if self.has_live else 1)
+        return section.epochs or (None if self.has_live_data else 1)
 
     async def _unclaimed(self, label: str, epoch: int | None) -> list[Group]:
         groups = await self.store.groups(

@@ -20,13 +20,13 @@ from instar.types import Floats, Json, Sample
 
 Doubles = NDArray[np.float64]
 
-TRUNCATE = 2.0
+DEFAULT_TRUNCATE = 2.0
 """Largest importance weight, unless the config says another."""
-LARGEST_GAP = 60.0
+MAX_LOGPROB_GAP = 60.0
 """Of two logprobs, as far as figures follow: beyond it the ratio of the two says nothing more."""
 
 
-def behavior(sample: Sample) -> Floats:
+def get_behavior_logprobs(sample: Sample) -> Floats:
     """The logprobs of what the tokens were really drawn from."""
     return sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
 
@@ -44,12 +44,12 @@ def decouple(
     corrected: list[Sample] = []
     weighted: list[Floats] = []
     cut = left_out = 0
-    largest = TRUNCATE if config.truncate is None else config.truncate
+    largest = DEFAULT_TRUNCATE if config.truncate is None else config.truncate
     for sample, scale, logprobs in zip(samples, scales, proximal, strict=True):
         _require(sample, logprobs)
         trained = sample.mask > 0
         ratio = np.ones(len(sample))
-        ratio[trained] = _ratio(logprobs[trained], behavior(sample)[trained])
+        ratio[trained] = _ratio(logprobs[trained], get_behavior_logprobs(sample)[trained])
         kept = _kept(ratio, config.drop_above)
         weight = (np.minimum(ratio, largest) * kept).astype(np.float32)
         cut += int((trained & kept & (ratio > largest)).sum())
@@ -67,11 +67,11 @@ def decouple(
     return corrected, weighted, {"truncated": cut / max(1, count), "left_out_tokens": left_out}
 
 
-def importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
+def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
     """Figures of the trained policy's likelihood of the trained tokens against the behavior's: what the ratio
     is on average and at its largest, and ``ess``, the effective sample size, as a share of the tokens."""
     parts = [
-        _ratio(new[sample.mask > 0], behavior(sample)[sample.mask > 0])
+        _ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
         for sample, new in zip(samples, logprobs, strict=True)
     ]
     ratio = np.concatenate([np.empty(0), *parts])
@@ -88,7 +88,7 @@ def importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
 
 def _ratio(above: Floats, below: Floats) -> Doubles:
     gap = above.astype(np.float64) - below.astype(np.float64)
-    return np.exp(np.clip(gap, -LARGEST_GAP, LARGEST_GAP))
+    return np.exp(np.clip(gap, -MAX_LOGPROB_GAP, MAX_LOGPROB_GAP))
 
 
 def _kept(ratio: Doubles, drop_above: float | None) -> NDArray[np.bool_]:

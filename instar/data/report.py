@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from instar.data.age import Age
+from instar.data.staleness import Staleness
 from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
 
-REPEATED = 4
+NGRAM_LENGTH = 4
 """Tokens in a row that are looked for again."""
 
 
-def batch_report(
+def report_batch(
     samples: Sequence[Sample],
     own: Sequence[Sample],
     claims: Sequence[Claim],
     drops: Sequence[Claim],
-    age: Age,
+    staleness: Staleness,
 ) -> Json:
     """Of the samples to train now: how many, how far the run's own are behind, and what was dropped and
     why."""
     versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in own)])
-    staleness = [age.of_sample(sample) for sample in own]
+    per_sample = [staleness.of_sample(sample) for sample in own]
     reasons = Counter(
         claim.reason or "unknown" for claim in (*claims, *drops) if claim.outcome is ClaimOutcome.DROPPED
     )
@@ -36,15 +36,15 @@ def batch_report(
         "dropped": dict(sorted(reasons.items())),
         "stale_dropped": reasons["stale"],
         "late_dropped": reasons["late"],
-        "staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
-        "staleness_max": max(staleness, default=0),
-        "staleness_samples": histogram(staleness),
-        "staleness_tokens": histogram(age.of(versions)),
+        "staleness_mean": float(np.mean(per_sample)) if per_sample else 0.0,
+        "staleness_max": max(per_sample, default=0),
+        "staleness_samples": histogram(per_sample),
+        "staleness_tokens": histogram(staleness.of_tokens(versions)),
         "version_shares": {version: count / len(versions) for version, count in histogram(versions).items()},
     }
 
 
-def output_report(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
+def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
     """Of what was sampled, by group and session, whether it is trained or not: how long it is, how much of it
     repeats itself, and how many sessions said the very same as another of their group. What rises here with
     the reward is a sign that something else than the task is being learned."""
@@ -75,14 +75,14 @@ def _sampled(samples: Sequence[Sample]) -> Ids:
 
 def _repetition(tokens: Ids) -> float:
     """Share of the runs of four tokens that have been there before."""
-    runs = len(tokens) - REPEATED + 1
+    runs = len(tokens) - NGRAM_LENGTH + 1
     if runs < 1:
         return 0.0
-    seen = np.unique(np.lib.stride_tricks.sliding_window_view(tokens, REPEATED), axis=0)
+    seen = np.unique(np.lib.stride_tricks.sliding_window_view(tokens, NGRAM_LENGTH), axis=0)
     return 1.0 - len(seen) / runs
 
 
-def ages(began: Sequence[float], now: float) -> Json:
+def report_session_ages(began: Sequence[float], now: float) -> Json:
     """How long ago the sessions of a batch began, in seconds."""
     seconds = [now - at for at in began]
     if not seconds:

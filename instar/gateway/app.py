@@ -21,7 +21,7 @@ from instar.gateway.base import SESSION_HEADER, ApiError, bad_request
 from instar.gateway.calls import Calls, EngineCall
 from instar.gateway.client_headers import external_id, retry_evidence
 from instar.gateway.control import ControlApi
-from instar.gateway.dialects.base import Dialect, Request, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ModelRequest, TokenLogprob
 from instar.gateway.feedback import FeedbackService
 from instar.gateway.http_protocol import get_connection
 from instar.gateway.process_stats import LoopLagMonitor
@@ -34,7 +34,7 @@ from instar.gateway.sessions import SessionHints, Sessions
 from instar.gateway.upstream.base import Upstream
 from instar.gateway.upstream_call import UpstreamCall, as_message
 from instar.record.base import Renderer
-from instar.record.chain import Chain, Hasher
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.redact import Redactor
 from instar.registry import list_names, resolve
 from instar.store.base import Store
@@ -62,7 +62,7 @@ def create_app(
 ) -> Starlette:
     """``train_sampling``: forced on the train channel. ``upstream``: answers in the place of an engine.
     Closing store, engine and upstreams is the caller's."""
-    hasher, redactor = Hasher(hash_key), Redactor.of(config.redact)
+    hasher, redactor = MessageHasher(hash_key), Redactor.from_config(config.redact)
     sessions = Sessions(
         store,
         Authenticator(store, admin_key, run_id),
@@ -159,7 +159,7 @@ class Gateway:
         recorder: Recorder,
         routing: ModelRouter,
         incoming: RequestReader,
-        hasher: Hasher,
+        hasher: MessageHasher,
         config: GatewayConfig,
         train_sampling: SamplingConfig,
     ) -> None:
@@ -216,17 +216,19 @@ class Gateway:
         request, chain = self._recall.read(dialect, where, body)
         self._check_size(request)
         upstream, trainable = self._routing.of(request.model)
-        if request.scores and upstream is None:
+        if request.score_prompt and upstream is None:
             return await self._score(dialect, request)
         request, chain, previous = await self._with_previous(
             caller, request, chain, upstream=upstream is not None
         )
         if request.prompt is not None and (upstream is not None or isinstance(request.prompt, str)):
-            chain = self._hasher.chain([as_message(request.prompt)])
+            chain = self._hasher.hash_messages([as_message(request.prompt)])
         calls = self._routing.engine(request) if upstream is None else None
         again = retry_evidence(headers)
         prompt = request.prompt if isinstance(request.prompt, str) else None
-        named = SessionHints(url, header, external_id(headers, request.identity), previous, again, prompt)
+        named = SessionHints(
+            url, header, external_id(headers, request.session_hints), previous, again, prompt
+        )
         state = await self._sessions.resolve(caller, named, chain, request.messages)
         request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
         if calls is not None:
@@ -262,7 +264,7 @@ class Gateway:
         )
         return ForwardResponse(dialect, forward, self._incoming.count, self._incoming.patience)
 
-    def _check_size(self, request: Request) -> None:
+    def _check_size(self, request: ModelRequest) -> None:
         for name, given, limit in (
             ("messages", len(request.messages), self._config.max_messages),
             ("tools", len(request.tools), self._config.max_tools),
@@ -271,25 +273,28 @@ class Gateway:
                 raise bad_request(f"{given} {name} are more than {limit}.", name, "too_many")
 
     async def _with_previous(
-        self, caller: Caller, request: Request, chain: Chain, *, upstream: bool
-    ) -> tuple[Request, Chain, str | None]:
+        self, caller: Caller, request: ModelRequest, chain: HashChain, *, upstream: bool
+    ) -> tuple[ModelRequest, HashChain, str | None]:
         """With the messages of the answer that it continues, and that answer's session."""
-        if request.previous is None:
+        if request.previous_response_id is None:
             return request, chain, None
         try:
-            call = (await self._sessions.answer(caller, request.previous))[0]
+            call = (await self._sessions.answer(caller, request.previous_response_id))[0]
         except ApiError:
             if upstream:  # it may be of before our time: the provider knows
                 return request, chain, None
             raise
-        own, new = request.messages[: request.instructions], request.messages[request.instructions :]
+        own, new = (
+            request.messages[: request.instruction_count],
+            request.messages[request.instruction_count :],
+        )
         earlier = call.messages
         if earlier and earlier[0]["role"] == "system" and call.dialect == "responses":
             earlier = earlier[1:]
         request = replace(request, messages=(*own, *earlier, call.reply, *new))
-        return request, self._hasher.chain(request.messages, request.tools), call.session_id
+        return request, self._hasher.hash_messages(request.messages, request.tools), call.session_id
 
-    async def _score(self, dialect: Dialect, request: Request) -> Response:
+    async def _score(self, dialect: Dialect, request: ModelRequest) -> Response:
         """Nothing is sampled, so nothing is recorded."""
         calls = self._routing.engine(request)
         if not calls.engine.info.scores:
@@ -307,16 +312,16 @@ class Gateway:
         text = calls.renderer.token_text
         tokens = [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
         request_id = f"{dialect.id_prefix}-{new_id('')[1:]}"
-        return Response(dialect.scored(request_id, request, tokens), media_type=JSON)
+        return Response(dialect.format_scores(request_id, request, tokens), media_type=JSON)
 
     async def _count(self, dialect: Dialect, headers: Mapping[str, str], body: bytes) -> Response:
-        request = dialect.read_count(body)
+        request = dialect.parse_count_request(body)
         upstream, _ = self._routing.of(request.model)
         if upstream is not None:
             return Response(await upstream.count_tokens(body, _without_our_keys(headers)), media_type=JSON)
         calls = self._routing.engine(request)
         ids = calls.renderer.render(request.messages, request.tools)
-        return Response(dialect.count(len(ids)), media_type=JSON)
+        return Response(dialect.format_count(len(ids)), media_type=JSON)
 
 
 def _without_our_keys(headers: Mapping[str, str]) -> dict[str, str]:

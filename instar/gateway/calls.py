@@ -18,18 +18,18 @@ from instar.errors import EngineUnavailable, PromptTooLong
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.deadline import Deadline
-from instar.gateway.dialects.base import Choice, Request, TokenLogprob
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.recording import Recorder, RequestMeta, SampledReply, reply_from_call
 from instar.gateway.replay import ReplayLookup
 from instar.gateway.sessions import Pending, Sessions, SessionState
-from instar.record.base import CallDelta, Delta, Placement, Renderer, StreamParser
-from instar.record.chain import Chain
+from instar.record.base import Placement, Renderer, ReplyDelta, StreamParser, ToolCallDelta
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain
 from instar.store.base import Store
 from instar.types import Call, Channel, Message, SamplingParams, TokenChunk
 
 OnChunk = Callable[[int, TokenChunk], Awaitable[None]]
-Emit = Callable[[int, Sequence[Delta], Sequence[TokenLogprob]], Awaitable[None]]
+Emit = Callable[[int, Sequence[ReplyDelta], Sequence[TokenLogprob]], Awaitable[None]]
 
 
 class Calls:
@@ -54,7 +54,11 @@ class Calls:
         self._train_sampling = train_sampling
 
     def params(
-        self, state: SessionState, request: Request, prompt_tokens: int, stop_token_ids: tuple[int, ...] = ()
+        self,
+        state: SessionState,
+        request: ModelRequest,
+        prompt_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
     ) -> SamplingParams:
         """What is sampled with: the agent's wishes, under the channel's and the session's settings."""
         wanted: dict[str, Any] = {
@@ -97,8 +101,8 @@ class EngineCall:
         self,
         calls: Calls,
         state: SessionState,
-        request: Request,
-        chain: Chain | None,
+        request: ModelRequest,
+        chain: HashChain | None,
         *,
         request_id: str,
         dialect: str,
@@ -126,14 +130,14 @@ class EngineCall:
     def session_id(self) -> str:
         return self._state.session.session_id
 
-    async def run(self, emit: Emit | None = None, on_chunk: OnChunk | None = None) -> list[Choice]:
+    async def run(self, emit: Emit | None = None, on_chunk: OnChunk | None = None) -> list[ReplyChoice]:
         """Sample, tell ``emit`` what it says and ``on_chunk`` the tokens as it goes, record, return."""
         state = self._state
         self._on_chunk = on_chunk
         with self._calls.sessions.answering(state):
             graph = await self._calls.sessions.graph_of(state)
             # Taken together with its place: requests at once must not draw the same seed.
-            ordinal, placement = graph.ordinal, self._place(graph)
+            ordinal, placement = graph.next_request_number, self._place(graph)
             try:
                 return await self._answer(graph, placement, ordinal, emit)
             finally:
@@ -146,12 +150,12 @@ class EngineCall:
                 self._calls.check_ids(request.prompt, "prompt")
             return graph.place_prompt(request.prompt, renderer)
         assert self._chain is not None
-        self._chain = graph.recognise(self._chain, request.messages)
+        self._chain = graph.match_replies(self._chain, request.messages)
         return graph.place(self._chain, request.messages, request.tools, renderer)
 
     async def _answer(
         self, graph: MessageGraph, placement: Placement, ordinal: int, emit: Emit | None
-    ) -> list[Choice]:
+    ) -> list[ReplyChoice]:
         shared = self._calls
         replay = ReplayLookup(shared.store, self._state, graph, placement.key, self._evidence, shared.timeout)
         if calls := await replay.calls(self.request.n):
@@ -192,7 +196,7 @@ class EngineCall:
                 # The reply is whole: its client may come back for it.
                 pending.client_gone = True
                 await self._calls.recorder.drain()
-                graph.not_delivered(placement.key)
+                graph.mark_undelivered(placement.key)
             else:
                 await self._record_aborted(placement, graph, "the client went away")
             raise
@@ -231,14 +235,14 @@ class EngineCall:
         text = self._calls.renderer.token_text
         return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs, strict=True) if i not in stops]
 
-    def _choice(self, reply: SampledReply, placement: Placement) -> Choice:
-        return Choice(
+    def _choice(self, reply: SampledReply, placement: Placement) -> ReplyChoice:
+        return ReplyChoice(
             message=reply.message,
             finish_reason=reply.finish_reason or "aborted",
             prompt_tokens=len(placement.prompt_ids),
             sampled_tokens=len(reply.ids),
             logprobs=self._shown(reply.ids, reply.logprobs),
-            stop=reply.stop,
+            stop_string=reply.stop,
         )
 
     # --- recording --------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ class EngineCall:
 
     async def _replay(
         self, graph: MessageGraph, placement: Placement, calls: Sequence[Call], emit: Emit | None
-    ) -> list[Choice]:
+    ) -> list[ReplyChoice]:
         """The recorded answer, told as if it came now."""
         self.request_id = calls[0].request_id
         self.replies = [reply_from_call(call) for call in calls]
@@ -298,13 +302,13 @@ _PARSED_PROMPT = 64
 """How much of a prompt's end a parser is shown: whether it opens the reasoning stands there."""
 
 
-def whole_deltas(message: Message) -> list[Delta]:
+def whole_deltas(message: Message) -> list[ReplyDelta]:
     """A whole reply as the pieces of a stream."""
-    deltas = [Delta(reasoning=message["reasoning"])] if "reasoning" in message else []
-    deltas += [Delta(text=message["content"])] if message["content"] else []
+    deltas = [ReplyDelta(reasoning=message["reasoning"])] if "reasoning" in message else []
+    deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
     for index, call in enumerate(message.get("tool_calls", ())):
-        deltas.append(Delta(call=CallDelta(index, call["id"], call["name"])))
-        deltas.append(Delta(call=CallDelta(index, arguments=call["arguments"])))
+        deltas.append(ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"])))
+        deltas.append(ReplyDelta(call=ToolCallDelta(index, arguments=call["arguments"])))
     return deltas
 
 

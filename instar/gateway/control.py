@@ -25,7 +25,7 @@ from instar.gateway.base import (
 from instar.gateway.calls import EngineCall
 from instar.gateway.client_headers import external_id, retry_evidence
 from instar.gateway.dialects.base import Dialect
-from instar.gateway.dialects.messages import models_answer
+from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService
 from instar.gateway.process_stats import LoopLagMonitor, memory_mb
 from instar.gateway.request_reader import RequestReader
@@ -34,7 +34,7 @@ from instar.gateway.routing import ModelRouter
 from instar.gateway.sessions import SessionHints, Sessions
 from instar.gateway.token_api import read_generate, read_submission, write_submitted
 from instar.gateway.tokens import GenerateResponse, submit
-from instar.record.chain import Hasher
+from instar.record.hashing import MessageHasher
 from instar.types import new_id
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class ControlApi:
         sessions: Sessions,
         routing: ModelRouter,
         incoming: RequestReader,
-        hasher: Hasher,
+        hasher: MessageHasher,
         watch: LoopLagMonitor,
         policy_id: str,
         chat: Dialect,
@@ -82,7 +82,7 @@ class ControlApi:
     async def models(self, http: HttpRequest) -> Response:
         await self._incoming.caller(http)
         if "anthropic-version" in http.headers:
-            return Response(models_answer([self._policy_id]), media_type=JSON)
+            return Response(format_models([self._policy_id]), media_type=JSON)
         return _json({"object": "list", "data": [self._model(self._policy_id)]})
 
     async def model(self, http: HttpRequest) -> Response:

@@ -17,7 +17,7 @@ from instar.gateway.auth import Caller
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
-from instar.record.correction import correction_ids
+from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
 from instar.store.base import Store, lesson_key
 from instar.types import (
@@ -228,7 +228,7 @@ class FeedbackService:
         self, subject: Subject, asked: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
         """And why a correction in it cannot be trained on."""
-        clean = self._redactor.text
+        clean = self._redactor.redact_text
         session_id = subject.session.session_id
         call, ids, why, correction = subject.call, None, None, None
         if asked.correction is not None:
@@ -256,7 +256,7 @@ class FeedbackService:
 
     def _id(self, session_id: str, given: str | None, client_key: str | None) -> str:
         found = given or (f"{session_id}/{client_key}" if client_key else new_id("fb"))
-        if self._redactor.text(found) != found:
+        if self._redactor.redact_text(found) != found:
             raise bad_request("The id looks like a secret; it would be stored.", "feedback_id")
         return found
 
@@ -279,7 +279,7 @@ class FeedbackService:
         if self._renderer is None:
             return None, "the model's tokenizer is not at hand"
         try:
-            ids = correction_ids(self._renderer, call, text)
+            ids = encode_correction(self._renderer, call, text)
         except RenderError as error:
             return None, str(error)
         length, context = len(call.prompt_ids) + len(ids), self._context()

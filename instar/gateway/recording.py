@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from instar.gateway.dialects.base import Request
+from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.sessions import Sessions, SessionState
 from instar.record.base import Placement, Renderer
-from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
-from instar.record.nodes import redaction
+from instar.record.hashing import HashChain, MessageHasher
+from instar.record.nodes import redaction_reason
 from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (
@@ -109,8 +109,8 @@ class RequestMeta:
     """The request that replies are recorded under."""
 
     request_id: str
-    request: Request
-    chain: Chain | None
+    request: ModelRequest
+    chain: HashChain | None
     """None for a prompt without messages."""
     dialect: str
     client_key: str | None
@@ -129,7 +129,7 @@ class _Recorded:
     """A call as it is stored, and what the graph needs beside it."""
 
     call: Call
-    whole: Chain | None
+    whole: HashChain | None
     """Of its messages and its reply."""
     sampled_ids: Ids | None
     redacted_at: int | None
@@ -140,7 +140,7 @@ class Recorder:
         self,
         store: Store,
         sessions: Sessions,
-        hasher: Hasher,
+        hasher: MessageHasher,
         redactor: Redactor,
         renderer: Renderer | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ class Recorder:
                 placement,
                 one.whole,
                 sampled_ids=one.sampled_ids,
-                redacted_at=one.redacted_at,
+                first_redacted_message=one.redacted_at,
             )
         for one in made:
             self._sessions.remember(state, one.call, one.whole)
@@ -221,12 +221,12 @@ class Recorder:
         session = state.session
         base_messages = len(asked.messages) if first else placement.base_messages
         own = asked.messages[base_messages:]
-        clean = [self._redactor.message(message) for message in own]
-        said = self._redactor.message(reply.message)
+        clean = [self._redactor.redact_message(message) for message in own]
+        said = self._redactor.redact_message(reply.message)
         redacted_at = _first_difference([*own, reply.message], [*clean, said], base_messages)
         tools = self._clean_tools(asked)
-        if placement.redacted_at is not None:
-            redacted_at = placement.redacted_at
+        if placement.first_redacted_message is not None:
+            redacted_at = placement.first_redacted_message
         if tools is not asked.request.tools or self._holds_secret(asked, placement):
             redacted_at = 0
         if first and first.redacted_at is not None and first.redacted_at < base_messages:
@@ -234,10 +234,10 @@ class Recorder:
         hides = redacted_at is not None
         reason = aborted or reply.untrainable_reason
         if reason is not None:
-            reason = self._redactor.text(reason)  # providers name the key that they refuse
+            reason = self._redactor.redact_text(reason)  # providers name the key that they refuse
         if redacted_at is not None:
-            reason = redaction(redacted_at, reason)
-        whole = asked.chain.then([self._hasher.message(reply.message)]) if asked.chain else None
+            reason = redaction_reason(redacted_at, reason)
+        whole = asked.chain.extend([self._hasher.hash_message(reply.message)]) if asked.chain else None
         sampled = np.asarray(reply.ids, np.int32)
         stored = not hides
         # A further reply stands on the first one, as far as that was stored.
@@ -279,11 +279,11 @@ class Recorder:
         )
         return _Recorded(call, whole, sampled if hides else None, redacted_at)
 
-    def _digests(self, asked: RequestMeta, since: int, whole: Chain | None, reply: Message) -> bytes:
+    def _digests(self, asked: RequestMeta, since: int, whole: HashChain | None, reply: Message) -> bytes:
         if whole is not None:
-            return whole.packed(since)
+            return whole.pack(since)
         prompt = asked.request.prompt
-        return self._hasher.prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
+        return self._hasher.pack_prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
     def _holds_secret(self, asked: RequestMeta, placement: Placement) -> bool:
         """Whether a prompt of token ids does, in what is new of it."""
@@ -294,16 +294,16 @@ class Recorder:
         parser.feed(prompt[max(0, placement.base_tokens - _OVERLAP) :])
         parser.finish()
         text = parser.message["content"]
-        return self._redactor.text(text) != text
+        return self._redactor.redact_text(text) != text
 
     def _clean_tools(self, asked: RequestMeta) -> tuple[Tool, ...]:
         """Looked through once: agents send the same tools with every call."""
         tools = asked.request.tools
         if not tools or asked.chain is None:
             return tools
-        key = asked.chain.tools
+        key = asked.chain.tools_digest
         if key not in self._tools:
-            cleaned = self._redactor.tools(tools)
+            cleaned = self._redactor.redact_tools(tools)
             self._tools[key] = None if cleaned is tools else cleaned
             if len(self._tools) > _REMEMBERED_TOOLS:
                 self._tools.popitem(last=False)

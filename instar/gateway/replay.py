@@ -40,7 +40,7 @@ class ReplayLookup:
             if not original.ended.done():
                 break
         found = [await self._store.call(call_id) for call_id in self._recorded()]
-        calls = [call for call in found if call is not None and self._graph.is_whole(call)]
+        calls = [call for call in found if call is not None and self._graph.is_reply_unredacted(call)]
         return calls if len(calls) == n else []
 
     @contextmanager
@@ -68,7 +68,7 @@ class ReplayLookup:
         graph, key, evidence = self._graph, self._key, self._evidence
         if evidence.client_key is None:
             again = graph.take_undelivered(key) or evidence.retried
-            return graph.recorded(key) if again else []
-        if ids := graph.recorded_as(key, evidence.client_key):
+            return graph.find_recorded(key) if again else []
+        if ids := graph.find_by_idempotency_key(key, evidence.client_key):
             graph.take_undelivered(key)
         return ids

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Dialect, Request
-from instar.record.chain import Chain, Hasher
+from instar.gateway.dialects.base import Dialect, ModelRequest
+from instar.record.hashing import HashChain, MessageHasher
 
 _WORTHWHILE = 8 * 1024
 """Smaller bodies are read faster than they are looked up."""
@@ -34,8 +34,8 @@ class _Read:
     """Where each message ends in the body."""
     begin: int
     """Where the first message begins."""
-    request: Request
-    chain: Chain
+    request: ModelRequest
+    chain: HashChain
 
 
 class _Messages(msgspec.Struct):
@@ -43,7 +43,7 @@ class _Messages(msgspec.Struct):
 
 
 class RequestCache:
-    def __init__(self, hasher: Hasher, budget: int = 32 * 1024 * 1024) -> None:
+    def __init__(self, hasher: MessageHasher, budget: int = 32 * 1024 * 1024) -> None:
         """``budget``: bytes of bodies kept."""
         self._hasher = hasher
         self._budget = budget
@@ -55,9 +55,9 @@ class RequestCache:
         """Bytes of bodies kept now."""
         return self._size
 
-    def read(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[Request, Chain]:
+    def read(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
         """The request, and the chain of its messages."""
-        if len(body) < _WORTHWHILE or not dialect.plain_messages:
+        if len(body) < _WORTHWHILE or not dialect.parses_messages_independently:
             return self._plain(dialect, body)
         where = (dialect.name, caller)
         known, count = self._longest(where, body)
@@ -66,7 +66,7 @@ class RequestCache:
             self._keep(where, read, known)
             return read.request, read.chain
         request, chain = self._plain(dialect, body)
-        found = _ends(body) if request.refusal is None else None
+        found = _ends(body) if request.unsupported_error is None else None
         if found is not None:
             begin, ends = found
             self._keep(where, _Read(body, ends, begin, request, chain), None)
@@ -79,24 +79,24 @@ class RequestCache:
         start = _next(body, known.ends[count - 1])
         rest = body[:begin] + body[start:]
         try:
-            read = dialect.read(rest)
+            read = dialect.parse_request(rest)
         except ApiError:
             return None
-        found = _ends(rest) if read.refusal is None else None
+        found = _ends(rest) if read.unsupported_error is None else None
         # The same key may come again later in a body, and then it is the later one that counts.
         if found is None or rest[begin : found[0]].strip() or found[0] < begin:
             return None
         request = replace(read, messages=known.request.messages[:count] + read.messages)
         same = request.tools == known.request.tools
-        tools = known.chain.tools if same else self._hasher.tools(request.tools)
-        before = known.chain.upto(count).with_tools(tools)
-        chain = before.then(map(self._hasher.message, read.messages))
+        tools = known.chain.tools_digest if same else self._hasher.hash_tools(request.tools)
+        before = known.chain.prefix(count).with_tools(tools)
+        chain = before.extend(map(self._hasher.hash_message, read.messages))
         ends = known.ends[:count] + [end + start - begin for end in found[1]]
         return _Read(body, ends, begin, request, chain)
 
-    def _plain(self, dialect: Dialect, body: bytes) -> tuple[Request, Chain]:
-        request = dialect.read(body)
-        return request, self._hasher.chain(request.messages, request.tools)
+    def _plain(self, dialect: Dialect, body: bytes) -> tuple[ModelRequest, HashChain]:
+        request = dialect.parse_request(body)
+        return request, self._hasher.hash_messages(request.messages, request.tools)
 
     def _longest(self, where: Hashable, body: bytes) -> tuple[_Read | None, int]:
         """The kept body that shares the most messages, and how many. One message at least is left over."""

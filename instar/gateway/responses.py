@@ -17,9 +17,9 @@ from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.calls import EngineCall
 from instar.gateway.dialects.base import Dialect, StreamWriter, TokenLogprob
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
-from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream_call import UpstreamCall
-from instar.record.base import Delta
+from instar.record.base import ReplyDelta
 
 JSON = "application/json"
 _EVENTS = b"text/event-stream"
@@ -53,9 +53,9 @@ def failure(dialect: Dialect, error: ApiError) -> Response:
     headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
     if error.param == "messages":
         error.param = dialect.messages_param
-    if isinstance(error, UpstreamRefused) and error.raw:
+    if isinstance(error, UpstreamError) and error.raw:
         return Response(error.raw, error.status, headers, error.content_type or JSON)
-    return Response(dialect.error(error), error.status, headers, JSON)
+    return Response(dialect.format_error(error), error.status, headers, JSON)
 
 
 class ModelResponse(Response):
@@ -168,7 +168,7 @@ class CallResponse(ModelResponse):
             await self.refuse(error, scope, receive, send)
             return
         exchange = self._exchange
-        body = self.dialect.answer(exchange.request_id, exchange.request, choices)
+        body = self.dialect.format_response(exchange.request_id, exchange.request, choices)
         await self.whole(scope, send, JSON.encode(), body)
 
 
@@ -184,23 +184,23 @@ class EventStream:
     async def run(self, scope: Scope, receive: Receive) -> None:
         try:
             choices = await self._exchange.run(self._emit)
-            last = (await self._begun()).end(choices)
+            last = (await self._begun()).finish(choices)
         except Exception as error:  # noqa: BLE001 — whatever it is, it is said in the dialect's words
             if self._writer is None:
                 await self._response.refuse(error, scope, receive, self._send)
                 return
-            last = self._writer.failure(api_error(error))
+            last = self._writer.write_error(api_error(error))
         await self._response.end(self._send, last)
 
-    async def _emit(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> None:
-        piece = (await self._begun()).delta(index, deltas, logprobs)
+    async def _emit(self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]) -> None:
+        piece = (await self._begun()).write_deltas(index, deltas, logprobs)
         if piece:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _begun(self) -> StreamWriter:
         if self._writer is None:
             exchange = self._exchange
-            self._writer = self._response.dialect.writer(exchange.request_id, exchange.request)
+            self._writer = self._response.dialect.create_stream_writer(exchange.request_id, exchange.request)
             await self._response.begin(self._send, _EVENTS)
             first = b"".join(map(self._writer.begin, range(exchange.request.n)))
             await self._send({"type": "http.response.body", "body": first, "more_body": True})
@@ -217,7 +217,7 @@ class ForwardResponse(ModelResponse):
         self._begun = False
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def forward(piece: Piece) -> None:
+        async def forward(piece: UpstreamChunk) -> None:
             await self._pass(piece, scope, send)
 
         try:
@@ -227,9 +227,9 @@ class ForwardResponse(ModelResponse):
                 await self.refuse(error, scope, receive, send)
                 return
             said = api_error(error)
-            await self.end(send, self._writer.failure(said) if self._writer else self._broken(said))
+            await self.end(send, self._writer.write_error(said) if self._writer else self._broken(said))
 
-    async def _pass(self, piece: Piece, scope: Scope, send: Send) -> None:
+    async def _pass(self, piece: UpstreamChunk, scope: Scope, send: Send) -> None:
         body, content_type = piece.raw, piece.content_type
         if not body:
             body, content_type = self._translated(piece)
@@ -243,22 +243,22 @@ class ForwardResponse(ModelResponse):
         if body or not more:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def _translated(self, piece: Piece) -> tuple[bytes, str]:
+    def _translated(self, piece: UpstreamChunk) -> tuple[bytes, str]:
         forward = self._forward
         if not forward.request.stream:
             assert piece.choices is not None
-            return self.dialect.answer(forward.request_id, forward.request, piece.choices), JSON
+            return self.dialect.format_response(forward.request_id, forward.request, piece.choices), JSON
         out: list[bytes] = []
         writer = self._writer
         if writer is None:
-            writer = self._writer = self.dialect.writer(forward.request_id, forward.request)
+            writer = self._writer = self.dialect.create_stream_writer(forward.request_id, forward.request)
             out += map(writer.begin, range(forward.request.n))
-        out += [writer.delta(index, [delta], ()) for index, delta in piece.deltas]
+        out += [writer.write_deltas(index, [delta], ()) for index, delta in piece.deltas]
         if piece.choices is not None:
-            out.append(writer.end(piece.choices))
+            out.append(writer.finish(piece.choices))
         return b"".join(out), _EVENTS.decode()
 
     def _broken(self, error: ApiError) -> bytes:
         """The end of a stream that was passed on as it came."""
         forward = self._forward
-        return self.dialect.writer(forward.request_id, forward.request).failure(error)
+        return self.dialect.create_stream_writer(forward.request_id, forward.request).write_error(error)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from instar.config import ModelRoute
 from instar.gateway.base import ApiError
 from instar.gateway.calls import Calls
-from instar.gateway.dialects.base import Request
+from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream.base import Upstream
 
 
@@ -36,10 +36,10 @@ class ModelRouter:
             return self._upstream, True
         return self._upstreams[route.upstream] if route.upstream else self._upstream, route.trainable
 
-    def engine(self, request: Request | None = None) -> Calls:
+    def engine(self, request: ModelRequest | None = None) -> Calls:
         """Raises ApiError where there is none, or where the request asks for what it cannot give."""
-        if request is not None and request.refusal is not None:
-            raise request.refusal
+        if request is not None and request.unsupported_error is not None:
+            raise request.unsupported_error
         if self.calls is None:
             raise ApiError(
                 404, "This gateway has no model of its own.", code="model_not_found", param="model"

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from instar.record.chain import Chain, Hasher
-from instar.record.nodes import plain_id
+from instar.record.hashing import HashChain, MessageHasher
+from instar.record.nodes import normalize_call_id
 from instar.types import Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class SessionIndex:
-    def __init__(self, hasher: Hasher, limit: int) -> None:
+    def __init__(self, hasher: MessageHasher, limit: int) -> None:
         """``limit``: entries of each table."""
         self._hasher = hasher
         self._limit = limit
@@ -43,7 +43,7 @@ class SessionIndex:
 
     def add_tool_calls(self, agent_id: str, reply: Message, session_id: str) -> None:
         for call in reply.get("tool_calls", ()):
-            remember(self._tool_calls, (agent_id, plain_id(call["id"])), session_id, self._limit)
+            remember(self._tool_calls, (agent_id, normalize_call_id(call["id"])), session_id, self._limit)
 
     def by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[str]:
         """Those which made a tool call that the messages tell of, the latest first."""
@@ -54,10 +54,10 @@ class SessionIndex:
     def add_asked(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
         """``key`` stands for a recorded call's messages."""
         if text := reply["content"].strip():
-            entry = (session_id, len(text), self._hasher.text(text))
+            entry = (session_id, len(text), self._hasher.hash_text(text))
             remember(self._asked, (agent_id, key), entry, self._limit)
 
-    def by_asked(self, agent_id: str, chain: Chain, messages: Sequence[Message]) -> Iterator[str]:
+    def by_asked(self, agent_id: str, chain: HashChain, messages: Sequence[Message]) -> Iterator[str]:
         """Those with a call whose messages these begin with, and whose reply the next one begins with: some
         agents add to what was said."""
         for count in range(len(messages) - 1, 0, -1):
@@ -66,12 +66,12 @@ class SessionIndex:
                 continue
             session_id, length, digest = entry
             text = messages[count]["content"].strip()
-            if len(text) >= length and self._hasher.text(text[:length]) == digest:
+            if len(text) >= length and self._hasher.hash_text(text[:length]) == digest:
                 yield session_id
 
     def add_text(self, agent_id: str, text: str, session_id: str) -> None:
         """``text``: a prompt without messages, and its reply."""
-        remember(self._texts, (agent_id, len(text), self._hasher.text(text)), session_id, self._limit)
+        remember(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id, self._limit)
         lengths = self._lengths.setdefault(agent_id, OrderedDict())
         remember(self._lengths, agent_id, lengths, self._limit)
         remember(lengths, len(text), None, _LENGTHS)
@@ -80,7 +80,7 @@ class SessionIndex:
         """Those with a prompt and reply that this one begins with, the longest first."""
         for length in sorted(self._lengths.get(agent_id, ()), reverse=True):
             if length <= len(prompt):
-                key = (agent_id, length, self._hasher.text(prompt[:length]))
+                key = (agent_id, length, self._hasher.hash_text(prompt[:length]))
                 if found := self._texts.get(key):
                     yield found
 
@@ -96,6 +96,6 @@ def _told_calls(messages: Sequence[Message]) -> Iterator[str]:
     """Ids of tool calls that the messages tell of, the latest first. Some agents write them into the text."""
     for message in reversed(messages):
         for call in message.get("tool_calls", ()):
-            yield plain_id(call["id"])
+            yield normalize_call_id(call["id"])
         if message["role"] != "system":
-            yield from map(plain_id, _CALL_ID.findall(message["content"][:_SEARCHED]))
+            yield from map(normalize_call_id, _CALL_ID.findall(message["content"][:_SEARCHED]))

@@ -27,8 +27,8 @@ from instar.gateway.base import (
 from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.session_index import SessionIndex, remember
 from instar.gateway.views import check_sampling, reward_row, score_row, session_view
-from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.redact import Redactor
 from instar.store.base import Store
 from instar.types import (
@@ -124,7 +124,7 @@ class Sessions:
         self,
         store: Store,
         keys: Authenticator,
-        hasher: Hasher,
+        hasher: MessageHasher,
         *,
         run_id: str,
         agent_id: str,
@@ -152,7 +152,7 @@ class Sessions:
     # --- which session ----------------------------------------------------------------------------
 
     async def resolve(
-        self, caller: Caller, named: SessionHints, chain: Chain | None, messages: Sequence[Message]
+        self, caller: Caller, named: SessionHints, chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState:
         """The session of a model call: by URL, key or header, by the answer it continues, by the agent's own
         id for it, else by what is said; a fresh one when it is none of those."""
@@ -189,10 +189,10 @@ class Sessions:
 
     def _kept_name(self, external_id: str) -> str:
         """A name that holds a secret is kept as its hash: those of two sessions stay different."""
-        if self._redactor.text(external_id) == external_id:
+        if self._redactor.redact_text(external_id) == external_id:
             return external_id
         kind, _, value = external_id.partition(":")
-        return f"{kind}:redacted-{self._hasher.text(value).hex()}"
+        return f"{kind}:redacted-{self._hasher.hash_text(value).hex()}"
 
     async def _by_external(self, agent_id: str, external_id: str) -> SessionState:
         key = (agent_id, external_id)
@@ -210,14 +210,14 @@ class Sessions:
         return state
 
     def _remember_opening(
-        self, agent_id: str, chain: Chain, again: RetryEvidence | None, state: SessionState
+        self, agent_id: str, chain: HashChain, again: RetryEvidence | None, state: SessionState
     ) -> None:
         for client_key in {again.client_key if again else None, None}:
             where = (agent_id, chain.key, client_key)
             remember(self._openings, where, state.session.session_id, 4 * self._limit)
 
     async def _opened_by(
-        self, agent_id: str, chain: Chain, again: RetryEvidence | None
+        self, agent_id: str, chain: HashChain, again: RetryEvidence | None
     ) -> SessionState | None:
         """The session that began with this very request, where its client asks again for the answer."""
         where = (agent_id, chain.key, again.client_key if again else None)
@@ -229,7 +229,7 @@ class Sessions:
         return state if waits or gone else None
 
     async def _by_graph(
-        self, agent_id: str, chain: Chain | None, messages: Sequence[Message], prompt: str | None
+        self, agent_id: str, chain: HashChain | None, messages: Sequence[Message], prompt: str | None
     ) -> SessionState:
         """The live session with a call whose messages (or prompt) and reply these begin with; or which made a
         tool call that these tell of: an agent that hands over to another changes instructions and tools."""
@@ -270,7 +270,7 @@ class Sessions:
         self._evict()
         return state
 
-    def remember(self, state: SessionState, call: Call, whole: Chain | None) -> None:
+    def remember(self, state: SessionState, call: Call, whole: HashChain | None) -> None:
         """A recorded call. ``whole``: the chain of its messages and reply."""
         agent_id, session_id = state.session.agent_id, state.session.session_id
         if whole is not None and state.unnamed:
@@ -373,7 +373,7 @@ class Sessions:
             task_id=asked.task_id,
             seed=asked.seed,
             sampling=asked.sampling,
-            metadata=self._redactor.value(
+            metadata=self._redactor.redact_value(
                 asked.metadata if asked.task is None else {**asked.metadata, "task": asked.task}
             ),
             created_at=time.time(),
@@ -404,14 +404,14 @@ class Sessions:
         failed = isinstance(asked, FailSession)
         status = SessionStatus.FAILED if failed else SessionStatus.COMPLETED
         clean = self._redactor
-        reason = clean.text(asked.reason) if isinstance(asked, FailSession) else None
-        rewards = [reward_row(session_id, reward, clean.value(reward.detail)) for reward in given]
+        reason = clean.redact_text(asked.reason) if isinstance(asked, FailSession) else None
+        rewards = [reward_row(session_id, reward, clean.redact_value(reward.detail)) for reward in given]
         scores = [
-            score_row(session_id, score, None if score.reason is None else clean.text(score.reason))
+            score_row(session_id, score, None if score.reason is None else clean.redact_text(score.reason))
             for score in said
         ]
         changed = await self._store.end_session(
-            session_id, status, reason, rewards, clean.value(asked.metadata), scores
+            session_id, status, reason, rewards, clean.redact_value(asked.metadata), scores
         )
         if changed:
             state.session = replace(state.session, status=status, reason=reason, ended_at=time.time())

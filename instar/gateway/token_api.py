@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Request
-from instar.gateway.dialects.openai_common import RANGES, check_ranges, decoded, stop_strings
+from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.dialects.openai_common import RANGES, check_ranges, decode_body, parse_stop
 from instar.gateway.recording import SampledReply
 from instar.types import FinishReason, Ids, Json, Message, SamplingParams, TokenChunk, Tool, ToolCall
 
@@ -126,7 +126,7 @@ _submission_decoder = msgspec.json.Decoder(SubmissionBody)
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    request: Request
+    request: ModelRequest
     """Its ``prompt`` is the ids."""
     stop_token_ids: tuple[int, ...]
     """End a reply beside the model's own."""
@@ -134,11 +134,11 @@ class GenerateRequest:
 
 def read_generate(body: bytes, vocab_size: int) -> GenerateRequest:
     """Raises ApiError (400) naming the fault's path."""
-    given = decoded(_generate_decoder, body)
+    given = decode_body(_generate_decoder, body)
     _check_ids(given.prompt_ids, vocab_size, "prompt_ids")
     _check_params(given, vocab_size, "")
     check_ranges(given, {"n": RANGES["n"]})
-    request = Request(
+    request = ModelRequest(
         model=given.model,
         messages=(),
         prompt=tuple(given.prompt_ids),
@@ -148,7 +148,7 @@ def read_generate(body: bytes, vocab_size: int) -> GenerateRequest:
         top_p=given.top_p,
         top_k=given.top_k,
         seed=given.seed,
-        stop=stop_strings(given.stop),
+        stop=parse_stop(given.stop),
         stream=given.stream,
     )
     return GenerateRequest(request, tuple(given.stop_token_ids))
@@ -219,7 +219,7 @@ def read_submission(
     body: bytes, vocab_size: int, head_version: int, *, max_calls: int = MOST_CALLS
 ) -> list[SubmittedCall]:
     """Raises ApiError (400) naming the fault's path."""
-    given = decoded(_submission_decoder, body).calls
+    given = decode_body(_submission_decoder, body).calls
     if not given:
         raise bad_request("'calls' is empty.", "calls", "invalid_value")
     if len(given) > max_calls:
@@ -267,7 +267,7 @@ def _reply(call: CallBody, path: str) -> SampledReply:
         top_p=given.top_p,
         top_k=given.top_k,
         seed=given.seed,
-        stop=stop_strings(given.stop),
+        stop=parse_stop(given.stop),
         stop_token_ids=tuple(given.stop_token_ids),
     )
     reply = SampledReply(params)
@@ -321,7 +321,7 @@ def _check_length(values: Sequence[Any] | None, length: int, path: str) -> None:
 def _check_params(params: ParamsBody, vocab_size: int, prefix: str) -> None:
     try:
         check_ranges(params, {name: span for name, span in RANGES.items() if name != "n"})
-        stop_strings(params.stop)
+        parse_stop(params.stop)
     except ApiError as error:
         raise bad_request(error.message, f"{prefix}{error.param}", error.code) from error
     path = f"{prefix}stop_token_ids"

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from instar.gateway.base import bad_request
 from instar.gateway.calls import Calls, EngineCall
-from instar.gateway.dialects.base import Dialect, Request
+from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.recording import RequestMeta
 from instar.gateway.responses import Count, ModelResponse, api_error
 from instar.gateway.sessions import SessionState
@@ -23,8 +23,8 @@ from instar.gateway.token_api import (
     write_piece,
 )
 from instar.record.base import Placement
-from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.types import TokenChunk, new_id
 
 
@@ -76,7 +76,7 @@ class GenerateResponse(ModelResponse):
 
 
 async def submit(
-    calls: Calls, hasher: Hasher, state: SessionState, submitted: Sequence[SubmittedCall]
+    calls: Calls, hasher: MessageHasher, state: SessionState, submitted: Sequence[SubmittedCall]
 ) -> list[str]:
     """Records calls that were sampled elsewhere; their ids. One that was recorded before under the same
     client key is not recorded again."""
@@ -84,7 +84,7 @@ async def submit(
     with calls.sessions.answering(state):
         graph = await calls.sessions.graph_of(state)
         for i, call in enumerate(submitted):
-            if call.parent_id is not None and not graph.knows(call.parent_id):
+            if call.parent_id is not None and not graph.has_call(call.parent_id):
                 raise bad_request(
                     f"This session has no call {call.parent_id!r}.", f"calls[{i}].parent_id", "invalid_value"
                 )
@@ -93,17 +93,17 @@ async def submit(
 
 
 async def _submit(
-    calls: Calls, hasher: Hasher, graph: MessageGraph, state: SessionState, call: SubmittedCall
+    calls: Calls, hasher: MessageHasher, graph: MessageGraph, state: SessionState, call: SubmittedCall
 ) -> list[str]:
-    chain: Chain | None = None
+    chain: HashChain | None = None
     if call.messages is None:
         placement = graph.place_prompt(call.prompt_ids.tolist(), calls.renderer)
     else:
-        chain = graph.recognise(hasher.chain(call.messages, call.tools), call.messages)
+        chain = graph.match_replies(hasher.hash_messages(call.messages, call.tools), call.messages)
         unsettled = graph.place(chain, call.messages, call.tools, None)
-        placement = graph.settle(unsettled, call.prompt_ids)
+        placement = graph.attach_prompt(unsettled, call.prompt_ids)
     try:
-        if call.client_key and (known := graph.recorded_as(placement.key, call.client_key)):
+        if call.client_key and (known := graph.find_by_idempotency_key(placement.key, call.client_key)):
             return known
         return await _record(calls, graph, state, call, chain, placement)
     finally:
@@ -115,13 +115,13 @@ async def _record(
     graph: MessageGraph,
     state: SessionState,
     call: SubmittedCall,
-    chain: Chain | None,
+    chain: HashChain | None,
     placement: Placement,
 ) -> list[str]:
     reply = call.reply
     if not call.has_message:
         reply.message = calls.renderer.parse(reply.ids, call.tools)
-    request = Request(
+    request = ModelRequest(
         model=call.model,
         messages=call.messages or (),
         tools=call.tools,

@@ -15,17 +15,17 @@ from instar.gateway.base import ApiError
 from instar.gateway.calls import whole_deltas
 from instar.gateway.client_headers import RetryEvidence
 from instar.gateway.deadline import Deadline
-from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice
 from instar.gateway.recording import Recorder, RequestMeta, SampledReply
 from instar.gateway.replay import ReplayLookup
 from instar.gateway.sessions import Pending, Sessions, SessionState
-from instar.gateway.upstream.base import Answer, Piece, Upstream
+from instar.gateway.upstream.base import Upstream, UpstreamChunk, UpstreamResponse
 from instar.record.base import Placement
-from instar.record.chain import Chain
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain
 from instar.types import Call, Channel, Message, SamplingParams
 
-Pass = Callable[[Piece], Awaitable[None]]
+Pass = Callable[[UpstreamChunk], Awaitable[None]]
 
 
 class UpstreamCall:
@@ -37,8 +37,8 @@ class UpstreamCall:
         recorder: Recorder,
         upstream: Upstream,
         state: SessionState,
-        request: Request,
-        chain: Chain,
+        request: ModelRequest,
+        chain: HashChain,
         *,
         request_id: str,
         dialect: str,
@@ -78,7 +78,7 @@ class UpstreamCall:
         state = self._state
         with self._sessions.answering(state):
             graph = await self._sessions.graph_of(state)
-            self._chain = graph.recognise(self._chain, self.request.messages)
+            self._chain = graph.match_replies(self._chain, self.request.messages)
             placement = graph.place(self._chain, self.request.messages, self.request.tools, None)
             store = self._recorder.store
             replay = ReplayLookup(store, state, graph, placement.key, self._evidence, self._timeout)
@@ -91,15 +91,15 @@ class UpstreamCall:
             finally:
                 graph.release(placement)
 
-    def _replayed(self, graph: MessageGraph, calls: Sequence[Call]) -> Piece:
+    def _replayed(self, graph: MessageGraph, calls: Sequence[Call]) -> UpstreamChunk:
         """A recorded answer, in the words of the dialect: the provider's own were not kept."""
         self.request_id = calls[0].request_id
         choices = [
-            Choice(call.reply, call.finish_reason, len(call.prompt_ids), graph.sampled_tokens(call))
+            ReplyChoice(call.reply, call.finish_reason, len(call.prompt_ids), graph.sampled_tokens(call))
             for call in calls
         ]
         deltas = [(i, delta) for i, choice in enumerate(choices) for delta in whole_deltas(choice.message)]
-        return Piece(deltas=deltas, choices=choices)
+        return UpstreamChunk(deltas=deltas, choices=choices)
 
     async def _pass(self, graph: MessageGraph, placement: Placement, forward: Pass, pending: Pending) -> None:
         answer = self._upstream.send(
@@ -112,14 +112,14 @@ class UpstreamCall:
                     self._first_at = self._first_at or time.time()
                     if piece.choices is not None:
                         recorded = True
-                        self._call_it(piece.answer_id, graph)
+                        self._call_it(piece.response_id, graph)
                         await self._record(graph, placement, piece.choices)
                     await forward(piece)
         except asyncio.CancelledError:
             if recorded:
                 pending.client_gone = True
                 await self._recorder.drain()
-                graph.not_delivered(placement.key)
+                graph.mark_undelivered(placement.key)
             else:
                 await self._record_partial(graph, placement, answer, "the client went away")
             raise
@@ -136,26 +136,26 @@ class UpstreamCall:
 
     def _call_it(self, answer_id: str | None, graph: MessageGraph) -> None:
         """As the provider does, unless it calls all its answers so."""
-        if answer_id is not None and not graph.has_answer(answer_id):
+        if answer_id is not None and not graph.has_request(answer_id):
             self.request_id = answer_id
 
     async def _record_partial(
-        self, graph: MessageGraph, placement: Placement, answer: Answer, reason: str
+        self, graph: MessageGraph, placement: Placement, answer: UpstreamResponse, reason: str
     ) -> None:
         """What came before the end."""
-        if choices := answer.partial():
+        if choices := answer.partial_choices():
             await self._record(graph, placement, choices, aborted=reason)
 
     async def _record(
         self,
         graph: MessageGraph,
         placement: Placement,
-        choices: Sequence[Choice],
+        choices: Sequence[ReplyChoice],
         *,
         aborted: str | None = None,
     ) -> None:
         if choices[0].prompt_ids is not None:
-            placement = graph.settle(placement, choices[0].prompt_ids)
+            placement = graph.attach_prompt(placement, choices[0].prompt_ids)
         asked = RequestMeta(
             self.request_id,
             self.request,
@@ -167,9 +167,11 @@ class UpstreamCall:
         replies = [self._reply(choice) for choice in choices]
         await self._recorder.record(self._state, graph, asked, placement, replies, aborted=aborted)
 
-    def _reply(self, choice: Choice) -> SampledReply:
+    def _reply(self, choice: ReplyChoice) -> SampledReply:
         params = _params(self.request, self._forced)
-        reply = SampledReply(params, choice.message, finish_reason=choice.finish_reason, stop=choice.stop)
+        reply = SampledReply(
+            params, choice.message, finish_reason=choice.finish_reason, stop=choice.stop_string
+        )
         reply.first_token_at, reply.ended_at = self._first_at, time.time()
         if choice.sampled_ids is None or choice.sampled_logprobs is None:
             reply.untrainable = "the provider returned no token ids"
@@ -181,12 +183,14 @@ class UpstreamCall:
         reply.versions = np.zeros(len(reply.ids), np.int32).tolist()
         if not self._trainable:
             reply.untrainable = "this model is not to be trained on"
-        elif self.request.refusal is not None:
-            reply.untrainable = f"sampled by settings that are not ours: {self.request.refusal.message}"
+        elif self.request.unsupported_error is not None:
+            reply.untrainable = (
+                f"sampled by settings that are not ours: {self.request.unsupported_error.message}"
+            )
         return reply
 
 
-def _params(request: Request, forced: Mapping[str, Any]) -> SamplingParams:
+def _params(request: ModelRequest, forced: Mapping[str, Any]) -> SamplingParams:
     wanted: dict[str, Any] = {
         "temperature": request.temperature,
         "top_p": request.top_p,

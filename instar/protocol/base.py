@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from instar.backends.base import ForwardBackward, OptimStep
+from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.config import AdamConfig, LossConfig
 from instar.errors import InstarError
 from instar.types import Floats, Sample, SamplingParams
@@ -98,10 +98,12 @@ class TrainingModel(ABC):
         """Per sample, the logprob of every token given those before; NaN at index 0."""
 
     @abstractmethod
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward: ...
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: LossConfig
+    ) -> ForwardBackwardResult: ...
 
     @abstractmethod
-    async def optim_step(self, adam: AdamConfig) -> OptimStep: ...
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult: ...
 
     @abstractmethod
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:

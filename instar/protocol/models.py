@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from instar.backends.base import ForwardBackward, OptimStep
+from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local import state
-from instar.backends.local.backend import GLOBAL_RNG, LocalBackend
+from instar.backends.local.backend import RNG_LOCK, LocalBackend
 from instar.backends.local.model import load_base
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.errors import BackendError
@@ -35,7 +35,7 @@ class ServedLocalBackend(LocalBackend):
     moments decay and what they hold is applied, as after a batch whose advantages are all zero; a client is
     not failed for a batch that had nothing to teach."""
 
-    def _optim_step(self, adam: AdamConfig) -> OptimStep:
+    def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -47,7 +47,7 @@ class ServedLocalBackend(LocalBackend):
 
     def _save_weights(self, path: Path) -> None:
         without = torch.optim.AdamW(list(self._parameters.values()))
-        with GLOBAL_RNG:
+        with RNG_LOCK:
             state.save_training(path, self._parameters, without, {"optim_steps": 0})
 
 
@@ -80,12 +80,12 @@ class LocalTrainingModel(TrainingModel):
         with convert_errors(), self._computing():
             return await self._backend.forward(samples)
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         self._check(samples)
         with convert_errors(), self._computing():
             return await self._backend.forward_backward(samples, loss)
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         self._check()
         with convert_errors(), self._computing():
             return await self._backend.optim_step(adam)

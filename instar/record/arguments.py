@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from instar.record.base import CallDelta, Delta
-from instar.record.tools import call_name
+from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.record.tools import parse_call_name
 from instar.types import ToolCall, new_id
 
 _HEAD = re.compile(
@@ -18,7 +18,7 @@ _PLAIN = re.compile(r'[^"\\]+')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-class JsonObject:
+class JsonObjectTracker:
     """Follows the text of one JSON object as it comes, without building it.
 
     A control character inside a string is a fault of JSON but leaves no doubt where the string ends, so
@@ -26,13 +26,13 @@ class JsonObject:
     """
 
     def __init__(self) -> None:
-        self.begun = False
+        self.has_value = False
         """A first value has begun."""
-        self.done = False
+        self.is_complete = False
         """The object has been closed."""
-        self.broken = False
+        self.is_broken = False
         """What comes next cannot be followed."""
-        self.flawed = False
+        self.is_flawed = False
         self._closers: list[str] = []
         self._wanted = "value"
         self._in_string = False
@@ -43,7 +43,7 @@ class JsonObject:
         """How much of ``text`` was followed. The rest is to be given again, with more behind it, unless
         the object is done or broken."""
         at = 0
-        while at < len(text) and not (self.done or self.broken):
+        while at < len(text) and not (self.is_complete or self.is_broken):
             moved = self._string(text, at) if self._in_string else self._token(text, at)
             if not moved:
                 break
@@ -57,23 +57,23 @@ class JsonObject:
         if char == '"':
             self._in_string = False
             return self._want("colon") if self._is_key else self._end_value()
-        self.begun = self.begun or not self._is_key
+        self.has_value = self.has_value or not self._is_key
         if char == "\\":
             self._escaped = 5
             return 1
         found = _PLAIN.match(text, at)
         assert found
-        self.flawed = self.flawed or _CONTROL.search(found[0]) is not None
+        self.is_flawed = self.is_flawed or _CONTROL.search(found[0]) is not None
         return len(found[0])
 
     def _escape(self, char: str) -> int:
         """5: behind the backslash; 4 to 1: hex digits to come."""
         if self._escaped == 5:
-            self.flawed = self.flawed or char not in '"\\/bfnrtu'
+            self.is_flawed = self.is_flawed or char not in '"\\/bfnrtu'
             self._escaped = 4 if char == "u" else 0
             return 1
         if char not in "0123456789abcdefABCDEF":
-            self.flawed, self._escaped = True, 0
+            self.is_flawed, self._escaped = True, 0
             return self._string(char, 0)
         self._escaped -= 1
         return 1
@@ -94,7 +94,7 @@ class JsonObject:
             return 1
         if wanted in ("value", "value or end"):
             return self._value(text, at)
-        self.broken = True
+        self.is_broken = True
         return 0
 
     def _value(self, text: str, at: int) -> int:
@@ -109,14 +109,14 @@ class JsonObject:
         if end is None:
             return 0
         if not _SCALAR.fullmatch(text, at, end.start()):
-            self.broken = True
+            self.is_broken = True
             return 0
         self._end_value()
         return end.start() - at
 
     def _end_value(self) -> int:
-        self.done = not self._closers
-        self.begun = self.begun or not self.done
+        self.is_complete = not self._closers
+        self.has_value = self.has_value or not self.is_complete
         return self._want("next")
 
     def _want(self, what: str) -> int:
@@ -124,7 +124,7 @@ class JsonObject:
         return 1
 
 
-class EagerCall:
+class PartialToolCall:
     """A call, ``{"name": ..., "arguments": {...}}``, as it is written. Its arguments are let out from their
     first value on, each character as it was generated.
 
@@ -135,45 +135,45 @@ class EagerCall:
     def __init__(self, name: str, index: int) -> None:
         self.call = ToolCall(id=new_id("call"), name=name, arguments="")
         self._index = index
-        self._object = JsonObject()
+        self._object = JsonObjectTracker()
         self._held = ""
         self._pieces: list[str] = []
 
     @staticmethod
-    def begin(text: str, index: int) -> tuple[EagerCall, list[Delta]] | None:
+    def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
         """None as long as the first value of the arguments has not begun, or is not JSON."""
         head = _HEAD.match(text)
         if head is None:
             return None
-        trial = JsonObject()
+        trial = JsonObjectTracker()
         trial.feed(text[head.end() :])
-        if not trial.begun or trial.done or trial.flawed or trial.broken:
+        if not trial.has_value or trial.is_complete or trial.is_flawed or trial.is_broken:
             return None
-        name = call_name(head[1])
+        name = parse_call_name(head[1])
         if name is None:
             return None
-        call = EagerCall(name, index)
-        opening = Delta(call=CallDelta(index, call.call["id"], name))
+        call = PartialToolCall(name, index)
+        opening = ReplyDelta(call=ToolCallDelta(index, call.call["id"], name))
         return call, [opening, *call.feed(text[head.end() :])]
 
-    def feed(self, text: str) -> list[Delta]:
-        if self._object.done:
+    def feed(self, text: str) -> list[ReplyDelta]:
+        if self._object.is_complete:
             return []
         text = self._held + text
         followed = self._object.feed(text)
-        if self._object.broken:
+        if self._object.is_broken:
             followed = len(text)
-        self._held = "" if self._object.done else text[followed:]
+        self._held = "" if self._object.is_complete else text[followed:]
         return self._let_out(text[:followed])
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         held, self._held = self._held, ""
         deltas = self._let_out(held)
         self.call["arguments"] = "".join(self._pieces)
         return deltas
 
-    def _let_out(self, text: str) -> list[Delta]:
+    def _let_out(self, text: str) -> list[ReplyDelta]:
         if not text:
             return []
         self._pieces.append(text)
-        return [Delta(call=CallDelta(self._index, arguments=text))]
+        return [ReplyDelta(call=ToolCallDelta(self._index, arguments=text))]

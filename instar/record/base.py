@@ -12,7 +12,7 @@ from instar.types import Ids, Link, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
-class CallDelta:
+class ToolCallDelta:
     """A piece of a tool call. The first piece of a call has its id and name; the arguments of all its
     pieces add up to its own."""
 
@@ -24,22 +24,22 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class ReplyDelta:
     """A piece of a reply. One of the three is set."""
 
     text: str = ""
     reasoning: str = ""
-    call: CallDelta | None = None
+    call: ToolCallDelta | None = None
 
 
 class StreamParser(ABC):
     """Sampled ids, as they come, → the reply. What the deltas add up to is exactly ``message``."""
 
     @abstractmethod
-    def feed(self, ids: Sequence[int]) -> list[Delta]: ...
+    def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
 
     @abstractmethod
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         """Release what was held back; nothing is fed after that."""
 
     @property
@@ -129,5 +129,5 @@ class Placement:
     base_messages: int = 0
     key: bytes = b""
     """Stands for the messages and tools, or the prompt: equal for the same request again."""
-    redacted_at: int | None = None
+    first_redacted_message: int | None = None
     """The first of the messages left to the base that holds a redacted span."""

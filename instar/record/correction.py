@@ -17,7 +17,7 @@ TALK = (
 REASONING_END = "\n</think>\n\n"
 
 
-def correction_ids(renderer: Renderer, call: Call, text: str) -> Ids:
+def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
     """``text`` in the place of what was sampled behind the call's prompt, with the token that ends a reply.
     A tool call is written as the model writes it. Raises RenderError where the model's format has no way to
     say exactly that there."""

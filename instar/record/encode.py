@@ -28,7 +28,7 @@ _PROBES = (
 )
 
 
-class Encoder:
+class CachingEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend: Any = tokenizer.backend_tokenizer
         self._kept: OrderedDict[str, list[int]] = OrderedDict()

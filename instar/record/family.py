@@ -9,8 +9,8 @@ from instar.errors import RenderError
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL
 from instar.record.family_stream import FamilyStreamParser
-from instar.record.render import template_message
-from instar.record.stream import Detokenizer, PlainText, TextStreamParser
+from instar.record.render import to_template_message
+from instar.record.stream import Detokenizer, PlainTextScanner, TextStreamParser
 from instar.types import Message, Tool
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class FamilyRenderer(Renderer):
             return self._render(messages, tools)
         except RenderError:
             # Some formats have room for one system message only.
-            if (joined := one_system(messages)) is messages:
+            if (joined := join_system_messages(messages)) is messages:
                 raise
             return self._render(joined, tools)
 
@@ -99,7 +99,7 @@ class FamilyRenderer(Renderer):
 
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
         hidden = {*self._tokenizer.all_special_ids, *self.stop_token_ids}
-        return TextStreamParser(Detokenizer(self._decode, hidden), stop, PlainText())
+        return TextStreamParser(Detokenizer(self._decode, hidden), stop, PlainTextScanner())
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -111,7 +111,7 @@ class FamilyRenderer(Renderer):
         return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def one_system(messages: Sequence[Message]) -> Sequence[Message]:
+def join_system_messages(messages: Sequence[Message]) -> Sequence[Message]:
     """With the system messages at the beginning joined, by an empty line. The same where there is no more
     than one."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -122,7 +122,7 @@ def one_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _messages(messages: Sequence[Message]) -> Any:
-    return [template_message(message) for message in messages]
+    return [to_template_message(message) for message in messages]
 
 
 def _specs(tools: Sequence[Tool]) -> Any:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from instar.record.arguments import EagerCall
-from instar.record.base import Delta, StreamParser
-from instar.record.stream import Detokenizer, StopCutter, overlap, whole_call
+from instar.record.arguments import PartialToolCall
+from instar.record.base import ReplyDelta, StreamParser
+from instar.record.stream import Detokenizer, StopStringFilter, complete_call_delta, overlap_length
 from instar.record.tools import parse_call
 from instar.types import Message, Tool, ToolCall, new_id
 
@@ -37,7 +37,7 @@ _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 
 
 @dataclass(slots=True)
-class Channel:
+class ReplyChannel:
     """Reasoning, or content: what was let out of it, and what it was when a run began."""
 
     pieces: list[str] = field(default_factory=list[str])
@@ -85,7 +85,7 @@ class FamilyStreamParser(StreamParser):
         self._eager = eager
         self._held_for = (*MARKERS, *stop)
         self._ids: list[int] = []
-        self._reasoning, self._content = Channel(), Channel()
+        self._reasoning, self._content = ReplyChannel(), ReplyChannel()
         self._calls: dict[int, ToolCall] = {}
         self._safe_calls: bool | None = None
         self._ended = False
@@ -93,8 +93,8 @@ class FamilyStreamParser(StreamParser):
 
     # --- feeding ----------------------------------------------------------------------------------
 
-    def feed(self, ids: Sequence[int]) -> list[Delta]:
-        deltas: list[Delta] = []
+    def feed(self, ids: Sequence[int]) -> list[ReplyDelta]:
+        deltas: list[ReplyDelta] = []
         for token in ids:
             self._ids.append(token)
             if token in self._boundaries:
@@ -103,7 +103,7 @@ class FamilyStreamParser(StreamParser):
                 deltas += self._take(text)
         return deltas
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         deltas = self._close_call()
         parsed = self._parse(self._ids)
         reasoning, content = self._told(parsed)
@@ -132,12 +132,12 @@ class FamilyStreamParser(StreamParser):
     def _begin_run(self, text: str = "") -> None:
         self._detokenizer = Detokenizer(self._decode, ())
         self._run = text
-        self._channel: Channel | None = None
+        self._channel: ReplyChannel | None = None
         self._attempt: int | None = None
-        self._open: EagerCall | None = None
+        self._open: PartialToolCall | None = None
         self._tried, self._try_at = 0, 1
 
-    def _take(self, text: str) -> list[Delta]:
+    def _take(self, text: str) -> list[ReplyDelta]:
         if self._open is not None:
             return self._open.feed(self._cutter.feed(text))
         self._run += text
@@ -147,7 +147,7 @@ class FamilyStreamParser(StreamParser):
             return self._begin_call(self._attempt)
         return self._place_run()
 
-    def _place_run(self) -> list[Delta]:
+    def _place_run(self) -> list[ReplyDelta]:
         """Ask where the run's text goes, less and less often."""
         run = self._run.strip()
         self._tried += bool(run)
@@ -164,7 +164,7 @@ class FamilyStreamParser(StreamParser):
                 return self._flow(channel)
         return []
 
-    def _flow(self, channel: Channel) -> list[Delta]:
+    def _flow(self, channel: ReplyChannel) -> list[ReplyDelta]:
         """Let out what cannot be the start of a stop string or of a marker."""
         if self._ended:
             return []
@@ -180,17 +180,17 @@ class FamilyStreamParser(StreamParser):
         return self._say(channel, sure)
 
     def _settled(self, text: str) -> str:
-        return text[: len(text) - max(overlap(text, held) for held in self._held_for)].rstrip()
+        return text[: len(text) - max(overlap_length(text, held) for held in self._held_for)].rstrip()
 
-    def _say(self, channel: Channel, text: str) -> list[Delta]:
+    def _say(self, channel: ReplyChannel, text: str) -> list[ReplyDelta]:
         if not text:
             return []
         channel.pieces.append(text)
-        return [Delta(text=text) if channel is self._content else Delta(reasoning=text)]
+        return [ReplyDelta(text=text) if channel is self._content else ReplyDelta(reasoning=text)]
 
     # --- what the library says --------------------------------------------------------------------
 
-    def _at_boundary(self, text: str = "") -> list[Delta]:
+    def _at_boundary(self, text: str = "") -> list[ReplyDelta]:
         """``text``: of the next run, where a boundary was within a token."""
         deltas = self._close_call()
         self._begin_run(text)
@@ -209,8 +209,8 @@ class FamilyStreamParser(StreamParser):
             self._safe_calls = self._parse(self._ids[:-1]).reasoning_complete is not False
         return self._safe_calls
 
-    def _closed_calls(self, attempts: Sequence[ParsedToolCall]) -> list[Delta]:
-        deltas: list[Delta] = []
+    def _closed_calls(self, attempts: Sequence[ParsedToolCall]) -> list[ReplyDelta]:
+        deltas: list[ReplyDelta] = []
         for i, attempt in enumerate(attempts):
             if i in self._calls or attempt.token_span is None:
                 continue
@@ -220,14 +220,14 @@ class FamilyStreamParser(StreamParser):
                 self._attempt = i
         return deltas
 
-    def _let_call_out(self, attempt: int, call: ToolCall) -> Delta:
-        delta = whole_call(len(self._calls), call)
+    def _let_call_out(self, attempt: int, call: ToolCall) -> ReplyDelta:
+        delta = complete_call_delta(len(self._calls), call)
         self._calls[attempt] = call
         return delta
 
-    def _begin_call(self, attempt: int) -> list[Delta]:
-        cutter = StopCutter(self._stop)
-        begun = EagerCall.begin(cutter.feed(self._run), len(self._calls))
+    def _begin_call(self, attempt: int) -> list[ReplyDelta]:
+        cutter = StopStringFilter(self._stop)
+        begun = PartialToolCall.try_start(cutter.feed(self._run), len(self._calls))
         if begun is None:
             return []
         self._cutter = cutter
@@ -235,7 +235,7 @@ class FamilyStreamParser(StreamParser):
         self._calls[attempt] = self._open.call
         return deltas
 
-    def _close_call(self) -> list[Delta]:
+    def _close_call(self) -> list[ReplyDelta]:
         if self._open is None:
             return []
         call, self._open = self._open, None
@@ -247,7 +247,7 @@ class FamilyStreamParser(StreamParser):
         told = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
         return (_cut(told[0], self._stop), _cut(told[1], self._stop)) if cut else told
 
-    def _let_out(self, reasoning: str, content: str) -> list[Delta]:
+    def _let_out(self, reasoning: str, content: str) -> list[ReplyDelta]:
         thought = self._say(self._reasoning, self._reasoning.rest(reasoning))
         return thought + self._say(self._content, self._content.rest(content))
 

@@ -8,26 +8,26 @@ from typing import cast
 
 import numpy as np
 
-from instar.record.chain import arguments_of
+from instar.record.hashing import parse_arguments
 from instar.types import Ids, Json, Message, ToolCall
 
-NO_IDS: Ids = np.empty(0, np.int32)
+EMPTY_IDS: Ids = np.empty(0, np.int32)
 REDACTED = "redacted from message "
 """How the reason of a call begins that is not trainable because of a redacted span."""
 
 
 @dataclass(slots=True)
-class Node:
+class CallNode:
     call_id: str
     request_id: str
     parent_id: str | None
     client_key: str | None
-    ok: bool
-    known: bool
+    is_ok: bool
+    has_tokens: bool
     """Whether its tokens are at hand."""
-    stored: bool
+    is_stored: bool
     """Whether they are in the store, for others to stand on."""
-    base: Node | None
+    base: CallNode | None
     base_tokens: int
     base_messages: int
     prompt: Ids
@@ -41,9 +41,9 @@ class Node:
     digest: bytes
     """Of the reply."""
     messages: int
-    redacted_at: int | None = None
+    first_redacted_message: int | None = None
     """The first message with a redacted span; the reply's place is behind the messages."""
-    text: tuple[int, bytes] | None = None
+    prompt_and_reply: tuple[int, bytes] | None = None
     """Length and digest of prompt + reply, where the prompt was given as text."""
 
     def prompt_ids(self) -> Ids:
@@ -53,7 +53,7 @@ class Node:
     def sequence(self, length: int | None = None) -> Ids:
         """Prompt + sampled tokens, or the first ``length`` of them. Not recursive: sessions are long."""
         pieces: list[Ids] = []
-        node: Node | None = self
+        node: CallNode | None = self
         wanted = length
         while node is not None:
             room = len(node.prompt) + len(node.sampled)
@@ -64,11 +64,11 @@ class Node:
                 pieces.append(node.prompt[:end])
                 wanted = node.base_tokens
             node = node.base
-        return np.concatenate(pieces[::-1]) if pieces else NO_IDS
+        return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def shared_messages(self, exact: Sequence[bytes]) -> int:
         """How many leading messages equal those of this call and its reply, byte for byte."""
-        node: Node | None = self
+        node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:
             for i in range(min(len(node.exact), limit - node.base_messages) - 1, -1, -1):
@@ -80,37 +80,43 @@ class Node:
         return 0
 
 
-def best(candidates: Sequence[Node], ids: tuple[str, ...]) -> Node:
+def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
     """The newest, if possible a finished one with the very tool call ids."""
-    return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].ok, pair[0]))[1]
+    return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].is_ok, pair[0]))[
+        1
+    ]
 
 
-def redaction(at: int, reason: str | None) -> str:
+def redaction_reason(at: int, reason: str | None) -> str:
     """The reason of a call that holds a redacted span, in message ``at`` at first, and ``reason`` beside."""
     return f"{REDACTED}{at}: {reason or 'it holds a secret'}"
 
 
-def redacted_at(reason: str | None) -> int | None:
+def parse_redaction_reason(reason: str | None) -> int | None:
     if reason is None or not reason.startswith(REDACTED):
         return None
     return int(reason.removeprefix(REDACTED).partition(":")[0])
 
 
-def redacted_within(node: Node, count: int) -> int | None:
+def redacted_within(node: CallNode, count: int) -> int | None:
     """Where the first redacted span of its first ``count`` messages is."""
-    return node.redacted_at if node.redacted_at is not None and node.redacted_at < count else None
+    return (
+        node.first_redacted_message
+        if node.first_redacted_message is not None and node.first_redacted_message < count
+        else None
+    )
 
 
-def _reply_ids(node: Node) -> tuple[str, ...]:
-    return call_ids(node.reply) if node.reply else ()
+def _reply_ids(node: CallNode) -> tuple[str, ...]:
+    return tool_call_ids(node.reply) if node.reply else ()
 
 
-def plain_id(call_id: str) -> str:
+def normalize_call_id(call_id: str) -> str:
     """Some agents drop all but letters and digits."""
     return "".join(filter(str.isalnum, call_id))
 
 
-def is_reply(message: Message, reply: Message) -> bool:
+def matches_reply(message: Message, reply: Message) -> bool:
     given, made = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
         message["content"].strip() == reply["content"].strip()
@@ -120,9 +126,9 @@ def is_reply(message: Message, reply: Message) -> bool:
 
 
 def _is_call(given: ToolCall, made: ToolCall) -> bool:
-    if given["name"] != made["name"] or plain_id(given["id"]) != plain_id(made["id"]):
+    if given["name"] != made["name"] or normalize_call_id(given["id"]) != normalize_call_id(made["id"]):
         return False
-    arguments, generated = arguments_of(given), arguments_of(made)
+    arguments, generated = parse_arguments(given), parse_arguments(made)
     if not isinstance(arguments, dict) or not isinstance(generated, dict):
         return arguments == generated
     given_members = cast(Json, arguments)
@@ -132,11 +138,11 @@ def _is_call(given: ToolCall, made: ToolCall) -> bool:
     )
 
 
-def call_ids(message: Message) -> tuple[str, ...]:
+def tool_call_ids(message: Message) -> tuple[str, ...]:
     return tuple(call["id"] for call in message.get("tool_calls", ()))
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
+def common_prefix_length(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

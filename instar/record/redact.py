@@ -20,24 +20,24 @@ _NOT_IN_WORD = r"(?<![A-Za-z0-9_-])"
 
 
 @dataclass(frozen=True, slots=True)
-class Secret:
+class SecretPattern:
     name: str
-    marks: tuple[str, ...]
+    markers: tuple[str, ...]
     """One of these begins it."""
-    sign: str
+    rare_character: str
     """A rarer character that it holds, looked for first; empty where there is none."""
     pattern: re.Pattern[str]
 
-    def cut(self, match: re.Match[str]) -> str:
+    def replacement(self, match: re.Match[str]) -> str:
         """What stands in its place; the group ``before`` stays."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
-def _secret(name: str, marks: str, sign: str, pattern: str) -> Secret:
-    return Secret(name, tuple(marks.split()), sign, re.compile(pattern))
+def _secret(name: str, marks: str, sign: str, pattern: str) -> SecretPattern:
+    return SecretPattern(name, tuple(marks.split()), sign, re.compile(pattern))
 
 
-SECRETS: tuple[Secret, ...] = (
+SECRET_PATTERNS: tuple[SecretPattern, ...] = (
     _secret("api-key", "sk-", "-", _NOT_IN_WORD + r"sk-[A-Za-z0-9_-]{20,}"),
     _secret("aws-key", "AKIA ASIA", "", r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
     _secret("github-token", "ghp_ gho_ ghu_ ghs_ ghr_", "_", _NOT_IN_WORD + r"gh[pousr]_[A-Za-z0-9]{36,}"),
@@ -64,7 +64,7 @@ SECRETS: tuple[Secret, ...] = (
 
 @dataclass(slots=True)
 class Redactor:
-    secrets: Sequence[Secret] = SECRETS
+    secrets: Sequence[SecretPattern] = SECRET_PATTERNS
     patterns: Sequence[re.Pattern[str]] = ()
     _marks: dict[str, list[str]] = field(init=False)
     """Sign that a secret must hold → the marks of those that do."""
@@ -72,10 +72,10 @@ class Redactor:
     def __post_init__(self) -> None:
         self._marks = {}
         for secret in self.secrets:
-            self._marks.setdefault(secret.sign, []).extend(secret.marks)
+            self._marks.setdefault(secret.rare_character, []).extend(secret.markers)
 
     @staticmethod
-    def of(config: RedactConfig) -> Redactor:
+    def from_config(config: RedactConfig) -> Redactor:
         patterns: list[re.Pattern[str]] = []
         for i, pattern in enumerate(config.patterns):
             try:
@@ -84,14 +84,14 @@ class Redactor:
                 raise ConfigError(
                     f"gateway.redact.patterns[{i}]: {pattern!r} is no pattern: {error}"
                 ) from error
-        return Redactor(SECRETS if config.secrets else (), patterns)
+        return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
-    def text(self, text: str) -> str:
+    def redact_text(self, text: str) -> str:
         """The text itself when there is nothing to cut out."""
         if self._is_marked(text):
             for secret in self.secrets:
-                if any(mark in text for mark in secret.marks):
-                    text = secret.pattern.sub(secret.cut, text)
+                if any(mark in text for mark in secret.markers):
+                    text = secret.pattern.sub(secret.replacement, text)
         for pattern in self.patterns:
             text = pattern.sub(_cut, text)
         return text
@@ -105,11 +105,11 @@ class Redactor:
                         return True
         return False
 
-    def message(self, message: Message) -> Message:
+    def redact_message(self, message: Message) -> Message:
         """The message itself when there is nothing to cut out."""
         clean = message
         for name in ("content", "reasoning", "name", "tool_call_id"):
-            if (text := message.get(name)) and (cut := self.text(text)) != text:
+            if (text := message.get(name)) and (cut := self.redact_text(text)) != text:
                 clean = cast(Message, {**clean, name: cut})
         if not (calls := message.get("tool_calls")):
             return clean
@@ -118,39 +118,39 @@ class Redactor:
             clean = cast(Message, {**clean, "tool_calls": cleaned})
         return clean
 
-    def tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-        cleaned = tuple(cast(Tool, self.value(cast(Json, tool))) for tool in tools)
+    def redact_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        cleaned = tuple(cast(Tool, self.redact_value(cast(Json, tool))) for tool in tools)
         return cleaned if cleaned != tools else tools
 
-    def value(self, value: Any) -> Any:
+    def redact_value(self, value: Any) -> Any:
         """Every text within it."""
         match value:
             case str():
-                return self.text(value)
+                return self.redact_text(value)
             case dict():
                 items = cast(Json, value).items()
-                return {self.text(str(key)): self.value(item) for key, item in items}
+                return {self.redact_text(str(key)): self.redact_value(item) for key, item in items}
             case list() | tuple():
-                return [self.value(item) for item in cast(Sequence[Any], value)]
+                return [self.redact_value(item) for item in cast(Sequence[Any], value)]
             case _:
                 return value
 
     def _call(self, call: ToolCall) -> ToolCall:
         clean = ToolCall(
-            id=self.text(call["id"]),
-            name=self.text(call["name"]),
+            id=self.redact_text(call["id"]),
+            name=self.redact_text(call["name"]),
             arguments=self._arguments(call["arguments"]),
         )
         return call if clean == call else clean
 
     def _arguments(self, arguments: str) -> str:
         """JSON, whose escapes may hide what is looked for."""
-        clean = self.text(arguments)
+        clean = self.redact_text(arguments)
         if "\\" not in clean:
             return clean
         try:
             value = json.loads(clean)
-            found = self.value(value)
+            found = self.redact_value(value)
         except (ValueError, RecursionError):
             return clean  # no JSON, or none that anyone would read
         return clean if found == value else json.dumps(found, ensure_ascii=False)

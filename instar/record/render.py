@@ -13,9 +13,9 @@ from instar.errors import ConfigError, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
-from instar.record.encode import Encoder
-from instar.record.stream import THINK_OPEN, Detokenizer, PlainText, Scanner, TextStreamParser
-from instar.record.tools import CLOSE, OPEN, parse_call, to_generic
+from instar.record.encode import CachingEncoder
+from instar.record.stream import THINK_OPEN, Detokenizer, PlainTextScanner, ReplyScanner, TextStreamParser
+from instar.record.tools import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
 from instar.types import Json, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _eos_ids(folder: Path) -> list[int]:
     return [eos] if isinstance(eos, int) else list(eos or ())
 
 
-def template_message(message: Message) -> Json:
+def to_template_message(message: Message) -> Json:
     """In the shape that chat templates and `renderers` read."""
     out: Json = {"role": message["role"], "content": message["content"]}
     if reasoning := message.get("reasoning"):
@@ -84,7 +84,7 @@ class TemplateRenderer(Renderer):
         self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int] = (), tool_format: str = "auto"
     ) -> None:
         self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
+        self._encoder = CachingEncoder(tokenizer)
         # The library's own fallback, which applies the template too: it knows the stop tokens.
         from renderers.configs import DefaultRendererConfig
         from renderers.default import DefaultRenderer
@@ -95,7 +95,7 @@ class TemplateRenderer(Renderer):
         if tool_format == "template" and not knows_tools:
             raise ConfigError(
                 "model.tool_format: 'template' needs a chat template that lists tools and writes calls as "
-                f"{OPEN}JSON{CLOSE}; this model's does not. Use 'auto' or 'generic'"
+                f"{CALL_OPEN}JSON{CALL_CLOSE}; this model's does not. Use 'auto' or 'generic'"
             )
         self._generic = tool_format == "generic" or not knows_tools
         stops = {*self._library.get_stop_token_ids(), *eos_ids, *self._turn_end()}
@@ -115,7 +115,7 @@ class TemplateRenderer(Renderer):
         return self._stop_token_ids
 
     @property
-    def generic_tools(self) -> bool:
+    def uses_generic_tools(self) -> bool:
         """Whether tools go by the generic format."""
         return self._generic
 
@@ -126,7 +126,7 @@ class TemplateRenderer(Renderer):
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if self._generic:
-            messages, tools = to_generic(messages, tools, tool_role=self._tool_role), ()
+            messages, tools = to_generic_messages(messages, tools, tool_role=self._tool_role), ()
         return self._ids(messages, tools, generation=True)
 
     def extend(
@@ -137,7 +137,7 @@ class TemplateRenderer(Renderer):
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
         if self._generic:
-            new_messages = to_generic(new_messages, tools, tool_role=self._tool_role, block=False)
+            new_messages = to_generic_messages(new_messages, tools, tool_role=self._tool_role, block=False)
             tools = ()
         return self._bridge.extend(prompt_ids, sampled_ids, new_messages, tools)
 
@@ -149,11 +149,11 @@ class TemplateRenderer(Renderer):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        scanner = Scanner(calls=bool(tools), reasoning=self._opens_reasoning, eager=eager)
+        scanner = ReplyScanner(calls=bool(tools), reasoning=self._opens_reasoning, eager=eager)
         return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, scanner)
 
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, PlainText())
+        return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, PlainTextScanner())
 
     def encode(self, text: str) -> list[int]:
         return self._encoder(text)
@@ -167,7 +167,7 @@ class TemplateRenderer(Renderer):
         specs = [{"type": "function", "function": dict(tool)} for tool in tools] or None
         try:
             text = self._tokenizer.apply_chat_template(
-                [template_message(message) for message in messages],
+                [to_template_message(message) for message in messages],
                 tools=cast(Any, specs),
                 add_generation_prompt=generation,
                 tokenize=False,
@@ -226,5 +226,5 @@ class TemplateRenderer(Renderer):
             return False
         if listed == self._text([question]) or PROBE_TOOL["name"] not in listed:
             return False
-        written = parse_call(said.rpartition(OPEN)[2].partition(CLOSE)[0])
+        written = parse_call(said.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
         return written is not None and written["name"] == call["name"]

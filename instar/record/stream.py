@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from instar.record.arguments import EagerCall
-from instar.record.base import CallDelta, Delta, StreamParser
-from instar.record.tools import CLOSE, OPEN, parse_call
+from instar.record.arguments import PartialToolCall
+from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
+from instar.record.tools import CALL_CLOSE, CALL_OPEN, parse_call
 from instar.types import Message, ToolCall
 
 THINK_OPEN = "<think>"
@@ -49,7 +49,7 @@ class Detokenizer:
         return self._decode(self._window)[self._emitted :]
 
 
-class StopCutter:
+class StopStringFilter:
     """Lets text through up to the first stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class StopCutter:
         if found:
             self.done, self._held = True, ""
             return text[: min(found)]
-        keep = max(overlap(text, stop) for stop in self._stop)
+        keep = max(overlap_length(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -76,7 +76,7 @@ class StopCutter:
         return held
 
 
-def overlap(text: str, marker: str) -> int:
+def overlap_length(text: str, marker: str) -> int:
     """Length of the longest end of ``text`` that ``marker`` begins with."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
@@ -84,17 +84,17 @@ def overlap(text: str, marker: str) -> int:
     return 0
 
 
-def whole_call(index: int, call: ToolCall) -> Delta:
-    return Delta(call=CallDelta(index, call["id"], call["name"], call["arguments"]))
+def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
+    return ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"], call["arguments"]))
 
 
-class Scanner:
+class ReplyScanner:
     """Text → reasoning, content and tool calls. White space beside a call belongs to neither."""
 
     def __init__(self, *, calls: bool, reasoning: bool = False, eager: bool = False) -> None:
         self._look_for_calls = calls
         self._eager = eager
-        self._open: EagerCall | None = None
+        self._open: PartialToolCall | None = None
         self._state = "reasoning" if reasoning else "start"
         self._buffer = ""
         self._space = ""
@@ -102,15 +102,15 @@ class Scanner:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.tool_calls: list[ToolCall] = []
-        self._out: list[Delta] = []
+        self._out: list[ReplyDelta] = []
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[ReplyDelta]:
         self._buffer += text
         while self._advance():
             pass
         return self._take()
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
             self._reason(rest)
@@ -123,7 +123,7 @@ class Scanner:
                 self._emit_text(self._space)
         return self._take()
 
-    def _take(self) -> list[Delta]:
+    def _take(self) -> list[ReplyDelta]:
         out, self._out = self._out, []
         return out
 
@@ -155,7 +155,7 @@ class Scanner:
             self._reason(before)
             self._state, self._buffer, self._trim_next = "content", after, True
             return True
-        keep = overlap(self._buffer, THINK_CLOSE)
+        keep = overlap_length(self._buffer, THINK_CLOSE)
         self._reason(self._buffer[: len(self._buffer) - keep])
         self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
@@ -165,49 +165,49 @@ class Scanner:
             self._say(self._buffer)
             self._buffer = ""
             return False
-        before, opened, rest = self._buffer.partition(OPEN)
+        before, opened, rest = self._buffer.partition(CALL_OPEN)
         if not opened:
-            keep = overlap(before, OPEN)
+            keep = overlap_length(before, CALL_OPEN)
             self._say(before[: len(before) - keep])
             self._buffer = before[len(before) - keep :]
             return False
         self._say(before)
-        self._buffer = OPEN + rest
+        self._buffer = CALL_OPEN + rest
         return self._in_call(rest)
 
     def _in_call(self, rest: str) -> bool:
         begun = rest.lstrip()
-        body, closed, after = rest.partition(CLOSE)
+        body, closed, after = rest.partition(CALL_CLOSE)
         if (not begun or begun.startswith("{")) and not closed:
             return self._eager and self._begin_call(rest)
         if closed and (call := parse_call(body)):
-            self._out.append(whole_call(len(self.tool_calls), call))
+            self._out.append(complete_call_delta(len(self.tool_calls), call))
             self._called(call)
             self._buffer = after
         else:
-            self._say(OPEN)
+            self._say(CALL_OPEN)
             self._buffer = rest
         return True
 
     def _begin_call(self, rest: str) -> bool:
-        sure = len(rest) - overlap(rest, CLOSE)
-        if begun := EagerCall.begin(rest[:sure], len(self.tool_calls)):
+        sure = len(rest) - overlap_length(rest, CALL_CLOSE)
+        if begun := PartialToolCall.try_start(rest[:sure], len(self.tool_calls)):
             self._open, deltas = begun
             self._out += deltas
             self._called(self._open.call)
             self._buffer = rest[sure:]
         return False
 
-    def _in_open_call(self, call: EagerCall) -> bool:
-        body, closed, after = self._buffer.partition(CLOSE)
-        sure = len(body) if closed else len(body) - overlap(body, CLOSE)
+    def _in_open_call(self, call: PartialToolCall) -> bool:
+        body, closed, after = self._buffer.partition(CALL_CLOSE)
+        sure = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
         self._out += call.feed(body[:sure])
         self._buffer = after if closed else body[sure:]
         if closed:
             self._close_call(call)
         return bool(closed)
 
-    def _close_call(self, call: EagerCall) -> None:
+    def _close_call(self, call: PartialToolCall) -> None:
         self._out += call.finish()
         self._open = None
 
@@ -218,7 +218,7 @@ class Scanner:
     def _reason(self, text: str) -> None:
         if text:
             self.reasoning.append(text)
-            self._out.append(Delta(reasoning=text))
+            self._out.append(ReplyDelta(reasoning=text))
 
     def _say(self, text: str) -> None:
         if self._trim_next:
@@ -234,10 +234,10 @@ class Scanner:
     def _emit_text(self, text: str) -> None:
         if text:
             self.content.append(text)
-            self._out.append(Delta(text=text))
+            self._out.append(ReplyDelta(text=text))
 
 
-class PlainText:
+class PlainTextScanner:
     """In the place of a scanner, where a reply is nothing but text."""
 
     def __init__(self) -> None:
@@ -245,26 +245,28 @@ class PlainText:
         self.reasoning: list[str] = []
         self.tool_calls: list[ToolCall] = []
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[ReplyDelta]:
         self.content.append(text)
-        return [Delta(text=text)] if text else []
+        return [ReplyDelta(text=text)] if text else []
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         return []
 
 
 class TextStreamParser(StreamParser):
     """The three stages in a row."""
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], scanner: Scanner | PlainText) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str], scanner: ReplyScanner | PlainTextScanner
+    ) -> None:
         self._detokenizer = detokenizer
-        self._cutter = StopCutter(stop)
+        self._cutter = StopStringFilter(stop)
         self._scanner = scanner
 
-    def feed(self, ids: Sequence[int]) -> list[Delta]:
+    def feed(self, ids: Sequence[int]) -> list[ReplyDelta]:
         return self._scanner.feed(self._cutter.feed(self._detokenizer.feed(ids)))
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ReplyDelta]:
         last = self._cutter.feed(self._detokenizer.finish()) + self._cutter.finish()
         return self._scanner.feed(last) + self._scanner.finish()
 

@@ -24,14 +24,14 @@ from typing import Any, cast
 
 from instar.types import Json, Message, Tool, ToolCall, new_id
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
-HOW_TO_CALL = f'To call a tool, write {OPEN}{{"name": ..., "arguments": {{...}}}}{CLOSE}'
+CALL_OPEN = "<tool_call>"
+CALL_CLOSE = "</tool_call>"
+HOW_TO_CALL = f'To call a tool, write {CALL_OPEN}{{"name": ..., "arguments": {{...}}}}{CALL_CLOSE}'
 
 _decoder = json.JSONDecoder()
 
 
-def tool_block(tools: Iterable[Tool]) -> str:
+def format_tool_list(tools: Iterable[Tool]) -> str:
     """What is put behind the system message."""
     return "\n".join(["Tools:", *map(_tool_line, tools), HOW_TO_CALL])
 
@@ -65,16 +65,15 @@ def _list(value: Any) -> list[Any]:
 def format_call(call: ToolCall) -> str:
     """A call as the model would have written it. Arguments that are no JSON object are quoted."""
     arguments = call["arguments"] if _is_object(call["arguments"]) else json.dumps(call["arguments"])
-    return (
-        f'{OPEN}{{"name": {json.dumps(call["name"], ensure_ascii=False)}, "arguments": {arguments}}}{CLOSE}'
-    )
+    name = json.dumps(call["name"], ensure_ascii=False)
+    return f'{CALL_OPEN}{{"name": {name}, "arguments": {arguments}}}{CALL_CLOSE}'
 
 
 def parse_call(body: str) -> ToolCall | None:
     """The text between the tags → a call, its arguments as written; None when it is not a valid call."""
     try:
         members = _raw_members(body.strip())
-        name = call_name(members["name"])
+        name = parse_call_name(members["name"])
         arguments = members.get("arguments", "{}")
     except (ValueError, KeyError, RecursionError):
         return None
@@ -83,7 +82,7 @@ def parse_call(body: str) -> ToolCall | None:
     return ToolCall(id=new_id("call"), name=name, arguments=arguments)
 
 
-def call_name(text: str) -> str | None:
+def parse_call_name(text: str) -> str | None:
     """The JSON text of a tool's name → the name; None when it is empty or could not be sent to anyone."""
     try:
         name: Any = json.loads(text)
@@ -93,14 +92,14 @@ def call_name(text: str) -> str | None:
         return None
 
 
-def to_generic(
+def to_generic_messages(
     messages: Sequence[Message], tools: Sequence[Tool], *, tool_role: bool, block: bool = True
 ) -> list[Message]:
     """Messages with tools → messages of plain text. Without ``block``, the tools are not listed."""
     plain = [_to_plain(message, tool_role) for message in messages]
     if not tools or not block:
         return plain
-    listed = tool_block(tools)
+    listed = format_tool_list(tools)
     if plain and plain[0]["role"] == "system":
         own = plain[0]["content"]
         return [Message(role="system", content=f"{own}\n{listed}" if own else listed), *plain[1:]]
@@ -144,10 +143,10 @@ def _raw_members(text: str) -> dict[str, str]:
     return members
 
 
-def _skip(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\n\r":
-        at += 1
-    return at
+def _skip(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\n\r":
+        position += 1
+    return position
 
 
 def _expect(text: str, at: int, char: str) -> int:

@@ -23,11 +23,11 @@ class Reference(ABC):
     async def close(self) -> None: ...
 
 
-class OneByOne(Reference):
+class PerSequenceReference(Reference):
     """A reference elsewhere, that is asked about one sequence at a time, several times at once."""
 
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
+    def __init__(self, max_in_flight: int) -> None:
+        self._at_once = max_in_flight
 
     @abstractmethod
     async def score(self, token_ids: Ids) -> Floats:

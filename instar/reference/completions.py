@@ -1,6 +1,6 @@
 """A teacher behind an OpenAI-compatible ``/v1/completions`` that takes token ids and tells their logprobs.
 
-Servers tell them in one way or another (`instar.reference.answers`): the first that works is kept to.
+Servers tell them in one way or another (`instar.reference.prompt_logprobs`): the first that works is kept to.
 """
 
 from __future__ import annotations
@@ -18,34 +18,39 @@ import numpy as np
 from instar.config import CompletionsReferenceConfig, ModelConfig
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
-from instar.reference.answers import FORMS, Answer, Form, Unanswered
-from instar.reference.base import OneByOne
+from instar.reference.base import PerSequenceReference
+from instar.reference.prompt_logprobs import (
+    FORMATS,
+    PromptLogprobsFormat,
+    PromptLogprobsUnsupported,
+    ScoredPrompt,
+)
 from instar.types import Floats, Ids
 
-PAUSE = 0.25
-LONGEST_PAUSE = 8.0
-PROBE = "The answer to 615 plus 278 is 893."
+FIRST_PAUSE = 0.25
+MAX_PAUSE = 8.0
+PROBE_TEXT = "The answer to 615 plus 278 is 893."
 
 
-class CompletionsReference(OneByOne):
+class CompletionsReference(PerSequenceReference):
     def __init__(self, section: CompletionsReferenceConfig, model: ModelConfig, key: str | None) -> None:
         super().__init__(section.max_in_flight)
         self._section = section
         self._model = model
         self._key = key
         self._url = f"{section.base_url.rstrip('/')}/completions"
-        self._form: Form | None = None
+        self._form: PromptLogprobsFormat | None = None
         self._client: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Find out how it tells logprobs, and whether it reads ids as the model does."""
         tokenizer: Any = await asyncio.to_thread(lambda: load_tokenizer(resolve_model(self._model.name)))
-        ids = np.asarray(tokenizer.encode(PROBE, add_special_tokens=False), np.int32)
+        ids = np.asarray(tokenizer.encode(PROBE_TEXT, add_special_tokens=False), np.int32)
         refused: list[str] = []
-        for form in FORMS:
+        for form in FORMATS:
             try:
                 answer = await self._ask(form, ids)
-            except Unanswered as error:
+            except PromptLogprobsUnsupported as error:
                 refused.append(f"{form.name}: {error}")
                 continue
             self._compare(answer, ids, tokenizer)
@@ -56,7 +61,7 @@ class CompletionsReference(OneByOne):
             f"({'; '.join(refused)})"
         )
 
-    def _compare(self, answer: Answer, ids: Ids, tokenizer: Any) -> None:
+    def _compare(self, answer: ScoredPrompt, ids: Ids, tokenizer: Any) -> None:
         """Texts are compared without the blanks around them, which servers treat differently."""
         for token, text in zip(ids.tolist(), answer.texts, strict=True):
             here: str = tokenizer.decode([token])
@@ -72,7 +77,7 @@ class CompletionsReference(OneByOne):
         assert self._form is not None
         try:
             return (await self._ask(self._form, token_ids)).logprobs
-        except Unanswered as error:
+        except PromptLogprobsUnsupported as error:
             raise EngineError(f"the teacher at {self._url} does not score a sample: {error}") from error
 
     async def close(self) -> None:
@@ -81,19 +86,19 @@ class CompletionsReference(OneByOne):
 
     # --- one request -------------------------------------------------------------------------------
 
-    async def _ask(self, form: Form, ids: Ids) -> Answer:
-        """Raises Unanswered where the server refuses this form, or answers without the logprobs."""
+    async def _ask(self, form: PromptLogprobsFormat, ids: Ids) -> ScoredPrompt:
+        """Raise PromptLogprobsUnsupported if the server rejects this format or omits the logprobs."""
         body = {"model": self._section.model, "prompt": ids.tolist(), "temperature": 0}
         return form.read(await self._post(msgspec.json.encode(body | form.asks)), ids)
 
     async def _post(self, body: bytes) -> Any:
         """Tries again, ever more slowly, until the deadline."""
         deadline = time.monotonic() + self._section.timeout
-        pause = PAUSE
+        pause = FIRST_PAUSE
         while True:
             try:
                 wait = await self._attempt(body, deadline - time.monotonic())
-                if not isinstance(wait, _Later):
+                if not isinstance(wait, RetryLater):
                     return wait
                 reason, pause = wait.reason, max(pause, wait.seconds)
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -105,7 +110,7 @@ class CompletionsReference(OneByOne):
                     f"{self._hidden(reason)}"
                 )
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
 
     async def _attempt(self, body: bytes, seconds: float) -> Any:
         async with self._session().post(
@@ -114,9 +119,9 @@ class CompletionsReference(OneByOne):
             content = await response.read()
         told = self._hidden(content[:300].decode(errors="replace"))
         if response.status == 429 or response.status >= 500:
-            return _Later(f"{response.status}: {told}", _retry_after(response))
+            return RetryLater(f"{response.status}: {told}", _retry_after(response))
         if response.status in (400, 422):
-            raise Unanswered(f"{response.status}: {told}")
+            raise PromptLogprobsUnsupported(f"{response.status}: {told}")
         if response.status != 200:
             raise EngineError(f"the teacher at {self._url} answered {response.status}: {told}")
         try:
@@ -137,7 +142,7 @@ class CompletionsReference(OneByOne):
         return text.replace(self._key, "...") if self._key else text
 
 
-class _Later:
+class RetryLater:
     """Come again, at the earliest after so many seconds."""
 
     def __init__(self, reason: str, seconds: float) -> None:

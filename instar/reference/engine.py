@@ -7,22 +7,24 @@ import time
 
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable
-from instar.reference.base import OneByOne
+from instar.reference.base import PerSequenceReference
 from instar.types import Floats, Ids
 
-AT_ONCE = 16
-PATIENCE = 300.0
+MAX_IN_FLIGHT = 16
+UNAVAILABLE_TIMEOUT = 300.0
 """Seconds to wait for an engine that cannot be reached: it is started again, and loads its model."""
 
 
-class EngineReference(OneByOne):
-    def __init__(self, engine: Engine, *, at_once: int = AT_ONCE, patience: float = PATIENCE) -> None:
-        super().__init__(at_once)
+class EngineReference(PerSequenceReference):
+    def __init__(
+        self, engine: Engine, *, max_in_flight: int = MAX_IN_FLIGHT, timeout: float = UNAVAILABLE_TIMEOUT
+    ) -> None:
+        super().__init__(max_in_flight)
         self._engine = engine
-        self._patience = patience
+        self._timeout = timeout
 
     async def score(self, token_ids: Ids) -> Floats:
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         pause = 0.1
         while True:
             try:

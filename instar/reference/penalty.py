@@ -17,11 +17,11 @@ from instar.errors import InstarError
 from instar.reference.base import Reference
 from instar.types import Floats, Json, Sample
 
-AUX = "reference"
+AUX_KEY = "reference"
 """Under this name a sample keeps the reference's logprobs."""
 
 
-class Penalty:
+class ReferencePenalty:
     def __init__(self, reference: Reference, weight: float) -> None:
         self._reference = reference
         self._weight = weight
@@ -40,7 +40,7 @@ class Penalty:
             replace(
                 sample,
                 advantages=sample.advantages + self._penalty(sample, logprobs, scale),
-                aux={**sample.aux, AUX: logprobs},
+                aux={**sample.aux, AUX_KEY: logprobs},
             )
             for sample, logprobs, scale in zip(samples, told, scales, strict=True)
         ]

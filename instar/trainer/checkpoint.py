@@ -49,12 +49,12 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
 
 
 async def load_checkpoint(path: Path, backend: Backend) -> TrainerState:
-    state = read_state(path)
+    state = read_trainer_state(path)
     await backend.load_state(path / "backend")
     return state
 
 
-def read_state(path: Path) -> TrainerState:
+def read_trainer_state(path: Path) -> TrainerState:
     try:
         return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
     except FileNotFoundError as error:
@@ -64,14 +64,14 @@ def read_state(path: Path) -> TrainerState:
         ) from error
 
 
-def discard_later(run_dir: Path, step: int) -> None:
+def discard_checkpoints_after(run_dir: Path, step: int) -> None:
     """Remove checkpoints of later steps: the store does not name them, so they never counted."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path > checkpoint_path(run_dir, step):
             shutil.rmtree(path)
 
 
-def outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> list[Path]:
+def find_outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> list[Path]:
     """All but the newest ``keep`` entries of a folder of numbered ones."""
     if not folder.is_dir():
         return []
@@ -79,11 +79,11 @@ def outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> l
     return [old for old in entries[:-keep] if old not in never]
 
 
-def prune(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
+def prune_folder(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
     """Remove what is outdated, and leftovers."""
     for leftover in folder.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for old in outdated(folder, keep, never):
+    for old in find_outdated(folder, keep, never):
         shutil.rmtree(old, ignore_errors=True)
 
 

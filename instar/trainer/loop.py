@@ -16,47 +16,47 @@ from pathlib import Path
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, RunConfig
-from instar.data.batcher import Batch, Batcher
-from instar.data.lessons import Lessons, lesson_loss, next_lessons
-from instar.data.off_policy import importance
-from instar.data.report import ages
+from instar.data.batcher import Batcher, StepBatch
+from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
+from instar.data.off_policy import compute_importance
+from instar.data.report import report_session_ages
 from instar.errors import BackendError, BackendLost
-from instar.reference.penalty import Penalty
+from instar.reference.penalty import ReferencePenalty
 from instar.store.base import Store
 from instar.sync.base import Sync
 from instar.trainer.checkpoint import (
     TrainerState,
     checkpoint_path,
-    discard_later,
+    discard_checkpoints_after,
+    find_outdated,
     load_checkpoint,
-    outdated,
-    prune,
+    prune_folder,
     save_checkpoint,
 )
-from instar.trainer.correction import correct
 from instar.trainer.monitor import Monitor, read_steps
-from instar.trainer.pushing import Engines, Pusher
-from instar.trainer.update import divided, update
+from instar.trainer.off_policy import apply_off_policy
+from instar.trainer.publishing import ListEngines, PolicyPublisher
+from instar.trainer.update import apply_update, scale_loss
 from instar.types import Artifact, Json, Policy, StepState
 
 EPOCH = 0
 """Groups and lessons are gone through once."""
-MOST_LOSSES = 5
+MAX_LOST_SESSIONS = 5
 """Times in a row, no step between, that a lost session is begun again."""
 RENEW_AFTER = 2 / 3
 """Of the time that a published sampler is kept, after which it is exported again."""
 
 
 @dataclass
-class Clock:
+class TrainingTimer:
     """Time spent training, counted on across restarts."""
 
-    before: float = 0.0
-    started: float = field(default_factory=time.monotonic)
+    previous_seconds: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        return self.before + time.monotonic() - self.started
+        return self.previous_seconds + time.monotonic() - self.started_at
 
 
 class Trainer:
@@ -70,9 +70,9 @@ class Trainer:
         backend: Backend,
         batcher: Batcher,
         sync: Sync,
-        engines: Engines,
+        engines: ListEngines,
         monitor: Monitor,
-        penalty: Penalty | None = None,
+        penalty: ReferencePenalty | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.config = config
@@ -82,7 +82,7 @@ class Trainer:
         self.backend = backend
         self.batcher = batcher
         self.sync = sync
-        self.pusher = Pusher(sync, engines, log)
+        self.publisher = PolicyPublisher(sync, engines, log)
         self.monitor = monitor
         self.penalty = penalty
         self.log = log
@@ -92,13 +92,13 @@ class Trainer:
         self.saved_step = 0
         self.saved_version = 0
         """The version of the last saved step: what a recovery falls back to."""
-        self.losses = 0
+        self.lost_sessions = 0
         """How often in a row the backend has lost its session."""
-        self.renew_at: float | None = None
+        self.renewal_time: float | None = None
         """When the head's artifact has to be made anew; None: it does not expire."""
-        self.clock = Clock()
-        self.stopping = asyncio.Event()
-        self.rollout_finished = False
+        self.timer = TrainingTimer()
+        self.stop_event = asyncio.Event()
+        self.is_rollout_finished = False
         """Whether no more groups are coming."""
 
     # --- the run ---------------------------------------------------------------------------------
@@ -108,92 +108,96 @@ class Trainer:
         while True:
             try:
                 await self.recover()
-                self.clock.started = time.monotonic()
+                self.timer.started_at = time.monotonic()
                 await self._train()
             except BackendLost as error:
-                self._begin_again(error)
+                self._restart_after_loss(error)
             else:
                 self.doing = "finished"
                 return
 
     async def _train(self) -> None:
-        while not self._done():
-            if not await self._next():
+        while not self._is_done():
+            if not await self._run_step():
                 break
         if self.step > self.saved_step:
             await self._save_and_commit(self.step)
 
-    def _begin_again(self, error: BackendLost) -> None:
-        self.losses += 1
-        if self.losses > MOST_LOSSES:
+    def _restart_after_loss(self, error: BackendLost) -> None:
+        self.lost_sessions += 1
+        if self.lost_sessions > MAX_LOST_SESSIONS:
             raise error
         self.log(f"the training session was lost, going back to the last saved state: {error}")
-        self.batcher.begin_again()
+        self.batcher.reset()
         self.step = self.saved_step = self.saved_version = 0
 
-    async def _next(self) -> bool:
+    async def _run_step(self) -> bool:
         """Wait for a batch and train on it. False: the data has run out."""
-        await self._renew()
+        await self._renew_head()
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.head(self.policy_id)
         waited = time.monotonic()
-        was_finished = self.rollout_finished
+        was_finished = self.is_rollout_finished
         waiting = self.batcher.next_batch(
             step=self.step + 1,
             epoch=EPOCH,
             version=head.version,
-            steps=await self.store.steps_of_versions(self.policy_id),
-            stop=self.stopping,
-            finished=lambda: self.rollout_finished,
-            wait=self._patience(),
+            step_by_version=await self.store.steps_of_versions(self.policy_id),
+            stop=self.stop_event,
+            is_finished=lambda: self.is_rollout_finished,
+            timeout=self._batch_timeout(),
         )
-        batch = await self.pusher.while_waiting(head, waiting)
+        batch = await self.publisher.sync_while_waiting(head, waiting)
         if batch is None:
             return not was_finished  # if it has finished since, its last groups may be there by now
         await self.train_step(batch, waited=time.monotonic() - waited)
-        self.losses = 0
+        self.lost_sessions = 0
         return True
 
     def stop(self) -> None:
         """Finish the step under way, checkpoint, and return from `run`."""
-        self.stopping.set()
+        self.stop_event.set()
 
-    def _patience(self) -> float | None:
+    def _batch_timeout(self) -> float | None:
         """How long to wait for data: no longer than the run's time, or the published sampler's, allows."""
         limit = self.config.trainer.seconds
-        left = [] if limit is None else [limit - self.clock.seconds]
-        if self.renew_at is not None:
-            left.append(self.renew_at - time.time())
+        left = [] if limit is None else [limit - self.timer.seconds]
+        if self.renewal_time is not None:
+            left.append(self.renewal_time - time.time())
         return max(0.0, min(left)) if left else None
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         limit = self.config.trainer.seconds
         return (
-            self.stopping.is_set()
+            self.stop_event.is_set()
             or self.step >= self.config.trainer.steps
-            or (limit is not None and self.clock.seconds >= limit)
+            or (limit is not None and self.timer.seconds >= limit)
         )
 
     # --- one step --------------------------------------------------------------------------------
 
-    async def train_step(self, batch: Batch, *, waited: float = 0.0) -> None:
+    async def train_step(self, batch: StepBatch, *, waited: float = 0.0) -> None:
         step = self.step + 1
         began = time.monotonic()
-        lessons = await next_lessons(self.store, self.run_id, self.config.trainer, step, EPOCH)
+        lessons = await load_corrections(self.store, self.run_id, self.config.trainer, step, EPOCH)
         await self.store.drop(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *lessons.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
-        metrics: Json = {**batch.report, **ages(batch.began, time.time()), "wait_seconds": waited}
+        metrics: Json = {
+            **batch.report,
+            **report_session_ages(batch.session_starts, time.time()),
+            "wait_seconds": waited,
+        }
         if batch.samples or lessons.samples:
-            metrics |= await self._learn(batch, lessons, step)
+            metrics |= await self._update_weights(batch, lessons, step)
         else:
             self.log(f"step {step}: no group had any signal, so there was nothing to learn from")
         self.step = step
         metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - began
-        metrics["elapsed"] = self.clock.seconds
+        metrics["elapsed"] = self.timer.seconds
         # With the step's row, so that a crash before `record` does not lose them.
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
-        if step % self.config.trainer.checkpoint_every == 0 or self._done():
+        if step % self.config.trainer.checkpoint_every == 0 or self._is_done():
             version = await self._save_and_commit(step)
         else:
             version = await self._publish(step)
@@ -201,34 +205,36 @@ class Trainer:
         metrics |= {
             "version": version,
             "step_seconds": time.monotonic() - began,
-            "elapsed": self.clock.seconds,
-            **self.pusher.report,
+            "elapsed": self.timer.seconds,
+            **self.publisher.report,
         }
         self.monitor.record("train", step, metrics)
 
-    async def _learn(self, batch: Batch, lessons: Lessons, step: int) -> Json:
+    async def _update_weights(self, batch: StepBatch, lessons: CorrectionBatch, step: int) -> Json:
         """Move the weights; returns what there is to report of it."""
         self.doing = f"step {step}: {len(batch.samples)} samples"
         metrics: Json = {}
         if batch.samples:
-            batch, metrics = await self._weighed(batch, step)
+            batch, metrics = await self._reweight(batch, step)
         if not batch.samples and not lessons.samples:
             return metrics
         plan = self.config.trainer
-        loss = divided(plan.loss, batch.divisor)
-        made = await update(self.backend, batch.samples, loss, lessons.samples, self._adam(step))
-        if made.done is not None:
+        loss = scale_loss(plan.loss, batch.divisor)
+        result = await apply_update(
+            self.backend, batch.samples, loss, lessons.samples, self._scheduled_adam(step)
+        )
+        if result.samples is not None:
             if plan.off_policy.proximal == "behavior":
-                metrics |= importance(batch.samples, made.done.logprobs)
-            metrics |= {**made.done.metrics, "loss": made.done.loss}
-        if made.taught is not None:
-            loss = lesson_loss(lessons.samples, made.taught.logprobs)
+                metrics |= compute_importance(batch.samples, result.samples.logprobs)
+            metrics |= {**result.samples.metrics, "loss": result.samples.loss}
+        if result.corrections is not None:
+            loss = compute_correction_loss(lessons.samples, result.corrections.logprobs)
             metrics |= {"lessons": len(lessons.samples), "lesson_loss": loss}
-        return {**metrics, **made.moved.metrics, "grad_norm": made.moved.grad_norm}
+        return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
-    async def _weighed(self, batch: Batch, step: int) -> tuple[Batch, Json]:
+    async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
         """With all that belongs into the advantages, and what there is to report of that."""
-        batch, metrics = await correct(batch, self.backend, self.config.trainer.off_policy)
+        batch, metrics = await apply_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             self.log(f"step {step}: every token is beyond trainer.off_policy.drop_above, so none was learned")
         elif self.penalty is not None:
@@ -237,30 +243,30 @@ class Trainer:
             metrics |= told
         return batch, metrics
 
-    def _adam(self, step: int) -> AdamConfig:
+    def _scheduled_adam(self, step: int) -> AdamConfig:
         """The optimizer's settings for this step: warm-up and schedule are in its learning rate."""
         plan = self.config.trainer
         share = min(1.0, step / (plan.warmup_steps + 1))
         if plan.schedule == "linear":
             used = (step - 1) / plan.steps
             if plan.seconds is not None:
-                used = max(used, self.clock.seconds / plan.seconds)
+                used = max(used, self.timer.seconds / plan.seconds)
             share *= max(0.05, 1.0 - used)
         return plan.adam.model_copy(update={"lr": plan.adam.lr * share})
 
     async def _save_and_commit(self, step: int) -> int:
         self.doing = f"step {step}: saving"
-        state = TrainerState(step=step, seconds=self.clock.seconds, baseline=self.batcher.baseline_state())
+        state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.baseline_state())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This one row makes the checkpoint count, for the steps before it too.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
         if self.sync.live:
-            await self._keep(version)
+            await self._publish_files(version)
         return version
 
-    async def _keep(self, version: int) -> None:
+    async def _publish_files(self, version: int) -> None:
         """Files of a version that the engines were given without: for engines that start while the trainer is
         busy or away, and for what comes after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
@@ -278,12 +284,12 @@ class Trainer:
         self.saved_version = version
         folder = self.config.run_dir / "checkpoints"
         keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
-        for old in outdated(folder, self.config.trainer.keep_checkpoints, keep):
-            await self._discard(old)
-        prune(folder, self.config.trainer.keep_checkpoints, keep)
+        for old in find_outdated(folder, self.config.trainer.keep_checkpoints, keep):
+            await self._discard_checkpoint(old)
+        prune_folder(folder, self.config.trainer.keep_checkpoints, keep)
         return version
 
-    async def _discard(self, checkpoint: Path) -> None:
+    async def _discard_checkpoint(self, checkpoint: Path) -> None:
         try:
             await self.backend.discard_state(checkpoint / "backend")
         except BackendError as error:
@@ -293,13 +299,13 @@ class Trainer:
         self.doing = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         folder = self._policy_path(version)
-        await self._make_head(version)
+        await self._publish_head(version)
         # A recovery makes the last saved version the head again, so its weights stay.
         keep = frozenset({self._policy_path(self.saved_version)})
-        prune(folder.parent, self.config.trainer.keep_checkpoints, keep)
+        prune_folder(folder.parent, self.config.trainer.keep_checkpoints, keep)
         return version
 
-    async def _make_head(self, version: int) -> None:
+    async def _publish_head(self, version: int) -> None:
         """The current weights, under this version."""
         if self.sync.live:
             artifact = Artifact("live")
@@ -307,21 +313,21 @@ class Trainer:
             artifact = await self.backend.publish(self._policy_path(version))
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
-        self._note_expiry(policy)
-        await self.pusher.push(policy)
+        self._schedule_renewal(policy)
+        await self.publisher.push(policy)
 
-    def _note_expiry(self, head: Policy) -> None:
+    def _schedule_renewal(self, head: Policy) -> None:
         expires, now = head.artifact.expires_at, time.time()
-        self.renew_at = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
+        self.renewal_time = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
 
-    async def _renew(self) -> bool:
+    async def _renew_head(self) -> bool:
         """Make the head's artifact anew when it is about to expire. The weights are still those it was made
         of: every step ends with a version."""
-        if self.renew_at is None or time.time() < self.renew_at:
+        if self.renewal_time is None or time.time() < self.renewal_time:
             return False
         head = await self.store.head(self.policy_id)
         self.log(f"exporting version {head.version} again: its sampler expires")
-        await self._make_head(head.version)
+        await self._publish_head(head.version)
         return True
 
     def _policy_path(self, version: int) -> Path:
@@ -339,30 +345,30 @@ class Trainer:
         if saved:
             state = await load_checkpoint(checkpoint_path(self.config.run_dir, saved[-1].step), self.backend)
             self.step = self.saved_step = state.step
-            self.clock = Clock(before=state.seconds)
+            self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.load_baseline(state.baseline)
             self.log(f"resuming after step {state.step}")
         else:
             await self.backend.start()
-        discard_later(self.config.run_dir, self.saved_step)
-        await self._tombstone_abandoned()
+        discard_checkpoints_after(self.config.run_dir, self.saved_step)
+        await self._tombstone_abandoned_versions()
         released = await self.store.release_steps(self.run_id, after=self.saved_step)
         if released:
             self.log(f"released the claims of {len(released)} unsaved step(s): {released}")
         if saved:
-            await self._note_published()
+            await self._restore_published_version()
             await self._commit()
-            await self._record_missing()
+            await self._record_missing_metrics()
         head = await self.store.head(self.policy_id)
         if head.artifact.kind == "live":
-            await self._keep(head.version)
+            await self._publish_files(head.version)
             head = await self.store.head(self.policy_id)
-        self._note_expiry(head)
-        if not await self._renew():
+        self._schedule_renewal(head)
+        if not await self._renew_head():
             # The base model too: an engine may hold a version that has just been given up.
-            await self.pusher.push(head)
+            await self.publisher.push(head)
 
-    async def _tombstone_abandoned(self) -> None:
+    async def _tombstone_abandoned_versions(self) -> None:
         """Before their steps are released, so that a crash in between finds them again."""
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
@@ -370,14 +376,14 @@ class Trainer:
             if step > self.saved_step:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
-    async def _note_published(self) -> None:
+    async def _restore_published_version(self) -> None:
         """A saved step whose version was published before its row could say so."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published(self.policy_id):
             if step == self.saved_step and rows[step].version is None:
                 await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)
 
-    async def _record_missing(self) -> None:
+    async def _record_missing_metrics(self) -> None:
         """Metrics of steps that were saved before they could be recorded."""
         there = {record["step"] for record in read_steps(self.config.run_dir)}
         for row in await self.store.steps(self.run_id):

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackward, OptimStep
+from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
 from instar.config import AdamConfig, LossConfig
 from instar.types import Sample
 
-LESSON_LOSS = LossConfig(name="cross_entropy")
+CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    done: ForwardBackward | None
+class UpdateResult:
+    samples: ForwardBackwardResult | None
     """What the samples came to; None where there were none. So of the lessons."""
-    taught: ForwardBackward | None
-    moved: OptimStep
+    corrections: ForwardBackwardResult | None
+    optimizer: OptimStepResult
 
 
-def divided(loss: LossConfig, divisor: float) -> LossConfig:
+def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
     """The loss over advantages that are divided already: what else it sums up is divided alike."""
     if loss.name != "dro":
         return loss
@@ -30,26 +30,26 @@ def divided(loss: LossConfig, divisor: float) -> LossConfig:
     return loss.model_copy(update={"beta": beta / divisor})
 
 
-async def update(
+async def apply_update(
     backend: Backend, samples: Sequence[Sample], loss: LossConfig, lessons: Sequence[Sample], adam: AdamConfig
-) -> Update:
+) -> UpdateResult:
     """Issue every call before awaiting the first: a remote backend pipelines them."""
-    forward = await _issued(backend, samples, loss)
-    lesson = await _issued(backend, lessons, LESSON_LOSS)
+    forward = await _submit(backend, samples, loss)
+    lesson = await _submit(backend, lessons, CORRECTION_LOSS)
     optim = asyncio.ensure_future(backend.optim_step(adam))
     try:
         done = await forward if forward else None
         taught = await lesson if lesson else None
-        return Update(done, taught, await optim)
+        return UpdateResult(done, taught, await optim)
     except BaseException:
         under_way: list[asyncio.Future[Any] | None] = [forward, lesson, optim]
         await asyncio.gather(*filter(None, under_way), return_exceptions=True)
         raise
 
 
-async def _issued(
+async def _submit(
     backend: Backend, samples: Sequence[Sample], loss: LossConfig
-) -> asyncio.Future[ForwardBackward] | None:
+) -> asyncio.Future[ForwardBackwardResult] | None:
     if not samples:
         return None
     call = asyncio.ensure_future(backend.forward_backward(samples, loss))

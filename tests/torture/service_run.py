@@ -23,7 +23,7 @@ from instar.protocol.weaver.checkpoints import OURS
 from instar.store.sqlite import SqliteStore
 from tests.torture.nursery import Life, Nursery
 from tests.torture.tortured import Trained
-from tests.unit.data.build import RUN, add_group, begin
+from tests.unit.data.builders import RUN, add_group, begin
 
 STEPS = 6
 DEADLINE = 60.0

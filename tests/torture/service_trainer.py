@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerFast  # noqa: F401 - here, and not once more in every life
 
-from instar.backends.factory import create_backend, settle
+from instar.backends.factory import apply_capabilities, create_backend
 from instar.config import RunConfig, ScriptedEngineConfig
 from instar.data.batcher import Batcher
 from instar.engines.base import Engine
@@ -24,7 +24,7 @@ from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from tests.torture.killer import Switch, arm
 from tests.torture.service_points import points
-from tests.unit.data.build import RUN
+from tests.unit.data.builders import RUN
 
 
 async def train(config: RunConfig) -> None:
@@ -32,7 +32,7 @@ async def train(config: RunConfig) -> None:
     assert isinstance(config.engine, ScriptedEngineConfig)
     store = SqliteStore(config.store_path)
     backend = create_backend(config)
-    config, _ = settle(config, backend.capabilities)
+    config, _ = apply_capabilities(config, backend.capabilities)
     engine = ScriptedEngine(config.model, config.engine)
     monitor = Monitor(config.run_dir, tensorboard=False)
 
@@ -50,7 +50,7 @@ async def train(config: RunConfig) -> None:
         engines=engines,
         monitor=monitor,
     )
-    trainer.rollout_finished = True
+    trainer.is_rollout_finished = True
     try:
         await trainer.run()
     finally:

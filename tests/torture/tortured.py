@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from instar.backends.local.state import adapter_hash
+from instar.backends.local.state import hash_adapter
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.torture.play"
@@ -109,8 +109,8 @@ class Trained:
                     "AND step IS NOT NULL ORDER BY step, sample_key"
                 )
             ),
-            adapter=adapter_hash(self.adapter_at(artifact)),
-            optimizer=adapter_hash(self.state_at(Path(state) / "backend")),
+            adapter=hash_adapter(self.adapter_at(artifact)),
+            optimizer=hash_adapter(self.state_at(Path(state) / "backend")),
         )
 
     def adapter_at(self, artifact: str) -> Path:

@@ -115,11 +115,11 @@ def test_the_run_on_the_newcomers_page_is_valid() -> None:
 
 
 def test_the_tool_format_is_documented_as_it_is() -> None:
-    from instar.record.tools import format_call, tool_block
+    from instar.record.tools import format_call, format_tool_list
     from instar.types import Tool, ToolCall
 
     schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-    listed = tool_block([Tool(name="calc", description="Evaluate arithmetic.", parameters=schema)])
+    listed = format_tool_list([Tool(name="calc", description="Evaluate arithmetic.", parameters=schema)])
     called = format_call(ToolCall(id="", name="calc", arguments='{"expression": "24 * 310"}'))
     page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     assert f"```\n{listed}\n```" in page

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from instar.backends.local import kernels
-from instar.backends.local.pack import Node, Pack
+from instar.backends.local.pack import PackedRow, PackNode
 from instar.errors import BackendError
 
 NAME = "instar_tree"
@@ -53,7 +53,7 @@ class CrossBlock:
 
 
 @dataclass(slots=True)
-class TreePlan:
+class TreeAttentionPlan:
     """What one packed row's attention consists of."""
 
     own: list[OwnBlocks]
@@ -62,7 +62,7 @@ class TreePlan:
     """Attention layers that used the plan; lets a model whose attention goes elsewhere be noticed."""
 
 
-def make_plan(pack: Pack, device: str) -> TreePlan:
+def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
     inline = _inline_ancestors(pack.nodes)
     copied = {ancestor for ancestors in inline for ancestor in ancestors}
     cross = [
@@ -76,10 +76,10 @@ def make_plan(pack: Pack, device: str) -> TreePlan:
         _own_blocks([prefixes[i] for i in members], [pack.nodes[i] for i in members], device)
         for members in _buckets(lengths)
     ]
-    return TreePlan(own, cross)
+    return TreeAttentionPlan(own, cross)
 
 
-def _inline_ancestors(nodes: Sequence[Node]) -> list[list[int]]:
+def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
     """Per node, which ancestors are copied in front of it. An ancestor is copied for all its
     descendants or for none."""
     inline: list[list[int]] = []
@@ -106,12 +106,12 @@ def _buckets(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-def _rows(nodes: Sequence[Node]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _rows(nodes: Sequence[PackNode]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.end) for n in nodes)])
 
 
 def _own_blocks(
-    prefixes: Sequence[np.ndarray[Any, np.dtype[np.int64]]], nodes: Sequence[Node], device: str
+    prefixes: Sequence[np.ndarray[Any, np.dtype[np.int64]]], nodes: Sequence[PackNode], device: str
 ) -> OwnBlocks:
     longest = max(len(prefix) + len(node) for prefix, node in zip(prefixes, nodes, strict=True))
     rows = np.empty((len(nodes), longest), np.int64)
@@ -137,7 +137,7 @@ class _TreeAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D] → [T, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: float) -> Tensor:
         out, lse = _forward(q, k, v, plan, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
@@ -149,7 +149,7 @@ class _TreeAttention(torch.autograd.Function):
         return (*_backward(grads[0], q, k, v, out, lse, ctx.plan, ctx.scale), None, None)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for block in plan.own:
@@ -173,7 +173,14 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TreePlan, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: TreeAttentionPlan,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # fp32 sums: the keys of a shared prefix add up the gradients of everything below them.
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
@@ -227,7 +234,7 @@ def tree_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    tree_plan: TreePlan | None = None,
+    tree_plan: TreeAttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each attention layer; q [1, H, T, D], k and v [1, K, T, D]."""

@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep
+from instar.backends.base import Backend, BackendCapabilities, ForwardBackwardResult, OptimStepResult
 from instar.backends.check import check_samples
 from instar.backends.local import losses, state
 from instar.backends.local.memory import keep_freed_pages
 from instar.backends.local.model import TrainedModel, load_frozen, load_model
-from instar.backends.local.pack import Pack, pack, split
-from instar.backends.served import adapts_tied_head, served_weights
+from instar.backends.local.pack import PackedRow, pack, split_micro_batches
+from instar.backends.weight_export import has_adapter_on_tied_head, iterate_served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
 from instar.errors import BackendError, NonFinite
 from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
 
-AT_A_TIME = 128 * 2**20
+CHUNK_BYTES = 128 * 2**20
 """Bytes of weights that are handed out at once."""
-GLOBAL_RNG = threading.Lock()
+RNG_LOCK = threading.Lock()
 """Torch's generator is one for the process: backends beside each other draw and restore in turn."""
 
 
@@ -64,7 +64,7 @@ class LocalBackend(Backend):
     def _start(self, model: ModelConfig, seed: int, weights: PreTrainedModel | None) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
-        with GLOBAL_RNG:
+        with RNG_LOCK:
             # Torch starts from a random one, and what a checkpoint holds has to be the run's own.
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, weights)
@@ -90,13 +90,13 @@ class LocalBackend(Backend):
             artifacts=frozenset({"weights" if self._config.lora is None else "adapter"}),
             full_finetuning=True,
             reference=True,
-            live=not adapts_tied_head(self._model.causal),
+            live=not has_adapter_on_tied_head(self._model.causal),
         )
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        weights = await self._run(lambda: served_weights(self._model.causal, self._model.dtype))
+        weights = await self._run(lambda: iterate_served_weights(self._model.causal, self._model.dtype))
         # Many at a time: going to the thread and back costs more than merging a small layer on a GPU.
-        while part := await self._run(lambda: _some(weights, AT_A_TIME)):
+        while part := await self._run(lambda: _take_chunk(weights, CHUNK_BYTES)):
             for named in part:
                 yield named
 
@@ -106,10 +106,10 @@ class LocalBackend(Backend):
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         return await self._run(lambda: self._reference(samples))
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         return await self._run(lambda: self._forward_backward(samples, loss))
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         return await self._run(lambda: self._optim_step(adam))
 
     async def publish(self, path: Path) -> Artifact:
@@ -140,14 +140,14 @@ class LocalBackend(Backend):
         check_samples(samples, model.vocab_size, model.max_tokens)
         results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
         sequences = [sample.token_ids for sample in samples]
-        for members in split(sequences, self._config.micro_batch_tokens):
+        for members in split_micro_batches(sequences, self._config.micro_batch_tokens):
             packed = pack([sequences[i] for i in members])
             wanted = np.flatnonzero(packed.previous >= 0)
             if len(wanted) == 0:
                 continue
             with torch.no_grad():
                 values = model.logprobs(packed, wanted)
-            _spread(packed, wanted, values, [results[i] for i in members])
+            _scatter(packed, wanted, values, [results[i] for i in members])
         return results
 
     def _reference(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -158,7 +158,7 @@ class LocalBackend(Backend):
             self._frozen = load_frozen(self._base, self._config)
         return self._forward(samples, self._frozen)
 
-    def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)
         results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
         # A sample without trained tokens has no part in the loss, so it is not computed.
@@ -169,14 +169,14 @@ class LocalBackend(Backend):
             parameter.grad = None
         total, distinct, parts = 0.0, 0, list[losses.LossSums]()
         try:
-            for chosen in split(sequences, self._config.micro_batch_tokens):
+            for chosen in split_micro_batches(sequences, self._config.micro_batch_tokens):
                 members = [trained[i] for i in chosen]
                 packed = pack([samples[i].token_ids for i in members])
-                wanted = _trained_places(packed, [samples[i] for i in members])
+                wanted = _trained_positions(packed, [samples[i] for i in members])
                 values = self._model.logprobs(packed, wanted)
                 value, sums = self._micro_loss(packed, wanted, values, [samples[i] for i in members], loss)
                 value.backward()
-                _spread(packed, wanted, values.detach(), [results[i] for i in members])
+                _scatter(packed, wanted, values.detach(), [results[i] for i in members])
                 total += float(value.detach())
                 distinct += len(packed)
                 parts.append(sums)
@@ -190,11 +190,11 @@ class LocalBackend(Backend):
         metrics = losses.metrics(loss, parts)
         metrics["distinct_tokens"] = float(distinct)
         metrics["micro_batches"] = float(len(parts))
-        return ForwardBackward(total, results, metrics)
+        return ForwardBackwardResult(total, results, metrics)
 
     def _micro_loss(
         self,
-        packed: Pack,
+        packed: PackedRow,
         wanted: np.ndarray[tuple[int], np.dtype[np.int64]],
         values: Tensor,
         samples: Sequence[Sample],
@@ -208,7 +208,7 @@ class LocalBackend(Backend):
             flat = [array[sample.mask > 0] for array, sample in zip(arrays, samples, strict=True)]
             return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(values.device)
 
-        tokens = losses.Tokens(
+        tokens = losses.TrainedTokens(
             mask=gather([sample.mask for sample in samples]),
             advantages=gather([sample.advantages for sample in samples]),
             logprobs=gather([sample.logprobs for sample in samples]),
@@ -230,7 +230,7 @@ class LocalBackend(Backend):
             if old is not None:
                 parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
-    def _optim_step(self, adam: AdamConfig) -> OptimStep:
+    def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not gradients:
             raise BackendError("optim_step without a gradient: nothing was trained on since the last step")
@@ -249,30 +249,32 @@ class LocalBackend(Backend):
         self._optimizer.zero_grad(set_to_none=True)
         self._optim_steps += 1
         clipped = 0.0 < adam.grad_clip_norm < grad_norm
-        return OptimStep(grad_norm, {"lr": adam.lr, "grad_clipped": float(clipped)})
+        return OptimStepResult(grad_norm, {"lr": adam.lr, "grad_clipped": float(clipped)})
 
     def _publish(self, path: Path) -> Artifact:
         state.write_folder(path, self._model.write)
         return Artifact("weights" if self._config.lora is None else "adapter", str(path.resolve()))
 
     def _save_state(self, path: Path) -> None:
-        with GLOBAL_RNG:
+        with RNG_LOCK:
             state.save_training(path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps})
 
     def _load_state(self, path: Path, optimizer: bool) -> None:
-        with GLOBAL_RNG:
+        with RNG_LOCK:
             counters = state.load_training(path, self._parameters, self._optimizer, with_optimizer=optimizer)
         self._optim_steps = counters["optim_steps"] if optimizer else 0
 
 
-def _trained_places(packed: Pack, samples: Sequence[Sample]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _trained_positions(
+    packed: PackedRow, samples: Sequence[Sample]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Where the trained tokens stand in the row, each once, ascending."""
     places = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
     return np.unique(np.concatenate(places))
 
 
-def _spread(
-    packed: Pack,
+def _scatter(
+    packed: PackedRow,
     wanted: np.ndarray[tuple[int], np.dtype[np.int64]],
     values: Tensor,
     results: Sequence[Floats],
@@ -284,7 +286,7 @@ def _spread(
         result[:] = row[path]
 
 
-def _some(weights: Iterator[tuple[str, Tensor]], most: int) -> list[tuple[str, Tensor]]:
+def _take_chunk(weights: Iterator[tuple[str, Tensor]], most: int) -> list[tuple[str, Tensor]]:
     """The next ones, of so many bytes or little more; none at the end."""
     found: list[tuple[str, Tensor]] = []
     for named in weights:

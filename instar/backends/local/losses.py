@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from instar.backends.base import DEFAULT_BETA
-from instar.backends.values import clip_bounds
+from instar.backends.loss_values import clip_bounds
 from instar.config import LossConfig
 
 LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
@@ -17,7 +17,7 @@ USES_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TrainedTokens:
     """The trained tokens of a batch, one entry each."""
 
     mask: Tensor
@@ -37,7 +37,7 @@ class LossSums:
     kl: float
 
 
-def token_loss(config: LossConfig, new: Tensor, tokens: Tokens) -> tuple[Tensor, LossSums]:
+def token_loss(config: LossConfig, new: Tensor, tokens: TrainedTokens) -> tuple[Tensor, LossSums]:
     """The loss over ``new``, the logprobs under the current weights (fp32, with gradient)."""
     weight = tokens.mask * tokens.advantages
     if config.name == "cross_entropy":
@@ -62,7 +62,7 @@ def token_loss(config: LossConfig, new: Tensor, tokens: Tokens) -> tuple[Tensor,
     return loss, _sums(new.detach(), ratio.detach(), clipped, tokens)
 
 
-def _sums(new: Tensor, ratio: Tensor, clipped: Tensor, tokens: Tokens) -> LossSums:
+def _sums(new: Tensor, ratio: Tensor, clipped: Tensor, tokens: TrainedTokens) -> LossSums:
     if len(new) == 0:
         return LossSums(0, 0.0, 0.0, 0, 0.0)
     return LossSums(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from instar.backends.local.attention import NAME, TreePlan, make_plan
+from instar.backends.local.attention import NAME, TreeAttentionPlan, make_attention_plan
 from instar.backends.local.head import target_logprobs
 from instar.backends.local.lora import ADAPTER, add_adapter
-from instar.backends.local.pack import Pack, pack
+from instar.backends.local.pack import PackedRow, pack
 from instar.backends.local.state import write_adapter_files, write_weights
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
@@ -50,16 +50,16 @@ class TrainedModel:
     def max_tokens(self) -> int | None:
         return getattr(self.causal.config, "max_position_embeddings", None)
 
-    def logprobs(self, packed: Pack, wanted: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+    def logprobs(self, packed: PackedRow, wanted: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         """fp32 logprob of the packed tokens ``wanted`` given those before them; none may be a first one."""
-        plan = make_plan(packed, self.device)
+        plan = make_attention_plan(packed, self.device)
         with self._precision():
             hidden = self._hidden(packed, plan)
             rows = hidden[self._tensor(packed.previous[wanted])]
             head = cast(nn.Module, self.causal.get_output_embeddings())
             return target_logprobs(head, rows, self._tensor(packed.token_ids[wanted]))
 
-    def _hidden(self, packed: Pack, plan: TreePlan) -> Tensor:
+    def _hidden(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
         output = self.causal.base_model(
             input_ids=self._tensor(packed.token_ids).unsqueeze(0),
             position_ids=self._tensor(packed.positions).unsqueeze(0),
@@ -80,7 +80,7 @@ class TrainedModel:
     def check_attention(self) -> None:
         """Every layer must go through the packed attention, or tokens of one sample would see another's."""
         packed = pack([np.arange(4, dtype=np.int32)])
-        plan = make_plan(packed, self.device)
+        plan = make_attention_plan(packed, self.device)
         with torch.no_grad(), self._precision():
             self._hidden(packed, plan)
         layers = self.causal.config.num_hidden_layers
@@ -137,7 +137,7 @@ def load_base(model: ModelConfig) -> PreTrainedModel:
 
 
 def _read(folder: Path, held: torch.dtype) -> PreTrainedModel:
-    _refuse(cast(PreTrainedConfig, AutoConfig.from_pretrained(folder)))
+    _check_supported(cast(PreTrainedConfig, AutoConfig.from_pretrained(folder)))
     with _no_progress_bar():
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=held, attn_implementation=NAME)
     causal = cast(PreTrainedModel, loaded)
@@ -165,7 +165,7 @@ def _no_progress_bar() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def _refuse(config: PreTrainedConfig) -> None:
+def _check_supported(config: PreTrainedConfig) -> None:
     """Say at start what the packed attention and the chunked head do not compute."""
 
     def no(what: str) -> BackendError:

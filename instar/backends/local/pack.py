@@ -29,7 +29,7 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PackNode:
     """Tokens ``start`` to ``end`` of the row; those of its descendants are ``end`` to ``subtree_end``."""
 
     parent: int | None
@@ -42,12 +42,12 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class PackedRow:
     token_ids: Index
     positions: Index
     previous: Index
     """Where in the row the token before stands; ``NO_TOKEN`` for the first of a sample."""
-    nodes: tuple[Node, ...]
+    nodes: tuple[PackNode, ...]
     """Parents before their children."""
     paths: tuple[Index, ...]
     """Per sample, where in the row each of its tokens stands."""
@@ -56,15 +56,19 @@ class Pack:
         return len(self.token_ids)
 
 
-def split(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
+def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
     """Micro-batches of at most ``budget`` distinct tokens, as indices in lexicographic order, so that
     sequences with a common prefix meet. One that is longer than the budget goes alone."""
     batches: list[list[int]] = []
     used = 0
     previous: int | None = None
-    for index in _lexicographic(sequences):
+    for index in _lexicographic_order(sequences):
         length = len(sequences[index])
-        added = length if previous is None else length - _common(sequences[previous], sequences[index])
+        added = (
+            length
+            if previous is None
+            else length - _common_prefix_length(sequences[previous], sequences[index])
+        )
         if batches and used + added <= budget:
             batches[-1].append(index)
             used += added
@@ -75,11 +79,11 @@ def split(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
     return batches
 
 
-def pack(sequences: Sequence[Ids]) -> Pack:
+def pack(sequences: Sequence[Ids]) -> PackedRow:
     """Lay the sequences out as one row. Any order; equal ones share every token."""
-    order = _lexicographic(sequences)
+    order = _lexicographic_order(sequences)
     ordered = [sequences[index] for index in order]
-    common = [0, *(_common(a, b) for a, b in pairwise(ordered))]
+    common = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
     tokens: list[Ids] = []
     positions: list[Index] = []
     places: list[Index] = []
@@ -98,7 +102,7 @@ def pack(sequences: Sequence[Ids]) -> Pack:
     paths = [places[0]] * len(sequences) if places else []
     for place, index in enumerate(order):
         paths[index] = places[place]
-    return Pack(
+    return PackedRow(
         token_ids=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int64),
         positions=np.concatenate([*positions, np.empty(0, np.int64)]),
         previous=np.concatenate([*previous, np.empty(0, np.int64)]),
@@ -107,7 +111,7 @@ def pack(sequences: Sequence[Ids]) -> Pack:
     )
 
 
-def _nodes(lengths: list[int], common: list[int]) -> tuple[Node, ...]:
+def _nodes(lengths: list[int], common: list[int]) -> tuple[PackNode, ...]:
     """The trie over sorted sequences, of which ``common[i]`` tokens are shared by i and i - 1."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
@@ -128,16 +132,16 @@ def _nodes(lengths: list[int], common: list[int]) -> tuple[Node, ...]:
     for node in range(len(parents) - 1, -1, -1):
         if (parent := parents[node]) is not None:
             ends[parent] = max(ends[parent], ends[node])
-    return tuple(Node(parents[i], *bounds[i], ends[i]) for i in range(len(parents)))
+    return tuple(PackNode(parents[i], *bounds[i], ends[i]) for i in range(len(parents)))
 
 
-def _lexicographic(sequences: Sequence[Ids]) -> list[int]:
+def _lexicographic_order(sequences: Sequence[Ids]) -> list[int]:
     # Big-endian bytes compare as the ids do, and far faster than tuples of ints.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(sequences)), key=lambda index: (keys[index], index))
 
 
-def _common(a: Ids, b: Ids) -> int:
+def _common_prefix_length(a: Ids, b: Ids) -> int:
     """Length of the common prefix."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])

@@ -53,7 +53,7 @@ def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dty
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def adapter_hash(path: Path) -> str:
+def hash_adapter(path: Path) -> str:
     """sha256 over the tensors of a folder, by name: the same weights, the same hash."""
     digest = hashlib.sha256()
     tensors: dict[str, Tensor] = {}

@@ -19,12 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from instar.backends.base import Backend, BackendCapabilities, ForwardBackward, OptimStep, mergeable
+from instar.backends.base import (
+    Backend,
+    BackendCapabilities,
+    ForwardBackwardResult,
+    OptimStepResult,
+    is_mergeable,
+)
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
-from instar.backends.values import loss_and_metrics
+from instar.backends.loss_values import compute_loss
 from instar.backends.verl.settings import WorkerSettings
-from instar.backends.verl.share import Share, Weight, deal, gather
+from instar.backends.verl.sharding import RankShares, SerializedWeight, distribute_samples, gather
 from instar.backends.verl.workers import RayWorkers
 from instar.config import AdamConfig, LossConfig, ModelConfig, VerlBackendConfig
 from instar.errors import BackendError, BackendLost, ConfigError, NonFinite
@@ -41,7 +47,7 @@ SUPPORTED = ">=0.9.1,<0.10"
 INSTALL = "python3 -m venv verl-env && verl-env/bin/pip install 'instar[local,verl]'"
 LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
 META = "instar.json"
-AT_A_TIME = 32 * 2**20
+CHUNK_BYTES = 32 * 2**20
 """Bytes of weights that rank 0 hands out at once; they pass through Ray's object store."""
 
 
@@ -75,13 +81,13 @@ class VerlBackend(Backend):
             artifacts=frozenset({"weights" if lora is None else "adapter"}),
             full_finetuning=True,
             reference=lora is not None,
-            live=mergeable(lora),
+            live=is_mergeable(lora),
         )
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         begin, more = True, True
         while more:
-            weights, more = await self._run(partial(self._hand_out, begin))
+            weights, more = await self._run(partial(self._next_weights, begin))
             begin = False
             for weight in weights:
                 yield weight.name, weight.tensor()
@@ -97,10 +103,10 @@ class VerlBackend(Backend):
             raise BackendError("verl keeps no copy of the base weights under full fine-tuning")
         return await self._run(lambda: self._forward(samples, base=True))
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         return await self._run(lambda: self._forward_backward(samples, loss))
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         return await self._run(lambda: self._optim_step(adam))
 
     async def publish(self, path: Path) -> Artifact:
@@ -136,11 +142,11 @@ class VerlBackend(Backend):
         check_samples(samples, self._vocab_size, self._max_tokens)
         if not samples:
             return []
-        share = self._deal(samples)
-        found = self._workers.call("logprobs", share.most_tokens, base, shares=share.rows)
-        return gather(share, found, samples)
+        shares = self._distribute(samples)
+        found = self._workers.call("logprobs", shares.max_tokens, base, shares=shares.rows)
+        return gather(shares, found, samples)
 
-    def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._vocab_size, self._max_tokens, loss)
         results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
         # A sample without trained tokens has no part in the loss, so it is not computed.
@@ -148,25 +154,25 @@ class VerlBackend(Backend):
         chosen = [samples[i] for i in trained]
         micro_batches = 0
         if chosen:
-            share = self._deal(chosen)
-            parts = self._workers.call("train", share.most_tokens, loss, shares=share.rows)
-            new = gather(share, [part.logprobs for part in parts], chosen)
+            shares = self._distribute(chosen)
+            parts = self._workers.call("train", shares.max_tokens, loss, shares=shares.rows)
+            new = gather(shares, [part.logprobs for part in parts], chosen)
             if not parts[0].finite:
                 raise NonFinite(_not_finite(loss, chosen, new))
             self._has_gradient = True
             for i, logprobs in zip(trained, new, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.float32(np.nan))
             micro_batches = parts[0].micro_batches
-        value, metrics = loss_and_metrics(loss, samples, results)
-        return ForwardBackward(value, results, metrics | {"micro_batches": float(micro_batches)})
+        value, metrics = compute_loss(loss, samples, results)
+        return ForwardBackwardResult(value, results, metrics | {"micro_batches": float(micro_batches)})
 
-    def _deal(self, samples: Sequence[Sample]) -> Share:
-        return deal(samples, self._config.ranks, self._config.micro_batch_tokens)
+    def _distribute(self, samples: Sequence[Sample]) -> RankShares:
+        return distribute_samples(samples, self._config.ranks, self._config.micro_batch_tokens)
 
-    def _hand_out(self, begin: bool) -> tuple[list[Weight], bool]:
-        return self._workers.call("hand_out", begin, AT_A_TIME)[0]
+    def _next_weights(self, begin: bool) -> tuple[list[SerializedWeight], bool]:
+        return self._workers.call("next_weights", begin, CHUNK_BYTES)[0]
 
-    def _optim_step(self, adam: AdamConfig) -> OptimStep:
+    def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         if not self._workers.alive:
             raise BackendLost("verl's workers are gone")
         if not self._has_gradient:
@@ -176,7 +182,7 @@ class VerlBackend(Backend):
         if not math.isfinite(grad_norm):
             raise NonFinite(f"the gradient norm is {grad_norm}; the step was not applied")
         clipped = 0.0 < adam.grad_clip_norm < grad_norm
-        return OptimStep(grad_norm, {"lr": adam.lr, "grad_clipped": float(clipped)})
+        return OptimStepResult(grad_norm, {"lr": adam.lr, "grad_clipped": float(clipped)})
 
     def _publish(self, path: Path) -> Artifact:
         write_folder(path, lambda folder: self._ask("publish", str(folder.resolve())))
@@ -185,12 +191,12 @@ class VerlBackend(Backend):
     def _save_state(self, path: Path) -> None:
         def fill(folder: Path) -> None:
             self._ask("save", str(folder.resolve()))
-            (folder / META).write_text(json.dumps(self._shape(), indent=1) + "\n")
+            (folder / META).write_text(json.dumps(self._state_shape(), indent=1) + "\n")
 
         write_folder(path, fill)
 
     def _load_state(self, path: Path, optimizer: bool) -> None:
-        self._check_fits(path)
+        self._check_state(path)
         if not self._workers.alive:
             self._start()
         self._ask("load", str(path.resolve()), optimizer)
@@ -199,17 +205,17 @@ class VerlBackend(Backend):
     def _ask(self, method: str, *arguments: Any) -> None:
         self._workers.call(method, *arguments)
 
-    def _shape(self) -> dict[str, Any]:
-        """What a saved state has to share with the backend that loads it."""
+    def _state_shape(self) -> dict[str, Any]:
+        """What a saved state has to shares with the backend that loads it."""
         lora = self._config.lora
         return {"format": 1, "ranks": self._config.ranks, "lora": lora and lora.model_dump()}
 
-    def _check_fits(self, path: Path) -> None:
+    def _check_state(self, path: Path) -> None:
         try:
             saved = cast(dict[str, Any], json.loads((path / META).read_text()))
         except FileNotFoundError as error:
             raise BackendError(f"{path} holds no training state of verl: {META} is missing") from error
-        for name, here in self._shape().items():
+        for name, here in self._state_shape().items():
             if saved.get(name) != here:
                 raise BackendError(
                     f"{path} is the state of another run: its {name} is {saved.get(name)!r} and "
@@ -245,7 +251,7 @@ def _not_finite(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[
     """Names the samples whose own loss is not finite in fp32."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = [
-            float(np.float32(loss_and_metrics(loss, [sample], [new])[0]))
+            float(np.float32(compute_loss(loss, [sample], [new])[0]))
             for sample, new in zip(samples, logprobs, strict=True)
         ]
     bad = [s.sample_key for s, value in zip(samples, values, strict=True) if not math.isfinite(value)]

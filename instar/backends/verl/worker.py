@@ -33,18 +33,18 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.distributed import create_tcp_store
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
-from instar.backends.local.losses import Tokens, token_loss
+from instar.backends.local.losses import TrainedTokens, token_loss
 from instar.backends.local.state import write_adapter_files, write_weights
-from instar.backends.served import served_weights
 from instar.backends.verl.settings import WorkerSettings, training_config
-from instar.backends.verl.share import Row, Trained, Weight
+from instar.backends.verl.sharding import RankResult, RankSample, SerializedWeight
+from instar.backends.weight_export import iterate_served_weights
 from instar.config import AdamConfig, LossConfig
 from instar.types import Floats
 
 
 class InstarWorker(TinkerTrainingWorker):
     def __init__(self, settings: WorkerSettings) -> None:
-        _join(settings)
+        _init_process_group(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         _allow_checkpoints()
@@ -71,29 +71,29 @@ class InstarWorker(TinkerTrainingWorker):
 
     # --- what the backend asks for -------------------------------------------------------------
 
-    def logprobs(self, rows: Sequence[Row], most_tokens: int, base: bool) -> list[Floats]:
+    def logprobs(self, rows: Sequence[RankSample], max_tokens: int, base: bool) -> list[Floats]:
         """Per row, the logprob of every token given those before; NaN at index 0. ``base``: under the
         base model, the adapter off."""
-        data = _batch(rows, most_tokens)
+        data = _make_tensordict(rows, max_tokens)
         tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=base)
         return _aligned(self.infer_batch(data)["log_probs"])
 
-    def train(self, rows: Sequence[Row], most_tokens: int, loss: LossConfig) -> Trained:
+    def train(self, rows: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
         """Add the gradient. Nothing is added when the loss of any rank is not finite."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        output = self.forward_backward(_batch(rows, most_tokens))
+        output = self.forward_backward(_make_tensordict(rows, max_tokens))
         losses_finite: list[bool] = tu.get(output, "finite")
-        finite = _everywhere(all(losses_finite))
+        finite = _all_ranks(all(losses_finite))
         for parameter, old in zip(parameters, before, strict=True):
             if not finite:
                 parameter.grad = old
             elif old is not None:
                 parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        return Trained(finite, _aligned(output["log_probs"]), len(losses_finite))
+        return RankResult(finite, _aligned(output["log_probs"]), len(losses_finite))
 
     def step(self, adam: AdamConfig) -> float:
         """The gradient's norm before clipping. verl skips the update when it is not finite, and clears the
@@ -140,7 +140,7 @@ class InstarWorker(TinkerTrainingWorker):
         if self.rank == 0:
             write_weights(weights, Path(self._settings.folder), folder, dtype)
 
-    def hand_out(self, begin: bool, most_bytes: int) -> tuple[list[Weight], bool]:
+    def next_weights(self, begin: bool, most_bytes: int) -> tuple[list[SerializedWeight], bool]:
         """The next weights that an engine would serve, about so many bytes of them, and whether there are
         more. Every rank takes part, for the shards are gathered; rank 0 has them."""
         if begin:
@@ -148,15 +148,15 @@ class InstarWorker(TinkerTrainingWorker):
             trained: Any = self._module
             dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
             causal = trained.base_model.model if hasattr(trained, "peft_config") else trained
-            self._handing = served_weights(causal, dtype)
-        found: list[Weight] = []
+            self._weight_iterator = iterate_served_weights(causal, dtype)
+        found: list[SerializedWeight] = []
         size = 0
-        for name, tensor in self._handing:
+        for name, tensor in self._weight_iterator:
             size += tensor.nbytes
             if self.rank == 0:
                 content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 dtype_name = str(tensor.dtype).removeprefix("torch.")
-                found.append(Weight(name, dtype_name, list(tensor.shape), content))
+                found.append(SerializedWeight(name, dtype_name, list(tensor.shape), content))
             if size >= most_bytes:
                 return found, True
         return found, False
@@ -189,7 +189,7 @@ def _sum_loss(
     new = model_output["log_probs"].values().float()
     mask = data["loss_mask"].values()
     trained = mask > 0
-    tokens = Tokens(
+    tokens = TrainedTokens(
         mask=mask[trained],
         advantages=data["advantages"].values()[trained],
         logprobs=data["old_log_probs"].values()[trained],
@@ -198,7 +198,7 @@ def _sum_loss(
     return loss, {"finite": math.isfinite(float(loss.detach()))}
 
 
-def _batch(rows: Sequence[Row], most_tokens: int) -> Any:
+def _make_tensordict(rows: Sequence[RankSample], max_tokens: int) -> Any:
     """The TensorDict that verl's engine takes: jagged, shifted so that position i speaks of token i + 1."""
 
     def jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
@@ -216,7 +216,7 @@ def _batch(rows: Sequence[Row], most_tokens: int) -> Any:
         "advantages": jagged([ahead(row.advantages) for row in rows], torch.float32),
         "old_log_probs": jagged([ahead(row.logprobs) for row in rows], torch.float32),
     }
-    settings = {"temperature": 1.0, "max_token_len_per_gpu": most_tokens, "use_dynamic_bsz": True}
+    settings = {"temperature": 1.0, "max_token_len_per_gpu": max_tokens, "use_dynamic_bsz": True}
     return tu.get_tensordict(tensors, settings)
 
 
@@ -226,7 +226,7 @@ def _aligned(log_probs: Tensor) -> list[Floats]:
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
 
 
-def _join(settings: WorkerSettings) -> None:
+def _init_process_group(settings: WorkerSettings) -> None:
     """verl takes a process group that is there. Its own would listen on every interface, wait as long as
     torch likes, and on a CPU ask for the backend "cpu:gloo,cpu:gloo", which torch refuses."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -240,7 +240,7 @@ def _join(settings: WorkerSettings) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _everywhere(flag: bool) -> bool:
+def _all_ranks(flag: bool) -> bool:
     held = torch.tensor([int(flag)])
     dist.all_reduce(held, op=dist.ReduceOp.MIN)
     return bool(held.item())

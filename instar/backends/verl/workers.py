@@ -15,9 +15,9 @@ from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigE
 
 STORE_BYTES = 256 * 2**20
 """Of Ray's object store: tokens and logprobs pass through it, never weights."""
-REACH = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds for a Ray cluster to take a connection."""
-GRACE = 5.0
+PEER_FAILURE_GRACE = 5.0
 """Seconds to learn whether a rank failed by itself or because another one died."""
 
 
@@ -27,7 +27,7 @@ class RayWorkers:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._group: Any = None
-        self._began_ray = False
+        self._started_ray = False
 
     @property
     def alive(self) -> bool:
@@ -35,8 +35,8 @@ class RayWorkers:
 
     def begin(self) -> None:
         """Raises BackendUnavailable when Ray cannot be reached or has no room within the deadline."""
-        self._begin_ray()
-        self._wait_for_room()
+        self._start_ray()
+        self._wait_for_resources()
         if self._settings.device == "cpu":
             from instar.backends.verl.cpu import use_cpu
 
@@ -76,7 +76,7 @@ class RayWorkers:
                     raise BackendError(f"a worker of verl does not start: {reason}") from error
                 raise BackendLost(f"a worker of verl died in {method}: {_first_line(error)}") from error
             except RayTaskError as error:
-                died = self._another_died(waiting)
+                died = self._has_dead_peer(waiting)
                 self.end()
                 text = f"verl failed in {method}: {_first_line(error.cause or error)}"
                 raise (BackendLost if died else BackendError)(text) from error
@@ -100,13 +100,13 @@ class RayWorkers:
     def close(self) -> None:
         """End the ranks, and Ray where it was begun here."""
         self.end()
-        if self._began_ray:
+        if self._started_ray:
             import ray
 
-            self._began_ray = False
+            self._started_ray = False
             ray.shutdown()
 
-    def _begin_ray(self) -> None:
+    def _start_ray(self) -> None:
         address = os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not address:
@@ -135,9 +135,9 @@ class RayWorkers:
         except (RuntimeError, OSError) as error:
             where = f"the Ray cluster at {address} cannot be joined" if address else "Ray does not start"
             raise BackendUnavailable(f"{where}: {_first_line(error)}") from error
-        self._began_ray = True
+        self._started_ray = True
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_resources(self) -> None:
         import ray
 
         resource = "GPU" if self._settings.device == "cuda" else "CPU"
@@ -166,12 +166,16 @@ class RayWorkers:
             env["VERL_ENGINE_DEVICE"] = "cuda"
         return env
 
-    def _another_died(self, waiting: Sequence[Any]) -> bool:
+    def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
         """A rank whose peer died fails too, and may be seen to fail first."""
         import ray
         from ray.exceptions import RayActorError
 
-        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE) if waiting else ([], [])
+        ready, _ = (
+            ray.wait(list(waiting), num_returns=len(waiting), timeout=PEER_FAILURE_GRACE)
+            if waiting
+            else ([], [])
+        )
         for reference in ready:
             try:
                 ray.get(reference)
@@ -188,7 +192,7 @@ def _check_reachable(address: str) -> None:
     if not colon or not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:
         raise BackendUnavailable(f"the Ray cluster at {address} cannot be reached: {error}") from error
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from instar.gateway.base import ApiError
-from instar.record.base import Delta
+from instar.record.base import ReplyDelta
 from instar.types import FinishReason, Floats, Ids, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModelRequest:
     """What an agent asks for, whatever the dialect. None: the agent did not say."""
 
     model: str
@@ -21,12 +21,12 @@ class Request:
     tools: tuple[Tool, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     """In the place of messages: a prompt to be continued, as text or as token ids."""
-    previous: str | None = None
+    previous_response_id: str | None = None
     """The id of an earlier answer that these messages continue; its messages and reply go before them."""
-    instructions: int = 0
+    instruction_count: int = 0
     """How many of the leading messages are this request's own instructions: they stay in front of, and are
     not inherited from, the messages of ``previous``."""
-    identity: tuple[str, ...] = ()
+    session_hints: tuple[str, ...] = ()
     """Ids in the body by which the agent may mean its session, the most telling first."""
     n: int = 1
     max_tokens: int | None = None
@@ -38,11 +38,11 @@ class Request:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
-    scores: bool = False
+    score_prompt: bool = False
     """To be told the logprobs of the prompt's own tokens, and no reply."""
-    refusal: ApiError | None = None
+    unsupported_error: ApiError | None = None
     """What is asked for that only a provider could give: the answer where an engine of ours is asked."""
-    wire: Any = None
+    parsed_body: Any = None
     """The decoded body, for what only its own dialect knows how to say back."""
 
 
@@ -54,7 +54,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReplyChoice:
     """One finished reply."""
 
     message: Message
@@ -62,7 +62,7 @@ class Choice:
     prompt_tokens: int
     sampled_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
-    stop: str | None = None
+    stop_string: str | None = None
     """The stop string that ended it."""
     cached_tokens: int | None = None
     """Prompt tokens that did not have to be computed, where that is known."""
@@ -79,14 +79,16 @@ class StreamWriter(ABC):
     def begin(self, index: int) -> bytes: ...
 
     @abstractmethod
-    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes: ...
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes: ...
 
     @abstractmethod
-    def end(self, choices: Sequence[Choice]) -> bytes:
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
         """Everything that says the replies have ended."""
 
     @abstractmethod
-    def failure(self, error: ApiError) -> bytes:
+    def write_error(self, error: ApiError) -> bytes:
         """The stream has begun and cannot go on."""
 
 
@@ -100,30 +102,32 @@ class Dialect(ABC):
     """What the messages are called in its body."""
     count_path: str | None = None
     """Where it counts the tokens of a prompt, where it does."""
-    plain_messages: bool = False
+    parses_messages_independently: bool = False
     """Whether each item of the body's ``messages`` becomes one message, whatever stands before it."""
 
     @abstractmethod
-    def read(self, body: bytes) -> Request:
+    def parse_request(self, body: bytes) -> ModelRequest:
         """Raises ApiError (4xx) naming the fault's path."""
 
     @abstractmethod
-    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes: ...
+    def format_response(
+        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
+    ) -> bytes: ...
 
     @abstractmethod
-    def writer(self, request_id: str, request: Request) -> StreamWriter: ...
+    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter: ...
 
     @abstractmethod
-    def error(self, error: ApiError) -> bytes: ...
+    def format_error(self, error: ApiError) -> bytes: ...
 
-    def scored(self, request_id: str, request: Request, tokens: Sequence[TokenLogprob]) -> bytes:
+    def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
         """The answer to a request that ``scores``: its prompt's tokens."""
         raise NotImplementedError
 
-    def read_count(self, body: bytes) -> Request:
+    def parse_count_request(self, body: bytes) -> ModelRequest:
         """A request to ``count_path``."""
         raise NotImplementedError
 
-    def count(self, tokens: int) -> bytes:
+    def format_count(self, tokens: int) -> bytes:
         """The answer of ``count_path``."""
         raise NotImplementedError

@@ -9,16 +9,16 @@ import orjson
 
 from instar.gateway.base import ApiError
 from instar.gateway.dialects import chat_read
-from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
-from instar.gateway.dialects.openai_common import closing, event, usage
-from instar.gateway.dialects.openai_errors import openai_error
-from instar.record.base import CallDelta, Delta
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.openai_common import format_event, format_stream_end, format_usage
+from instar.gateway.dialects.openai_errors import format_openai_error
+from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, ToolCall
 
 _FINISH = {"stop": "stop", "length": "length", "aborted": "stop"}
 
 
-def _finish(choice: Choice) -> str:
+def _finish(choice: ReplyChoice) -> str:
     if choice.finish_reason == "stop" and choice.message.get("tool_calls"):
         return "tool_calls"
     return _FINISH[choice.finish_reason]
@@ -47,7 +47,7 @@ def _wire_call(call: ToolCall) -> Json:
     }
 
 
-def _wire_choice(index: int, choice: Choice, logprobs: bool) -> Json:
+def _wire_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
     message = choice.message
     wire: Json = {"role": "assistant", "content": message["content"], "refusal": None}
     if calls := message.get("tool_calls"):
@@ -64,7 +64,7 @@ def _wire_choice(index: int, choice: Choice, logprobs: bool) -> Json:
 
 
 class ChatStreamWriter(StreamWriter):
-    def __init__(self, request_id: str, request: Request) -> None:
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
         self._request = request
         self._head: Json = {
             "id": request_id,
@@ -78,7 +78,9 @@ class ChatStreamWriter(StreamWriter):
     def begin(self, index: int) -> bytes:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes:
         out: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
@@ -92,20 +94,20 @@ class ChatStreamWriter(StreamWriter):
             out.append(self._chunk(index, {"content": last}, logprobs=_logprobs(logprobs)))
         return b"".join(out)
 
-    def end(self, choices: Sequence[Choice]) -> bytes:
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
         out = [self._chunk(i, {}, finish_reason=_finish(choice)) for i, choice in enumerate(choices)]
-        return b"".join([*out, closing(self._head, self._request, choices)])
+        return b"".join([*out, format_stream_end(self._head, self._request, choices)])
 
-    def failure(self, error: ApiError) -> bytes:
-        return event(openai_error(error))
+    def write_error(self, error: ApiError) -> bytes:
+        return format_event(format_openai_error(error))
 
     def _chunk(
         self, index: int, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return event({**self._head, "choices": [choice]})
+        return format_event({**self._head, "choices": [choice]})
 
-    def _call(self, index: int, call: CallDelta) -> list[bytes]:
+    def _call(self, index: int, call: ToolCallDelta) -> list[bytes]:
         """The name first, then the arguments, as clients expect to put them together."""
         parts: list[Json] = []
         if call.id:
@@ -119,13 +121,15 @@ class ChatStreamWriter(StreamWriter):
 class ChatDialect(Dialect):
     name = "chat"
     path = "/chat/completions"
-    plain_messages = True
+    parses_messages_independently = True
     id_prefix = "chatcmpl"
 
-    def read(self, body: bytes) -> Request:
+    def parse_request(self, body: bytes) -> ModelRequest:
         return chat_read.read(body)
 
-    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
+    def format_response(
+        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
+    ) -> bytes:
         return orjson.dumps(
             {
                 "id": request_id,
@@ -133,12 +137,12 @@ class ChatDialect(Dialect):
                 "created": int(time.time()),
                 "model": request.model,
                 "choices": [_wire_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)],
-                "usage": usage(choices),
+                "usage": format_usage(choices),
             }
         )
 
-    def writer(self, request_id: str, request: Request) -> StreamWriter:
+    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
         return ChatStreamWriter(request_id, request)
 
-    def error(self, error: ApiError) -> bytes:
-        return orjson.dumps(openai_error(error))
+    def format_error(self, error: ApiError) -> bytes:
+        return orjson.dumps(format_openai_error(error))

@@ -27,15 +27,15 @@ from typing import Any, Literal
 import msgspec
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Request
+from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.dialects.openai_common import (
     RANGES,
     StreamOptions,
     check_ranges,
-    decoded,
-    not_allowed,
-    stop_strings,
-    unsupported,
+    decode_body,
+    find_unsupported_values,
+    parse_stop,
+    unsupported_value,
 )
 from instar.types import Message, Tool, ToolCall
 
@@ -166,41 +166,41 @@ _SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 _LEGACY = "'{}' is the form of before 'tools', and not supported; use '{}'."
 
 
-def read(raw: bytes) -> Request:
-    body = decoded(_decoder, raw)
+def read(raw: bytes) -> ModelRequest:
+    body = decode_body(_decoder, raw)
     check_ranges(body, _RANGES)
     if not body.messages:
         raise bad_request("'messages' is empty.", "messages", "invalid_value")
     refused = _refusals(body)
     messages = tuple(_message(wire, f"messages[{i}]", refused) for i, wire in enumerate(body.messages))
-    return Request(
+    return ModelRequest(
         model=body.model,
         messages=messages,
         tools=_tools(body),
-        identity=_identity(body),
+        session_hints=_identity(body),
         n=body.n or 1,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
         seed=body.seed,
-        stop=stop_strings(body.stop),
+        stop=parse_stop(body.stop),
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         logprobs=bool(body.logprobs),
-        refusal=refused[0] if refused else None,
+        unsupported_error=refused[0] if refused else None,
     )
 
 
 def _refusals(body: Body) -> list[ApiError]:
-    refused = not_allowed(body, _ONLY)
+    refused = find_unsupported_values(body, _ONLY)
     if body.response_format and body.response_format.type != "text":
         told = f"Unsupported response_format {body.response_format.type!r}; supported: 'text'."
-        refused.append(unsupported(told, "response_format.type"))
+        refused.append(unsupported_value(told, "response_format.type"))
     if body.functions:
-        refused.append(unsupported(_LEGACY.format("functions", "tools"), "functions"))
+        refused.append(unsupported_value(_LEGACY.format("functions", "tools"), "functions"))
     if body.function_call is not None:
-        refused.append(unsupported(_LEGACY.format("function_call", "tool_choice"), "function_call"))
+        refused.append(unsupported_value(_LEGACY.format("function_call", "tool_choice"), "function_call"))
     return refused
 
 
@@ -217,9 +217,9 @@ def _message(wire: WireMessage, path: str, refused: list[ApiError]) -> Message:
         ]
     if wire.function_call is not None:
         where = f"{path}.function_call"
-        refused.append(unsupported(_LEGACY.format("function_call", "tool_calls"), where))
+        refused.append(unsupported_value(_LEGACY.format("function_call", "tool_calls"), where))
     if wire.audio is not None:
-        refused.append(unsupported("Audio is not supported.", f"{path}.audio"))
+        refused.append(unsupported_value("Audio is not supported.", f"{path}.audio"))
     if role == "assistant" and (reasoning := wire.reasoning_content or wire.reasoning):
         message["reasoning"] = reasoning
     if wire.tool_call_id is not None:
@@ -242,7 +242,7 @@ def _part(part: Part, path: str, refused: list[ApiError]) -> str:
     if text is not None:
         return text
     told = f"Unsupported content part {part.type!r}; supported: 'text' with a 'text'."
-    refused.append(unsupported(told, path))
+    refused.append(unsupported_value(told, path))
     return f"[{part.type} {blake2b(msgspec.json.encode(part), digest_size=8).hexdigest()}]"
 
 

@@ -11,21 +11,21 @@ import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
 from instar.gateway.dialects.openai_common import (
     RANGES,
     StreamOptions,
     check_ranges,
-    closing,
-    decoded,
-    event,
-    not_allowed,
-    stop_strings,
-    unsupported,
-    usage,
+    decode_body,
+    find_unsupported_values,
+    format_event,
+    format_stream_end,
+    format_usage,
+    parse_stop,
+    unsupported_value,
 )
-from instar.gateway.dialects.openai_errors import openai_error
-from instar.record.base import Delta
+from instar.gateway.dialects.openai_errors import format_openai_error
+from instar.record.base import ReplyDelta
 from instar.types import Json
 
 _DEFAULT_MAX_TOKENS = 16
@@ -100,16 +100,18 @@ def _scores(body: Body) -> bool:
 
 
 def _refusals(body: Body) -> list[ApiError]:
-    refused = not_allowed(body, _ONLY)
+    refused = find_unsupported_values(body, _ONLY)
     if body.echo and not _scores(body):
-        refused.append(unsupported("'echo' needs 'max_tokens': 0 and 'logprobs': 0, unstreamed.", "echo"))
+        refused.append(
+            unsupported_value("'echo' needs 'max_tokens': 0 and 'logprobs': 0, unstreamed.", "echo")
+        )
     if body.best_of not in (None, 1, body.n):
-        refused.append(unsupported("'best_of' is supported only where it equals 'n'.", "best_of"))
+        refused.append(unsupported_value("'best_of' is supported only where it equals 'n'.", "best_of"))
     return refused
 
 
 class CompletionsStreamWriter(StreamWriter):
-    def __init__(self, request_id: str, request: Request) -> None:
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
         self._request = request
         self._head = _head(request_id, request)
         if request.include_usage:
@@ -119,24 +121,26 @@ class CompletionsStreamWriter(StreamWriter):
     def begin(self, index: int) -> bytes:
         return b""
 
-    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes:
         text = "".join(delta.text for delta in deltas)
         told = _logprobs(logprobs, self._offsets[index]) if logprobs else None
         self._offsets[index] += sum(len(token.text) for token in logprobs)
         return self._chunk(index, text, logprobs=told) if text or told else b""
 
-    def end(self, choices: Sequence[Choice]) -> bytes:
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
         out = [self._chunk(i, "", finish=_FINISH[choice.finish_reason]) for i, choice in enumerate(choices)]
-        return b"".join([*out, closing(self._head, self._request, choices)])
+        return b"".join([*out, format_stream_end(self._head, self._request, choices)])
 
-    def failure(self, error: ApiError) -> bytes:
-        return event(openai_error(error))
+    def write_error(self, error: ApiError) -> bytes:
+        return format_event(format_openai_error(error))
 
     def _chunk(
         self, index: int, text: str, *, finish: str | None = None, logprobs: Json | None = None
     ) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return event({**self._head, "choices": [choice]})
+        return format_event({**self._head, "choices": [choice]})
 
 
 class CompletionsDialect(Dialect):
@@ -145,35 +149,37 @@ class CompletionsDialect(Dialect):
     messages_param = "prompt"
     id_prefix = "cmpl"
 
-    def read(self, body: bytes) -> Request:
-        wire = decoded(_decoder, body)
+    def parse_request(self, body: bytes) -> ModelRequest:
+        wire = decode_body(_decoder, body)
         scores = _scores(wire)
         check_ranges(wire, {name: RANGES[name] for name in RANGES if not (scores and name == "max_tokens")})
         refused = _refusals(wire)
-        return Request(
+        return ModelRequest(
             model=wire.model,
             messages=(),
             prompt=_prompt(wire.prompt),
-            identity=(f"user:{wire.user}",) if wire.user else (),
+            session_hints=(f"user:{wire.user}",) if wire.user else (),
             n=wire.n or 1,
             max_tokens=wire.max_tokens or _DEFAULT_MAX_TOKENS,
             temperature=wire.temperature,
             top_p=wire.top_p,
             top_k=wire.top_k,
             seed=wire.seed,
-            stop=stop_strings(wire.stop),
+            stop=parse_stop(wire.stop),
             stream=bool(wire.stream),
             include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
             logprobs=wire.logprobs is not None,
-            scores=scores,
-            refusal=refused[0] if refused else None,
+            score_prompt=scores,
+            unsupported_error=refused[0] if refused else None,
         )
 
-    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
+    def format_response(
+        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
+    ) -> bytes:
         told = [_wire_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)]
-        return orjson.dumps({**_head(request_id, request), "choices": told, "usage": usage(choices)})
+        return orjson.dumps({**_head(request_id, request), "choices": told, "usage": format_usage(choices)})
 
-    def scored(self, request_id: str, request: Request, tokens: Sequence[TokenLogprob]) -> bytes:
+    def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
         choice = {
             "index": 0,
             "text": "".join(token.text for token in tokens),
@@ -183,14 +189,14 @@ class CompletionsDialect(Dialect):
         used = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
         return orjson.dumps({**_head(request_id, request), "choices": [choice], "usage": used})
 
-    def writer(self, request_id: str, request: Request) -> StreamWriter:
+    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
         return CompletionsStreamWriter(request_id, request)
 
-    def error(self, error: ApiError) -> bytes:
-        return orjson.dumps(openai_error(error))
+    def format_error(self, error: ApiError) -> bytes:
+        return orjson.dumps(format_openai_error(error))
 
 
-def _head(request_id: str, request: Request) -> Json:
+def _head(request_id: str, request: ModelRequest) -> Json:
     return {
         "id": request_id,
         "object": "text_completion",
@@ -199,7 +205,7 @@ def _head(request_id: str, request: Request) -> Json:
     }
 
 
-def _wire_choice(index: int, choice: Choice, logprobs: bool) -> Json:
+def _wire_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
     return {
         "index": index,
         "text": choice.message["content"],

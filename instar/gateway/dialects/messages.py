@@ -7,9 +7,14 @@ from collections.abc import Sequence
 import orjson
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter
-from instar.gateway.dialects.messages_read import read_count_request, read_request
-from instar.gateway.dialects.messages_write import MessagesStreamWriter, dumps, error_object, message
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter
+from instar.gateway.dialects.messages_read import parse_count_request, parse_request
+from instar.gateway.dialects.messages_write import (
+    MessagesStreamWriter,
+    dump_json,
+    format_anthropic_error,
+    format_message,
+)
 
 
 class MessagesDialect(Dialect):
@@ -18,26 +23,28 @@ class MessagesDialect(Dialect):
     id_prefix = "msg"
     count_path = "/messages/count_tokens"
 
-    def read(self, body: bytes) -> Request:
-        return read_request(body)
+    def parse_request(self, body: bytes) -> ModelRequest:
+        return parse_request(body)
 
-    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
-        return dumps(message(request_id, request, choices[0]))
+    def format_response(
+        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
+    ) -> bytes:
+        return dump_json(format_message(request_id, request, choices[0]))
 
-    def writer(self, request_id: str, request: Request) -> StreamWriter:
+    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
         return MessagesStreamWriter(request_id, request)
 
-    def error(self, error: ApiError) -> bytes:
-        return orjson.dumps(error_object(error))
+    def format_error(self, error: ApiError) -> bytes:
+        return orjson.dumps(format_anthropic_error(error))
 
-    def read_count(self, body: bytes) -> Request:
-        return read_count_request(body)
+    def parse_count_request(self, body: bytes) -> ModelRequest:
+        return parse_count_request(body)
 
-    def count(self, tokens: int) -> bytes:
+    def format_count(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})
 
 
-def models_answer(ids: list[str]) -> bytes:
+def format_models(ids: list[str]) -> bytes:
     """``GET /v1/models`` for a client that sends ``anthropic-version``."""
     data = [
         {

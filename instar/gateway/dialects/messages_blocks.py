@@ -56,7 +56,7 @@ _arguments = json.JSONEncoder(ensure_ascii=False).encode
 """Spaced as models write it."""
 
 
-def read_system(system: str | list[Block] | None, refused: list[ApiError]) -> list[Message]:
+def parse_system(system: str | list[Block] | None, refused: list[ApiError]) -> list[Message]:
     blocks = [system] if isinstance(system, str) else _texts(system or (), "system", refused)
     content = _joined(map(_without_billing, blocks))
     return [Message(role="system", content=content)] if content else []
@@ -66,7 +66,7 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(BILLING_LINE) else text
 
 
-def read_messages(wires: Sequence[WireMessage], refused: list[ApiError]) -> list[Message]:
+def parse_messages(wires: Sequence[WireMessage], refused: list[ApiError]) -> list[Message]:
     messages: list[Message] = []
     for i, wire in enumerate(wires):
         content, path = wire.content, f"messages[{i}].content"

@@ -36,11 +36,11 @@ from typing import Any, Literal, cast
 import msgspec
 
 from instar.gateway.base import ApiError, bad_request, from_validation
-from instar.gateway.dialects.base import Request
-from instar.gateway.dialects.messages_blocks import Block, WireMessage, read_messages, read_system
+from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.dialects.messages_blocks import Block, WireMessage, parse_messages, parse_system
 from instar.types import Tool
 
-MOST_STOP_SEQUENCES = 16
+MAX_STOP_SEQUENCES = 16
 
 
 class WireTool(msgspec.Struct):
@@ -127,21 +127,21 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _NEVER = ("compaction", "container", "mcp_servers", "output_format", "thread")
 _HARMLESS_EDITS = ("clear_thinking_",)
-TOOLS_LEFT_OUT = {
+IGNORED_TOOL_TYPES = {
     "tool_search_tool_": "tools that it would find are given to the model from the start",
 }
 """Tools that a provider would run, by how their type begins, and why nothing is lost without them. All other
 types of tools that we do not have are refused by name."""
 
 
-def read_request(body: bytes) -> Request:
+def parse_request(body: bytes) -> ModelRequest:
     wire = _decode(body)
     if wire.max_tokens is None:
         raise _missing("max_tokens")
     return _request(wire, [*_refusals(wire), *_unanswerable(wire)])
 
 
-def read_count_request(body: bytes) -> Request:
+def parse_count_request(body: bytes) -> ModelRequest:
     wire = _decode(body)
     return _request(wire, _refusals(wire))
 
@@ -157,21 +157,21 @@ def _decode(body: bytes) -> Body:
     return wire
 
 
-def _request(wire: Body, refused: list[ApiError]) -> Request:
-    messages = (*read_system(wire.system, refused), *read_messages(wire.messages, refused))
-    return Request(
+def _request(wire: Body, refused: list[ApiError]) -> ModelRequest:
+    messages = (*parse_system(wire.system, refused), *parse_messages(wire.messages, refused))
+    return ModelRequest(
         model=wire.model,
         messages=messages,
         tools=_tools(wire, refused),
-        identity=_identity(wire.metadata),
+        session_hints=_identity(wire.metadata),
         max_tokens=wire.max_tokens,
         temperature=wire.temperature,
         top_p=wire.top_p,
         top_k=wire.top_k,
         stop=tuple(wire.stop_sequences or ()),
         stream=bool(wire.stream),
-        refusal=refused[0] if refused else None,
-        wire=wire,
+        unsupported_error=refused[0] if refused else None,
+        parsed_body=wire,
     )
 
 
@@ -202,9 +202,9 @@ def _check(body: Body) -> None:
 def _check_stop(stop: Sequence[str]) -> None:
     if "" in stop:
         raise bad_request("A stop sequence is empty.", f"stop_sequences[{stop.index('')}]", "invalid_value")
-    if len(stop) > MOST_STOP_SEQUENCES:
+    if len(stop) > MAX_STOP_SEQUENCES:
         raise bad_request(
-            f"{len(stop)} stop sequences are more than {MOST_STOP_SEQUENCES}.",
+            f"{len(stop)} stop sequences are more than {MAX_STOP_SEQUENCES}.",
             "stop_sequences",
             "invalid_value",
         )
@@ -256,7 +256,7 @@ def _tools(body: Body, refused: list[ApiError]) -> tuple[Tool, ...]:
 
 def _tool(wire: WireTool, path: str, refused: list[ApiError]) -> Tool | None:
     if wire.type not in (None, "custom"):
-        if not wire.type.startswith(tuple(TOOLS_LEFT_OUT)):
+        if not wire.type.startswith(tuple(IGNORED_TOOL_TYPES)):
             told = f"A tool of the type {wire.type!r} is not available here; supported: 'custom'."
             refused.append(_unsupported(told, f"{path}.type"))
         return None

@@ -9,19 +9,19 @@ from typing import Any, Literal, NoReturn, cast
 import orjson
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Choice, Request, StreamWriter, TokenLogprob
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
 from instar.gateway.dialects.messages_read import Body
-from instar.record.base import CallDelta, Delta
+from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, ToolCall
 
 SIGNATURE = "instar"
 """Clients give back only thinking that is signed. Nothing is checked by it."""
 
-Shown = Literal["whole", "omitted", "not"]
+ThinkingDisplay = Literal["whole", "omitted", "not"]
 BlockType = Literal["text", "thinking", "tool_use"]
 
 
-def dumps(value: Json) -> bytes:
+def dump_json(value: Json) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -29,16 +29,16 @@ def dumps(value: Json) -> bytes:
         return json.dumps(value).encode()
 
 
-def shown_thinking(request: Request) -> Shown:
+def thinking_display(request: ModelRequest) -> ThinkingDisplay:
     """Thinking is answered to those who asked for it: others take the first block for the text."""
-    thinking = request.wire.thinking if isinstance(request.wire, Body) else None
+    thinking = request.parsed_body.thinking if isinstance(request.parsed_body, Body) else None
     if thinking is None or thinking.type == "disabled":
         return "not"
     return "omitted" if thinking.display == "omitted" else "whole"
 
 
-def message(request_id: str, request: Request, choice: Choice) -> Json:
-    content = _content(choice, shown_thinking(request))
+def format_message(request_id: str, request: ModelRequest, choice: ReplyChoice) -> Json:
+    content = _content(choice, thinking_display(request))
     return {
         "id": request_id,
         "type": "message",
@@ -50,7 +50,7 @@ def message(request_id: str, request: Request, choice: Choice) -> Json:
     }
 
 
-def _content(choice: Choice, shown: Shown) -> list[Json]:
+def _content(choice: ReplyChoice, shown: ThinkingDisplay) -> list[Json]:
     reply = choice.message
     blocks: list[Json] = []
     if shown != "not" and (reasoning := reply.get("reasoning")):
@@ -83,14 +83,14 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _stop(choice: Choice, *, called: bool) -> Json:
+def _stop(choice: ReplyChoice, *, called: bool) -> Json:
     reason = "max_tokens" if choice.finish_reason == "length" else "tool_use" if called else "end_turn"
-    if choice.finish_reason == "stop" and choice.stop is not None:
+    if choice.finish_reason == "stop" and choice.stop_string is not None:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": choice.stop if reason == "stop_sequence" else None}
+    return {"stop_reason": reason, "stop_sequence": choice.stop_string if reason == "stop_sequence" else None}
 
 
-def _usage(choice: Choice | None) -> Json:
+def _usage(choice: ReplyChoice | None) -> Json:
     """The whole prompt is what was not cached + what was. None: nothing is known yet."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
@@ -101,7 +101,7 @@ def _usage(choice: Choice | None) -> Json:
     }
 
 
-def error_object(error: ApiError) -> Json:
+def format_anthropic_error(error: ApiError) -> Json:
     kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     named = error.param is None or error.param in error.message
     text = error.message if named else f"{error.param}: {error.message}"
@@ -124,17 +124,17 @@ _ERRORS = {
 
 
 def _event(value: Json) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), dumps(value))
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), dump_json(value))
 
 
 class MessagesStreamWriter(StreamWriter):
     """One block is open at a time. White space at the end of what was said so far is held back: there is no
     block of white space alone, which clients drop or refuse; it opens the next text, if one comes."""
 
-    def __init__(self, request_id: str, request: Request) -> None:
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
         self._request_id = request_id
         self._request = request
-        self._shown = shown_thinking(request)
+        self._shown = thinking_display(request)
         self._index = -1
         self._open: BlockType | None = None
         self._call = -1
@@ -153,7 +153,9 @@ class MessagesStreamWriter(StreamWriter):
         }
         return _event({"type": "message_start", "message": start}) + _event({"type": "ping"})
 
-    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes:
         out: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
@@ -164,7 +166,7 @@ class MessagesStreamWriter(StreamWriter):
                 out += self._text(delta.text)
         return b"".join(out)
 
-    def end(self, choices: Sequence[Choice]) -> bytes:
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
         choice = choices[0]
         out: list[bytes] = []
         if self._held and self._open == "text":
@@ -178,8 +180,8 @@ class MessagesStreamWriter(StreamWriter):
         out.append(_event({"type": "message_stop"}))
         return b"".join(out)
 
-    def failure(self, error: ApiError) -> bytes:
-        return _event(error_object(error))
+    def write_error(self, error: ApiError) -> bytes:
+        return _event(format_anthropic_error(error))
 
     def _thinking(self, thought: str) -> list[bytes]:
         if self._shown == "not":
@@ -198,7 +200,7 @@ class MessagesStreamWriter(StreamWriter):
         out = self._start("text", {"text": "", "citations": None}) if self._open != "text" else []
         return [*out, self._piece({"type": "text_delta", "text": said})]
 
-    def _tool_use(self, call: CallDelta) -> list[bytes]:
+    def _tool_use(self, call: ToolCallDelta) -> list[bytes]:
         out: list[bytes] = []
         if self._open != "tool_use" or call.index != self._call:
             self._call = call.index

@@ -10,12 +10,12 @@ import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request, from_validation
-from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice
 from instar.types import Json
 
 T = TypeVar("T")
 
-MOST_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 16
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 128),
     "max_tokens": (1, math.inf),
@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
@@ -40,11 +40,11 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def unsupported(message: str, param: str) -> ApiError:
+def unsupported_value(message: str, param: str) -> ApiError:
     return bad_request(message, param, "unsupported_value")
 
 
-def not_allowed(body: object, only: Mapping[str, Sequence[Any]]) -> list[ApiError]:
+def find_unsupported_values(body: object, only: Mapping[str, Sequence[Any]]) -> list[ApiError]:
     """The fields that have another value than the ones that can be honoured."""
     wrong: list[ApiError] = []
     for name, allowed in only.items():
@@ -53,7 +53,7 @@ def not_allowed(body: object, only: Mapping[str, Sequence[Any]]) -> list[ApiErro
             continue
         said = ", ".join(map(repr, allowed))
         taken = f"supported: {said}." if said else "leave it out."
-        wrong.append(unsupported(f"Unsupported value for '{name}': {value!r}; {taken}", name))
+        wrong.append(unsupported_value(f"Unsupported value for '{name}': {value!r}; {taken}", name))
     return wrong
 
 
@@ -66,17 +66,17 @@ def check_ranges(body: object, ranges: Mapping[str, tuple[float, float]]) -> Non
         raise bad_request("'top_p' must be greater than 0.", "top_p", "invalid_value")
 
 
-def stop_strings(given: str | list[str] | None) -> tuple[str, ...]:
+def parse_stop(given: str | list[str] | None) -> tuple[str, ...]:
     stop = [given] if isinstance(given, str) else given or []
     if "" in stop:
         raise bad_request("A stop string is empty.", f"stop[{stop.index('')}]", "invalid_value")
-    if len(stop) > MOST_STOP_STRINGS:
-        message = f"{len(stop)} stop strings are more than {MOST_STOP_STRINGS}."
+    if len(stop) > MAX_STOP_STRINGS:
+        message = f"{len(stop)} stop strings are more than {MAX_STOP_STRINGS}."
         raise bad_request(message, "stop", "invalid_value")
     return tuple(stop)
 
 
-def usage(choices: Sequence[Choice]) -> Json:
+def format_usage(choices: Sequence[ReplyChoice]) -> Json:
     """The prompt counts once, whatever ``n``. How many tokens were reasoning is said where it is known: where
     there was none."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
@@ -88,11 +88,15 @@ def usage(choices: Sequence[Choice]) -> Json:
     return told
 
 
-def event(value: Json) -> bytes:
+def format_event(value: Json) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def closing(head: Json, request: Request, choices: Sequence[Choice]) -> bytes:
+def format_stream_end(head: Json, request: ModelRequest, choices: Sequence[ReplyChoice]) -> bytes:
     """The end of a stream, behind the finish reasons."""
-    told = event({**head, "choices": [], "usage": usage(choices)}) if request.include_usage else b""
+    told = (
+        format_event({**head, "choices": [], "usage": format_usage(choices)})
+        if request.include_usage
+        else b""
+    )
     return told + b"data: [DONE]\n\n"

@@ -13,6 +13,6 @@ _TYPES = {
 }
 
 
-def openai_error(error: ApiError) -> Json:
+def format_openai_error(error: ApiError) -> Json:
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}

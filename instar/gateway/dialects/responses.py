@@ -33,12 +33,18 @@ import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Choice, Dialect, Request, StreamWriter, TokenLogprob
-from instar.gateway.dialects.openai_common import RANGES, check_ranges, decoded, not_allowed, unsupported
-from instar.gateway.dialects.openai_errors import openai_error
-from instar.gateway.dialects.responses_items import Item, Toolbox, ToolSpec, read_items, read_tools
-from instar.gateway.dialects.responses_output import Output, whole
-from instar.record.base import Delta
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.openai_common import (
+    RANGES,
+    check_ranges,
+    decode_body,
+    find_unsupported_values,
+    unsupported_value,
+)
+from instar.gateway.dialects.openai_errors import format_openai_error
+from instar.gateway.dialects.responses_items import Item, RequestTools, ToolSpec, parse_items, parse_tools
+from instar.gateway.dialects.responses_output import ResponseOutput, reply_deltas
+from instar.record.base import ReplyDelta
 from instar.types import Json, Message
 
 # --- the wire, in -------------------------------------------------------------------------------
@@ -133,29 +139,31 @@ _SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedResponsesRequest:
     """The body, and its tools as they were read."""
 
     body: Body
-    tools: Toolbox
+    tools: RequestTools
 
 
 def _refusals(body: Body) -> list[ApiError]:
-    refused = not_allowed(body, _ONLY)
+    refused = find_unsupported_values(body, _ONLY)
     if body.text and body.text.format and body.text.format.type != "text":
         told = f"Unsupported format {body.text.format.type!r}; supported: 'text'."
-        refused.append(unsupported(told, "text.format.type"))
+        refused.append(unsupported_value(told, "text.format.type"))
     for i, included in enumerate(body.include or ()):
         if included not in _INCLUDE:
             said = ", ".join(map(repr, _INCLUDE))
-            refused.append(unsupported(f"Unsupported {included!r}; supported: {said}.", f"include[{i}]"))
+            refused.append(
+                unsupported_value(f"Unsupported {included!r}; supported: {said}.", f"include[{i}]")
+            )
     if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.type not in ("function", "custom"):
         told = f"Unsupported choice {body.tool_choice.type!r}; supported: 'function', 'custom'."
-        refused.append(unsupported(told, "tool_choice.type"))
+        refused.append(unsupported_value(told, "tool_choice.type"))
     return refused
 
 
-def _check_tool_choice(choice: str | ToolChoice | None, tools: Toolbox) -> None:
+def _check_tool_choice(choice: str | ToolChoice | None, tools: RequestTools) -> None:
     if choice == "required" and not tools.offered:
         raise bad_request("A tool is required and there is none in 'tools'.", "tool_choice", "invalid_value")
     if not isinstance(choice, ToolChoice) or choice.type not in ("function", "custom"):
@@ -179,40 +187,40 @@ def _messages(body: Body, refused: list[ApiError]) -> list[Message]:
         return [Message(role="user", content=body.input)]
     if not body.input and body.previous_response_id is None:
         raise bad_request("Missing required parameter: 'input'.", "input", "missing_required_parameter")
-    return read_items(body.input or (), refused)
+    return parse_items(body.input or (), refused)
 
 
-def _request(body: Body) -> Request:
+def _request(body: Body) -> ModelRequest:
     check_ranges(body, _RANGES)
     refused = _refusals(body)
     leading = [Message(role="system", content=body.instructions)] if body.instructions else []
     messages = (*leading, *_messages(body, refused))
-    tools = read_tools(body.tools or (), refused)
+    tools = parse_tools(body.tools or (), refused)
     _check_tool_choice(body.tool_choice, tools)
-    return Request(
+    return ModelRequest(
         model=body.model,
         messages=messages,
         tools=() if body.tool_choice == "none" else tools.offered,
-        previous=body.previous_response_id,
-        instructions=len(leading),
-        identity=tuple(dict.fromkeys(_identity(body))),
+        previous_response_id=body.previous_response_id,
+        instruction_count=len(leading),
+        session_hints=tuple(dict.fromkeys(_identity(body))),
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         stream=bool(body.stream),
         include_usage=True,
         logprobs=_LOGPROBS in (body.include or ()),
-        refusal=refused[0] if refused else None,
-        wire=Asked(body, tools),
+        unsupported_error=refused[0] if refused else None,
+        parsed_body=ParsedResponsesRequest(body, tools),
     )
 
 
 # --- the wire, out ------------------------------------------------------------------------------
 
 
-def _head(request_id: str, request: Request) -> Json:
+def _head(request_id: str, request: ModelRequest) -> Json:
     """What every telling of one response shares."""
-    asked: Asked = request.wire
+    asked: ParsedResponsesRequest = request.parsed_body
     body = asked.body
     reasoning = body.reasoning or Reasoning()
     return {
@@ -250,7 +258,7 @@ def _head(request_id: str, request: Request) -> Json:
     }
 
 
-def _ended(output: Output, choice: Choice) -> Json:
+def _ended(output: ResponseOutput, choice: ReplyChoice) -> Json:
     """What a response has gained at its end."""
     cut = choice.finish_reason == "length"
     return {
@@ -262,11 +270,11 @@ def _ended(output: Output, choice: Choice) -> Json:
     }
 
 
-def _item_status(choice: Choice) -> str:
+def _item_status(choice: ReplyChoice) -> str:
     return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
-def _usage(choice: Choice) -> Json:
+def _usage(choice: ReplyChoice) -> Json:
     return {
         "input_tokens": choice.prompt_tokens,
         "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, "cache_write_tokens": 0},
@@ -277,9 +285,9 @@ def _usage(choice: Choice) -> Json:
 
 
 class ResponsesStreamWriter(StreamWriter):
-    def __init__(self, request_id: str, request: Request) -> None:
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
         self._head = _head(request_id, request)
-        self._output = Output(request_id, request.wire.tools.by_name)
+        self._output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
         self._told = 0
 
     def begin(self, index: int) -> bytes:
@@ -287,15 +295,17 @@ class ResponsesStreamWriter(StreamWriter):
             [{"type": f"response.{word}", "response": self._head} for word in ("created", "in_progress")]
         )
 
-    def delta(self, index: int, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob]) -> bytes:
-        return self._tell(self._output.take(deltas, logprobs))
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes:
+        return self._tell(self._output.add_deltas(deltas, logprobs))
 
-    def end(self, choices: Sequence[Choice]) -> bytes:
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
         events = self._output.close(_item_status(choices[0]))
         response = {**self._head, **_ended(self._output, choices[0])}
         return self._tell([*events, {"type": f"response.{response['status']}", "response": response}])
 
-    def failure(self, error: ApiError) -> bytes:
+    def write_error(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": error.message}}
         response = {**self._head, **failed, "output": self._output.items}
@@ -317,24 +327,26 @@ class ResponsesDialect(Dialect):
     id_prefix = "resp"
     count_path = "/responses/input_tokens"
 
-    def read(self, body: bytes) -> Request:
-        return _request(decoded(_decoder, body))
+    def parse_request(self, body: bytes) -> ModelRequest:
+        return _request(decode_body(_decoder, body))
 
-    def answer(self, request_id: str, request: Request, choices: Sequence[Choice]) -> bytes:
+    def format_response(
+        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
+    ) -> bytes:
         choice = choices[0]
-        output = Output(request_id, request.wire.tools.by_name)
-        output.take(whole(choice.message), choice.logprobs)
+        output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
+        output.add_deltas(reply_deltas(choice.message), choice.logprobs)
         output.close(_item_status(choice))
         return orjson.dumps({**_head(request_id, request), **_ended(output, choice)})
 
-    def writer(self, request_id: str, request: Request) -> StreamWriter:
+    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
         return ResponsesStreamWriter(request_id, request)
 
-    def error(self, error: ApiError) -> bytes:
-        return orjson.dumps(openai_error(error))
+    def format_error(self, error: ApiError) -> bytes:
+        return orjson.dumps(format_openai_error(error))
 
-    def read_count(self, body: bytes) -> Request:
-        return self.read(body)
+    def parse_count_request(self, body: bytes) -> ModelRequest:
+        return self.parse_request(body)
 
-    def count(self, tokens: int) -> bytes:
+    def format_count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})

@@ -64,7 +64,7 @@ class ToolSpec(msgspec.Struct):
 
 # --- tools --------------------------------------------------------------------------------------
 
-LEFT_OUT = {
+IGNORED_TOOLS = {
     "web_search": "runs at OpenAI; Codex lists it by default",
     "image_generation": "runs at OpenAI; Codex lists it where it may draw",
     "tool_search": "finds tools that are not in the request; Codex lists it when it has many",
@@ -85,7 +85,7 @@ class ClientTool:
 
 
 @dataclass(frozen=True, slots=True)
-class Toolbox:
+class RequestTools:
     offered: tuple[Tool, ...]
     by_name: dict[str, ClientTool]
     """By the name that the model knows."""
@@ -93,13 +93,13 @@ class Toolbox:
     """The offered ones, as an answer lists them."""
 
 
-def read_tools(specs: Sequence[ToolSpec], refused: list[ApiError]) -> Toolbox:
+def parse_tools(specs: Sequence[ToolSpec], refused: list[ApiError]) -> RequestTools:
     offered: list[Tool] = []
     by_name: dict[str, ClientTool] = {}
     echo: list[Json] = []
     for i, spec in enumerate(specs):
         path = f"tools[{i}]"
-        if spec.type in LEFT_OUT:
+        if spec.type in IGNORED_TOOLS:
             continue
         if spec.type not in ("function", "custom", "namespace"):
             refused.append(
@@ -113,10 +113,10 @@ def read_tools(specs: Sequence[ToolSpec], refused: list[ApiError]) -> Toolbox:
         else:
             offered.append(_offer(spec, None, path, by_name))
         echo.append(_echo(spec))
-    return Toolbox(tuple(offered), by_name, echo)
+    return RequestTools(tuple(offered), by_name, echo)
 
 
-def model_name(name: str, namespace: str | None) -> str:
+def model_tool_name(name: str, namespace: str | None) -> str:
     """The name under which the model knows a tool."""
     return f"{namespace}__{name}" if namespace else name
 
@@ -130,7 +130,7 @@ def _offer(spec: ToolSpec, namespace: str | None, path: str, by_name: dict[str, 
     if spec.type not in ("function", "custom"):
         raise _unsupported("tool", spec.type, ("function", "custom"), f"{path}.type")
     client = ClientTool(_needed(spec.name, f"{path}.name"), namespace, spec.type == "custom")
-    name = model_name(client.name, namespace)
+    name = model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
         raise bad_request(f"Two tools are named {name!r}.", f"{path}.name", "invalid_value")
     parameters = _custom_parameters(spec) if client.custom else spec.parameters or {}
@@ -171,19 +171,19 @@ _ITEMS = (
 )
 
 
-def item_id(prefix: str, request_id: str, index: int) -> str:
+def make_item_id(prefix: str, request_id: str, index: int) -> str:
     """An id that tells which answer the item was part of."""
     return f"{prefix}_{request_id.replace('_', '-').rpartition('-')[2]}_{index}"
 
 
-def read_items(items: Sequence[Item], refused: list[ApiError]) -> list[Message]:
-    reader = _Reader(refused)
+def parse_items(items: Sequence[Item], refused: list[ApiError]) -> list[Message]:
+    reader = _ItemParser(refused)
     for i, item in enumerate(items):
         reader.read(item, f"input[{i}]")
     return reader.messages
 
 
-class _Reader:
+class _ItemParser:
     def __init__(self, refused: list[ApiError]) -> None:
         self.messages: list[Message] = []
         self._refused = refused
@@ -233,7 +233,7 @@ class _Reader:
         given = _needed(getattr(item, field), f"{path}.{field}")
         call = ToolCall(
             id=_needed(item.call_id, f"{path}.call_id"),
-            name=model_name(_needed(item.name, f"{path}.name"), item.namespace),
+            name=model_tool_name(_needed(item.name, f"{path}.name"), item.namespace),
             arguments=custom_arguments(given) if custom else given,
         )
         self._turn_of(item).setdefault("tool_calls", []).append(call)

@@ -13,26 +13,26 @@ from typing import Any
 import orjson
 
 from instar.gateway.dialects.base import TokenLogprob
-from instar.gateway.dialects.responses_items import ClientTool, item_id
-from instar.record.base import CallDelta, Delta
+from instar.gateway.dialects.responses_items import ClientTool, make_item_id
+from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message
 
 Events = list[Json]
 
 
-class Output:
+class ResponseOutput:
     """The output items of one reply. Every step returns the events that tell of it."""
 
     def __init__(self, request_id: str, tools: dict[str, ClientTool]) -> None:
         self.items: list[Json] = []
         self._request_id = request_id
         self._tools = tools
-        self._open: _Text | _Call | None = None
+        self._open: _TextItem | _CallItem | None = None
         self._call: int | None = None
         self._blank = ""
         self._logprobs: list[TokenLogprob] = []
 
-    def take(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> Events:
+    def add_deltas(self, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob] = ()) -> Events:
         if not deltas or any(delta.text for delta in deltas):
             self._logprobs += logprobs
         events: Events = []
@@ -49,49 +49,49 @@ class Output:
         """The reply has ended. A reply of nothing is an empty message."""
         events: Events = []
         if not self.items and self._open is None:
-            events += self._begin(_Text(self._id("msg"), len(self.items), "message"))
+            events += self._begin(_TextItem(self._id("msg"), len(self.items), "message"))
             events += self._open_text().add(self._blank, self._logprobs)
         return events + self._end(status)
 
     def _take_reasoning(self, text: str) -> Events:
         events: Events = []
-        if not (isinstance(self._open, _Text) and self._open.kind == "reasoning"):
-            events += self._begin(_Text(self._id("rs"), self._next(), "reasoning"))
+        if not (isinstance(self._open, _TextItem) and self._open.kind == "reasoning"):
+            events += self._begin(_TextItem(self._id("rs"), self._next(), "reasoning"))
         return events + self._open_text().add(text)
 
     def _take_text(self, text: str) -> Events:
         """White space alone opens no message: it goes with the text behind it."""
         events: Events = []
-        if not (isinstance(self._open, _Text) and self._open.kind == "message"):
+        if not (isinstance(self._open, _TextItem) and self._open.kind == "message"):
             self._blank += text
             if not self._blank.strip():
                 return events
             text, self._blank = self._blank, ""
-            events += self._begin(_Text(self._id("msg"), self._next(), "message"))
+            events += self._begin(_TextItem(self._id("msg"), self._next(), "message"))
         logprobs, self._logprobs = self._logprobs, []
         return events + self._open_text().add(text, logprobs)
 
-    def _take_call(self, delta: CallDelta) -> Events:
+    def _take_call(self, delta: ToolCallDelta) -> Events:
         events: Events = []
-        if self._call != delta.index or not isinstance(self._open, _Call):
+        if self._call != delta.index or not isinstance(self._open, _CallItem):
             tool = self._tools.get(delta.name) or ClientTool(delta.name)
-            kind = _CustomCall if tool.custom else _Call
+            kind = _CustomCallItem if tool.custom else _CallItem
             events += self._begin(kind(self._request_id, self._next(), delta.id, tool))
             self._call = delta.index
-        assert isinstance(self._open, _Call)
+        assert isinstance(self._open, _CallItem)
         return events + self._open.add(delta.arguments)
 
-    def _open_text(self) -> _Text:
-        assert isinstance(self._open, _Text)
+    def _open_text(self) -> _TextItem:
+        assert isinstance(self._open, _TextItem)
         return self._open
 
     def _next(self) -> int:
         return len(self.items) + (self._open is not None)
 
     def _id(self, prefix: str) -> str:
-        return item_id(prefix, self._request_id, self._next())
+        return make_item_id(prefix, self._request_id, self._next())
 
-    def _begin(self, item: _Text | _Call) -> Events:
+    def _begin(self, item: _TextItem | _CallItem) -> Events:
         events = self._end("completed")
         self._open = item
         return events + item.begin()
@@ -100,7 +100,7 @@ class Output:
         item, self._open = self._open, None
         if item is None:
             return []
-        if isinstance(item, _Text) and item.kind == "message":
+        if isinstance(item, _TextItem) and item.kind == "message":
             item.logprobs += self._logprobs
             self._logprobs = []
         events = item.end(status)
@@ -108,7 +108,7 @@ class Output:
         return events
 
 
-class _Text:
+class _TextItem:
     """A message or a piece of reasoning while it is being said: an item with one part."""
 
     def __init__(self, id: str, index: int, kind: str) -> None:
@@ -152,14 +152,14 @@ class _Text:
         return {} if self.kind == "reasoning" else {"logprobs": [_logprob(token) for token in logprobs]}
 
 
-class _Call:
+class _CallItem:
     """A call of a function while its arguments are being said."""
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
         self._index = index
         self._pieces: list[str] = []
         self.item: Json = {
-            "id": item_id("fc", request_id, index),
+            "id": make_item_id("fc", request_id, index),
             "type": "function_call",
             "status": "in_progress",
             "call_id": call_id,
@@ -195,7 +195,7 @@ class _Call:
         }
 
 
-class _CustomCall(_Call):
+class _CustomCallItem(_CallItem):
     """A call of a custom tool: the string in ``{"input": "..."}``, as it comes.
 
     Arguments of any other shape are told as a call of a function, as they are, so that an agent's echo of it
@@ -204,8 +204,8 @@ class _CustomCall(_Call):
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
         super().__init__(request_id, index, call_id, tool)
-        self._custom_id = item_id("ctc", request_id, index)
-        self._input: StringReader | None = None
+        self._custom_id = make_item_id("ctc", request_id, index)
+        self._input: JsonStringReader | None = None
 
     def begin(self) -> Events:
         return []
@@ -220,7 +220,7 @@ class _CustomCall(_Call):
             return []
         self.item = {key: self.item[key] for key in ("call_id", "name", "namespace") if key in self.item}
         self.item |= {"id": self._custom_id, "type": "custom_tool_call", "status": "in_progress", "input": ""}
-        self._input = StringReader()
+        self._input = JsonStringReader()
         return [_added(self._index, self.item), *self._say(self._input.feed(given[opening.end() :]))]
 
     def end(self, status: str) -> Events:
@@ -254,7 +254,7 @@ def _is_another_shape(arguments: str) -> bool:
     return set(value) != {"input"}
 
 
-class StringReader:
+class JsonStringReader:
     """A JSON string behind its opening quote, decoded as it comes."""
 
     def __init__(self) -> None:
@@ -284,13 +284,13 @@ def _encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def whole(message: Message) -> list[Delta]:
+def reply_deltas(message: Message) -> list[ReplyDelta]:
     """A finished reply as pieces."""
     reasoning = message.get("reasoning")
-    deltas = [Delta(reasoning=reasoning)] if reasoning else []
-    deltas += [Delta(text=message["content"])] if message["content"] else []
+    deltas = [ReplyDelta(reasoning=reasoning)] if reasoning else []
+    deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
     for i, call in enumerate(message.get("tool_calls", ())):
-        deltas.append(Delta(call=CallDelta(i, call["id"], call["name"], call["arguments"])))
+        deltas.append(ReplyDelta(call=ToolCallDelta(i, call["id"], call["name"], call["arguments"])))
     return deltas
 
 

@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Choice, Request
-from instar.record.base import Delta
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice
+from instar.record.base import ReplyDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class UpstreamChunk:
     """What came of an answer. A whole answer that was not streamed is one last piece."""
 
     raw: bytes = b""
     """To be passed on as it is, when the provider speaks the agent's dialect; else empty."""
-    deltas: Sequence[tuple[int, Delta]] = ()
+    deltas: Sequence[tuple[int, ReplyDelta]] = ()
     """(index of the choice, delta), when it does not."""
-    choices: Sequence[Choice] | None = None
+    choices: Sequence[ReplyChoice] | None = None
     """Set on the last piece alone: the whole replies. The call is recorded before ``raw`` is passed on, so
     everything that says the answer has ended is in this piece."""
     content_type: str | None = None
     """Of ``raw``; set on the first piece."""
-    answer_id: str | None = None
+    response_id: str | None = None
     """On the last piece: what the provider calls the answer, where the agent is told so. It may go on from it
     by that name (``previous_response_id``), and people give feedback by it."""
 
 
-class UpstreamRefused(ApiError):
+class UpstreamError(ApiError):
     """The provider answered with an error. ``raw`` is its body (JSON, as a rule; never an event of a
     stream), when it speaks the agent's dialect. It may come in the midst of a stream."""
 
@@ -54,21 +54,21 @@ class UpstreamRefused(ApiError):
         self.content_type = content_type
 
 
-class Answer(ABC):
+class UpstreamResponse(ABC):
     """The pieces of one answer, as they come. Closed by ``aclose``, read to its end or not."""
 
-    def __aiter__(self) -> Answer:
+    def __aiter__(self) -> UpstreamResponse:
         return self
 
     @abstractmethod
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> UpstreamChunk:
         """Raises UpstreamRefused, or EngineUnavailable when the provider cannot be reached or breaks off."""
 
     @abstractmethod
     async def aclose(self) -> None: ...
 
     @abstractmethod
-    def partial(self) -> list[Choice]:
+    def partial_choices(self) -> list[ReplyChoice]:
         """The replies as far as they have come, ended as ``aborted``: for an answer that broke off or was
         closed. Empty when nothing of a reply has come."""
 
@@ -77,12 +77,12 @@ class Upstream(ABC):
     @abstractmethod
     def send(
         self,
-        request: Request,
+        request: ModelRequest,
         dialect: str,
         body: bytes,
         headers: Mapping[str, str],
-        forced: Mapping[str, Any] | None = None,
-    ) -> Answer:
+        sampling_overrides: Mapping[str, Any] | None = None,
+    ) -> UpstreamResponse:
         """One call. ``body`` and ``headers`` (names in lower case, keys of ours taken out) are those of the
         agent; ``request.messages`` are whole, ``previous`` resolved. ``forced``: sampling settings over
         the agent's own (`SAMPLING_KEYS`)."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from instar.gateway.dialects.base import Choice, Request
-from instar.gateway.upstream.replies import Draft, Reader, Usage, finished, refusal
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice
+from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, build_choices, parse_error
 from instar.types import Json, Message
 
 # --- what it answers: only what is read of it ---------------------------------------------------
@@ -78,9 +78,9 @@ class WireUsage(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
 
-    def read(self) -> Usage:
+    def read(self) -> TokenUsage:
         details = self.prompt_tokens_details
-        return Usage(
+        return TokenUsage(
             self.prompt_tokens or 0, self.completion_tokens or 0, details.cached_tokens if details else None
         )
 
@@ -111,7 +111,7 @@ def _text(content: str | list[Part] | None) -> str:
     return content or ""
 
 
-def _add(draft: Draft, message: WireMessage) -> None:
+def _add(draft: ReplyDraft, message: WireMessage) -> None:
     if reasoning := message.reasoning_content or message.reasoning:
         draft.add_reasoning(reasoning)
     if text := _text(message.content) or message.refusal:
@@ -120,7 +120,7 @@ def _add(draft: Draft, message: WireMessage) -> None:
         _add_call(draft, call)
 
 
-def _add_call(draft: Draft, call: WireCall) -> None:
+def _add_call(draft: ReplyDraft, call: WireCall) -> None:
     """By its index; where a provider leaves that out, an id begins a call and what has none continues it."""
     at = call.index
     if at is None:
@@ -132,27 +132,27 @@ def _add_call(draft: Draft, call: WireCall) -> None:
         draft.add_arguments(at, text)
 
 
-class ChatReader(Reader):
-    def __init__(self, n: int = 1, *, aloud: bool = False, exact: bool = False) -> None:
-        super().__init__(aloud=aloud)
+class ChatReader(ReplyReader):
+    def __init__(self, n: int = 1, *, emit_deltas: bool = False, exact: bool = False) -> None:
+        super().__init__(emit_deltas=emit_deltas)
         self._decode = _decode_exact if exact else _decode
-        self._by_index: dict[int, Draft] = {}
+        self._by_index: dict[int, ReplyDraft] = {}
         self._open = n
         self._prompt_ids: list[int] | None = None
 
     def read(self, body: bytes) -> None:
         self.feed(body)
         if not self._by_index:
-            raise refusal(body)
+            raise parse_error(body)
 
     def feed(self, data: bytes) -> None:
         if data.startswith(b"[DONE]"):
-            self.ended = self.over = True
+            self.has_ended = self.is_done = True
             return
         chunk = self._decode(data)
         if chunk.error:
-            raise refusal(data)
-        self.call_it(chunk.id)
+            raise parse_error(data)
+        self.set_response_id(chunk.id)
         if chunk.usage:
             self.usage = chunk.usage.read()
         if isinstance(chunk, ExactAnswer) and chunk.prompt_token_ids is not None:
@@ -163,43 +163,43 @@ class ChatReader(Reader):
     def _take(self, choice: WireChoice) -> None:
         draft = self._by_index.get(choice.index)
         if draft is None:
-            draft = self._by_index[choice.index] = Draft(choice.index, self.sink)
+            draft = self._by_index[choice.index] = ReplyDraft(choice.index, self.deltas)
         if message := choice.delta or choice.message:
             _add(draft, message)
         if choice.text:
             draft.add_text(choice.text)
         if isinstance(choice.stop_reason, str):
-            draft.stop = choice.stop_reason
+            draft.stop_string = choice.stop_reason
         if isinstance(choice, ExactChoice):
             self._take_tokens(draft, choice)
-        if choice.finish_reason is not None and draft.finish is None:
-            draft.finish = "length" if choice.finish_reason in _CUT else "stop"
+        if choice.finish_reason is not None and draft.finish_reason is None:
+            draft.finish_reason = "length" if choice.finish_reason in _CUT else "stop"
             self._open -= 1
-            self.ended = self.ended or self._open <= 0
+            self.has_ended = self.has_ended or self._open <= 0
 
-    def _take_tokens(self, draft: Draft, choice: ExactChoice) -> None:
+    def _take_tokens(self, draft: ReplyDraft, choice: ExactChoice) -> None:
         if choice.prompt_token_ids is not None:
             self._prompt_ids = choice.prompt_token_ids
         if choice.token_ids is not None:
             draft.add_tokens(choice.token_ids, choice.logprobs.chosen() if choice.logprobs else ())
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         drafts = self._by_index.values()
-        return bool(drafts) and (self.ended or all(draft.finish for draft in drafts))
+        return bool(drafts) and (self.has_ended or all(draft.finish_reason for draft in drafts))
 
     @property
-    def drafts(self) -> list[Draft]:
+    def drafts(self) -> list[ReplyDraft]:
         return [self._by_index[index] for index in sorted(self._by_index)]
 
-    def choices(self) -> list[Choice]:
-        return finished(self.drafts, self.usage, self._prompt_ids)
+    def choices(self) -> list[ReplyChoice]:
+        return build_choices(self.drafts, self.usage, self._prompt_ids)
 
 
 # --- what it is asked ---------------------------------------------------------------------------
 
 
-def write(request: Request, model: str, *, limit_name: str = "max_tokens") -> Json:
+def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
     """A request that came in another dialect. ``limit_name``: what the provider calls its token limit."""
     body: Json = {"model": model, "messages": [_message(message) for message in request.messages]}
     if request.tools:

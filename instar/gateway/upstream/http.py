@@ -19,10 +19,15 @@ from yarl import URL
 from instar.config import UpstreamEngineConfig
 from instar.errors import ConfigError
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Request
+from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream import chat, messages, rewrite
-from instar.gateway.upstream.answer import HttpAnswer, HttpResponse, refused, unreachable
 from instar.gateway.upstream.base import Upstream
+from instar.gateway.upstream.http_response import (
+    HttpResponse,
+    HttpUpstreamResponse,
+    read_error,
+    unreachable_error,
+)
 
 if TYPE_CHECKING:
     from instar.http.plain import PlainClient
@@ -70,42 +75,42 @@ class HttpUpstream(Upstream):
 
     def send(
         self,
-        request: Request,
+        request: ModelRequest,
         dialect: str,
         body: bytes,
         headers: Mapping[str, str],
-        forced: Mapping[str, Any] | None = None,
-    ) -> HttpAnswer:
+        sampling_overrides: Mapping[str, Any] | None = None,
+    ) -> HttpUpstreamResponse:
         spoken = self._spoken(dialect)
         if spoken != dialect:
             body = self._translated(request, spoken)
         elif self._config.model is not None and self._config.model != request.model:
-            body = rewrite.change(body, {"model": self._config.model})
-        if forced:
-            body = rewrite.force(body, spoken, forced)
+            body = rewrite.set_fields(body, {"model": self._config.model})
+        if sampling_overrides:
+            body = rewrite.override_sampling(body, spoken, sampling_overrides)
         unasked = None
         if self._config.token_ids and spoken in _WITH_TOKEN_IDS:
-            body, unasked = rewrite.ask_for_tokens(body, spoken)
+            body, unasked = rewrite.request_token_ids(body, spoken)
         translated = spoken != dialect
         post = partial(
             self._post, self._urls[spoken], body, self._headers(spoken, headers, translated=translated)
         )
-        return HttpAnswer(post, request, spoken, translated=translated, unasked=unasked)
+        return HttpUpstreamResponse(post, request, spoken, translated=translated, unasked=unasked)
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Anthropic's count of a prompt, passed through."""
         if "messages" not in self._dialects:
             raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
         if self._config.model is not None:
-            body = rewrite.change(body, {"model": self._config.model})
+            body = rewrite.set_fields(body, {"model": self._config.model})
         url = self._urls["messages"] / "count_tokens"
         response = await self._post(url, body, self._headers("messages", headers))
         try:
             if response.status != 200:
-                raise await refused(response)
+                raise await read_error(response)
             return await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(error) from error
+            raise unreachable_error(error) from error
         finally:
             response.close()
 
@@ -123,7 +128,7 @@ class HttpUpstream(Upstream):
                 # An idle connection that the provider was closing; nothing of an answer has come.
                 return await self._send(url, body, headers)
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(error) from error
+            raise unreachable_error(error) from error
 
     def _send(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> Awaitable[HttpResponse]:
         if self._plain is not None:
@@ -142,17 +147,17 @@ class HttpUpstream(Upstream):
         speaks = ", ".join(self._dialects)
         raise bad_request(f"This model's provider does not speak '{dialect}'; it speaks: {speaks}.", "model")
 
-    def _translated(self, request: Request, to: str) -> bytes:
-        if request.refusal is not None:
-            raise request.refusal
+    def _translated(self, request: ModelRequest, to: str) -> bytes:
+        if request.unsupported_error is not None:
+            raise request.unsupported_error
         if request.logprobs:
             raise bad_request(
                 "Logprobs are not supported for this model.", "logprobs", "unsupported_parameter"
             )
         model = self._config.model or request.model
         if to == "messages":
-            return msgspec.json.encode(messages.write(request, model))
-        return msgspec.json.encode(chat.write(request, model, limit_name=self._limit_name))
+            return msgspec.json.encode(messages.build_messages_request(request, model))
+        return msgspec.json.encode(chat.build_chat_request(request, model, limit_name=self._limit_name))
 
     # --- headers ----------------------------------------------------------------------------------
 

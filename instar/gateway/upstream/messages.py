@@ -9,11 +9,11 @@ from typing import Any, cast
 import msgspec
 
 from instar.gateway.base import bad_request
-from instar.gateway.dialects.base import Request
-from instar.gateway.upstream.replies import Draft, Reader, Usage, refusal
+from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
 from instar.types import Json, Message, ToolCall
 
-MAX_TOKENS = 8192
+DEFAULT_MAX_TOKENS = 8192
 """The limit of a reply, which this API demands, when the agent named none."""
 
 # --- what it answers ----------------------------------------------------------------------------
@@ -66,7 +66,7 @@ _decode = msgspec.json.Decoder(WireAnswer).decode
 _decode_event = msgspec.json.Decoder(WireEvent).decode
 
 
-def _add_usage(usage: Usage, wire: WireUsage | None) -> None:
+def _add_usage(usage: TokenUsage, wire: WireUsage | None) -> None:
     """Counts that are said again, in a stream, are those that hold."""
     if wire is None:
         return
@@ -78,17 +78,17 @@ def _add_usage(usage: Usage, wire: WireUsage | None) -> None:
         usage.sampled = wire.output_tokens
 
 
-class MessagesReader(Reader):
-    def __init__(self, *, aloud: bool = False) -> None:
-        super().__init__(aloud=aloud)
-        self._draft = Draft(0, self.sink)
+class MessagesReader(ReplyReader):
+    def __init__(self, *, emit_deltas: bool = False) -> None:
+        super().__init__(emit_deltas=emit_deltas)
+        self._draft = ReplyDraft(0, self.deltas)
         self._calls: dict[int, int] = {}  # block → place among the tool calls
 
     def read(self, body: bytes) -> None:
         answer = _decode(body)
         if answer.content is None:
-            raise refusal(body)
-        self.call_it(answer.id)
+            raise parse_error(body)
+        self.set_response_id(answer.id)
         for index, block in enumerate(answer.content):
             self._begin(index, block)
             if index in self._calls:
@@ -99,9 +99,9 @@ class MessagesReader(Reader):
     def feed(self, data: bytes) -> None:
         event = _decode_event(data)
         if event.type == "error":
-            raise refusal(data)
+            raise parse_error(data)
         if event.type == "message_start" and event.message:
-            self.call_it(event.message.id)
+            self.set_response_id(event.message.id)
             _add_usage(self.usage, event.message.usage)
         elif event.type == "content_block_start" and event.content_block:
             self._begin(event.index, event.content_block)
@@ -110,16 +110,16 @@ class MessagesReader(Reader):
         elif event.type == "content_block_stop" and event.index in self._calls:
             self._close_call(self._calls[event.index])
         elif event.type == "message_stop":
-            self.over = True
+            self.is_done = True
         elif event.type == "message_delta":
             _add_usage(self.usage, event.usage)
             if event.delta and event.delta.stop_reason:
                 self._end(event.delta.stop_reason, event.delta.stop_sequence)
 
     def _end(self, reason: str | None, sequence: str | None) -> None:
-        self.ended = True
-        self._draft.finish = "length" if reason in _CUT else "stop"
-        self._draft.stop = sequence
+        self.has_ended = True
+        self._draft.finish_reason = "length" if reason in _CUT else "stop"
+        self._draft.stop_string = sequence
 
     def _begin(self, index: int, block: Block) -> None:
         if block.type == "tool_use":
@@ -143,20 +143,20 @@ class MessagesReader(Reader):
             self._draft.add_arguments(at, "{}")
 
     @property
-    def drafts(self) -> list[Draft]:
+    def drafts(self) -> list[ReplyDraft]:
         return [self._draft]
 
 
 # --- what it is asked ---------------------------------------------------------------------------
 
 
-def write(request: Request, model: str) -> Json:
+def build_messages_request(request: ModelRequest, model: str) -> Json:
     """A request that came in another dialect."""
     _refuse_unknown(request)
     instructions, rest = _split(request.messages)
     body: Json = {
         "model": model,
-        "max_tokens": request.max_tokens or MAX_TOKENS,
+        "max_tokens": request.max_tokens or DEFAULT_MAX_TOKENS,
         "messages": _turns(rest),
     }
     if request.tools:
@@ -179,7 +179,7 @@ def write(request: Request, model: str) -> Json:
     return body | {name: value for name, value in settings.items() if value is not None}
 
 
-def _refuse_unknown(request: Request) -> None:
+def _refuse_unknown(request: ModelRequest) -> None:
     wanted = {"n": request.n > 1, "seed": request.seed is not None}
     for name, given in wanted.items():
         if given:

@@ -11,69 +11,69 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from instar.gateway.dialects.base import Choice
-from instar.gateway.upstream.base import UpstreamRefused
-from instar.record.base import CallDelta, Delta
+from instar.gateway.dialects.base import ReplyChoice
+from instar.gateway.upstream.base import UpstreamError
+from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import FinishReason, Message, ToolCall
 
-Deltas = list[tuple[int, Delta]]
-MAX_ANSWER_ID = 512
+Deltas = list[tuple[int, ReplyDelta]]
+MAX_RESPONSE_ID_LENGTH = 512
 
 
 @dataclass(slots=True)
-class CallDraft:
+class ToolCallDraft:
     id: str
     name: str
     arguments: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)
-class Draft:
+class ReplyDraft:
     """One reply, as far as it has come. ``sink`` takes every addition, where one listens."""
 
     index: int = 0
-    sink: Deltas | None = None
+    deltas: Deltas | None = None
     text: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
-    calls: list[CallDraft] = field(default_factory=list[CallDraft])
-    finish: FinishReason | None = None
-    stop: str | None = None
-    ids: list[int] | None = None
+    calls: list[ToolCallDraft] = field(default_factory=list[ToolCallDraft])
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    token_ids: list[int] | None = None
     logprobs: list[float | None] = field(default_factory=list[float | None])
 
     def add_text(self, text: str) -> None:
         self.text.append(text)
-        if self.sink is not None and text:
-            self.sink.append((self.index, Delta(text=text)))
+        if self.deltas is not None and text:
+            self.deltas.append((self.index, ReplyDelta(text=text)))
 
     def add_reasoning(self, text: str) -> None:
         self.reasoning.append(text)
-        if self.sink is not None and text:
-            self.sink.append((self.index, Delta(reasoning=text)))
+        if self.deltas is not None and text:
+            self.deltas.append((self.index, ReplyDelta(reasoning=text)))
 
     def open_call(self, call_id: str, name: str) -> int:
         """A new tool call; its place among those of the reply."""
         at = len(self.calls)
-        self.calls.append(CallDraft(call_id, name))
-        if self.sink is not None:
-            self.sink.append((self.index, Delta(call=CallDelta(at, call_id, name))))
+        self.calls.append(ToolCallDraft(call_id, name))
+        if self.deltas is not None:
+            self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(at, call_id, name))))
         return at
 
     def add_arguments(self, at: int, text: str) -> None:
         self.calls[at].arguments.append(text)
-        if self.sink is not None and text:
-            self.sink.append((self.index, Delta(call=CallDelta(at, arguments=text))))
+        if self.deltas is not None and text:
+            self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(at, arguments=text))))
 
     def add_tokens(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
         """Sampled tokens; a logprob that is not there is NaN."""
-        if self.ids is None:
-            self.ids = []
-        self.ids += ids
+        if self.token_ids is None:
+            self.token_ids = []
+        self.token_ids += ids
         self.logprobs += logprobs if len(logprobs) == len(ids) else [None] * len(ids)
 
     @property
-    def empty(self) -> bool:
-        return not (self.text or self.reasoning or self.calls or self.ids)
+    def is_empty(self) -> bool:
+        return not (self.text or self.reasoning or self.calls or self.token_ids)
 
     def message(self) -> Message:
         message = Message(role="assistant", content="".join(self.text))
@@ -87,59 +87,61 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     prompt: int = 0
     sampled: int = 0
     """Of all replies together: providers do not count them apart."""
     cached: int | None = None
 
 
-def finished(drafts: Sequence[Draft], usage: Usage, prompt_ids: Sequence[int] | None = None) -> list[Choice]:
+def build_choices(
+    drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None = None
+) -> list[ReplyChoice]:
     """The replies, in order. The provider's count of sampled tokens is spread over them."""
     prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
     share, more = divmod(usage.sampled, max(1, len(drafts)))
-    choices: list[Choice] = []
+    choices: list[ReplyChoice] = []
     for at, draft in enumerate(drafts):
-        choice = Choice(
+        choice = ReplyChoice(
             message=draft.message(),
-            finish_reason=draft.finish or "stop",
+            finish_reason=draft.finish_reason or "stop",
             prompt_tokens=usage.prompt,
             sampled_tokens=share + (at < more),
-            stop=draft.stop,
+            stop_string=draft.stop_string,
             cached_tokens=usage.cached,
         )
-        if prompt is not None and draft.ids is not None:
+        if prompt is not None and draft.token_ids is not None:
             logprobs = [math.nan if value is None else value for value in draft.logprobs]
             choice = replace(
                 choice,
                 prompt_tokens=len(prompt),
-                sampled_tokens=len(draft.ids),
+                sampled_tokens=len(draft.token_ids),
                 prompt_ids=prompt,
-                sampled_ids=np.asarray(draft.ids, np.int32),
+                sampled_ids=np.asarray(draft.token_ids, np.int32),
                 sampled_logprobs=np.asarray(logprobs, np.float32),
             )
         choices.append(choice)
     return choices
 
 
-class Reader(ABC):
+class ReplyReader(ABC):
     """Reads one answer: ``read`` all of it, or ``feed`` it event by event where it is streamed. Both raise
     UpstreamRefused for an answer or event that is an error, msgspec.DecodeError for what is none at all."""
 
-    def __init__(self, *, aloud: bool) -> None:
-        self.sink: Deltas | None = [] if aloud else None
-        self.usage = Usage()
-        self.ended = False
+    def __init__(self, *, emit_deltas: bool) -> None:
+        self.deltas: Deltas | None = [] if emit_deltas else None
+        self.usage = TokenUsage()
+        self.has_ended = False
         """An event has said that the answer has ended."""
-        self.over = False
+        self.is_done = False
         """The last event has come."""
-        self.answer_id: str | None = None
+        self.response_id: str | None = None
         """What the provider calls it."""
 
-    def call_it(self, answer_id: Any) -> None:
+    def set_response_id(self, answer_id: Any) -> None:
         """By the name that the provider gives, if it is one."""
-        if isinstance(answer_id, str) and 0 < len(answer_id) <= MAX_ANSWER_ID:
-            self.answer_id = answer_id
+        if isinstance(answer_id, str) and 0 < len(answer_id) <= MAX_RESPONSE_ID_LENGTH:
+            self.response_id = answer_id
 
     @abstractmethod
     def read(self, body: bytes) -> None: ...
@@ -148,27 +150,27 @@ class Reader(ABC):
     def feed(self, data: bytes) -> None: ...
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the stream may end here."""
-        return self.ended
+        return self.has_ended
 
     @property
     @abstractmethod
-    def drafts(self) -> list[Draft]: ...
+    def drafts(self) -> list[ReplyDraft]: ...
 
-    def choices(self) -> list[Choice]:
-        return finished(self.drafts, self.usage)
+    def choices(self) -> list[ReplyChoice]:
+        return build_choices(self.drafts, self.usage)
 
-    def taken(self) -> Deltas:
+    def take_deltas(self) -> Deltas:
         """The deltas since the last time."""
-        if not self.sink:
+        if not self.deltas:
             return []
-        deltas = self.sink.copy()
-        self.sink.clear()
+        deltas = self.deltas.copy()
+        self.deltas.clear()
         return deltas
 
-    def partial(self) -> list[Choice]:
-        if all(draft.empty for draft in self.drafts):
+    def partial_choices(self) -> list[ReplyChoice]:
+        if all(draft.is_empty for draft in self.drafts):
             return []
         return [replace(choice, finish_reason="aborted") for choice in self.choices()]
 
@@ -188,9 +190,9 @@ _STATUS = {
 }
 
 
-def refusal(
+def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
-) -> UpstreamRefused:
+) -> UpstreamError:
     """``status``: of the answer; None for an error that came inside an answer."""
     try:
         body: Any = msgspec.json.decode(raw)
@@ -202,7 +204,7 @@ def refusal(
     said = detail.get("message") or detail.get("detail") or raw[:300].decode("utf-8", "replace").strip()
     code = detail.get("code") or detail.get("type")
     param = detail.get("param")
-    return UpstreamRefused(
+    return UpstreamError(
         status or _status(detail),
         str(said) if said else f"The provider answered with status {status}.",
         code=str(code) if code else None,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from instar.gateway.upstream.replies import Draft, Reader, Usage, refusal
+from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
 
 
 class Part(msgspec.Struct):
@@ -72,7 +72,7 @@ def _arguments(item: Item) -> str:
     return str(item.arguments)
 
 
-def _add(draft: Draft, item: Item) -> None:
+def _add(draft: ReplyDraft, item: Item) -> None:
     if item.type == "message":
         draft.add_text("".join(part.text or part.refusal for part in item.content or ()))
     elif item.type == "reasoning":
@@ -81,14 +81,14 @@ def _add(draft: Draft, item: Item) -> None:
         draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), _arguments(item))
 
 
-def _draft(response: WireResponse, output: list[Item]) -> Draft:
-    draft = Draft()
+def _draft(response: WireResponse, output: list[Item]) -> ReplyDraft:
+    draft = ReplyDraft()
     for item in output:
         _add(draft, item)
     if response.status in ("failed", "cancelled"):
-        draft.finish = "aborted"
+        draft.finish_reason = "aborted"
     else:
-        draft.finish = "length" if _cut(response) else "stop"
+        draft.finish_reason = "length" if _cut(response) else "stop"
     return draft
 
 
@@ -97,27 +97,27 @@ def _cut(response: WireResponse) -> bool:
     return response.status == "incomplete" and (details is None or details.reason == "max_output_tokens")
 
 
-def _usage(wire: WireUsage | None) -> Usage:
+def _usage(wire: WireUsage | None) -> TokenUsage:
     if wire is None:
-        return Usage()
+        return TokenUsage()
     details = wire.input_tokens_details
-    return Usage(wire.input_tokens, wire.output_tokens, details.cached_tokens if details else None)
+    return TokenUsage(wire.input_tokens, wire.output_tokens, details.cached_tokens if details else None)
 
 
-class ResponsesReader(Reader):
+class ResponsesReader(ReplyReader):
     """The end of the stream repeats the whole output; until it comes, the deltas tell what there is."""
 
-    def __init__(self, *, aloud: bool = False) -> None:
-        super().__init__(aloud=aloud)
-        self._so_far = Draft(0, self.sink)
+    def __init__(self, *, emit_deltas: bool = False) -> None:
+        super().__init__(emit_deltas=emit_deltas)
+        self._so_far = ReplyDraft(0, self.deltas)
         self._calls: dict[int, int] = {}  # output index → place among the tool calls
         self._done: list[Item] = []
-        self._final: Draft | None = None
+        self._final: ReplyDraft | None = None
 
     def read(self, body: bytes) -> None:
         response = _decode(body)
         if response.output is None:
-            raise refusal(body)
+            raise parse_error(body)
         self._end(response)
 
     def feed(self, data: bytes) -> None:
@@ -136,7 +136,7 @@ class ResponsesReader(Reader):
         elif kind == "response.output_item.done" and event.item:
             self._done.append(event.item)
         elif kind == "error":
-            raise refusal(data)
+            raise parse_error(data)
         elif kind in _ENDS:
             response = event.response or WireResponse()
             response.status = response.status or kind.removeprefix("response.")
@@ -147,11 +147,11 @@ class ResponsesReader(Reader):
             self._calls[index] = self._so_far.open_call(item.call_id or "", item.name or "")
 
     def _end(self, response: WireResponse) -> None:
-        self.ended = self.over = True
-        self.call_it(response.id)
+        self.has_ended = self.is_done = True
+        self.set_response_id(response.id)
         self.usage = _usage(response.usage)
         self._final = _draft(response, response.output or self._done)
 
     @property
-    def drafts(self) -> list[Draft]:
+    def drafts(self) -> list[ReplyDraft]:
         return [self._final or self._so_far]

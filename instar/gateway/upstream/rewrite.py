@@ -29,24 +29,24 @@ _PLAIN_SAMPLING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Unasked:
+class AddedFields:
     """What was asked for beyond the agent's own wishes, to be taken out of its answer again."""
 
-    ids: bool
+    token_ids: bool
     logprobs: bool
 
     def __bool__(self) -> bool:
-        return self.ids or self.logprobs
+        return self.token_ids or self.logprobs
 
 
-def change(body: bytes, changes: Mapping[str, Any]) -> bytes:
+def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
     fields = _decode(body)
     for name, value in changes.items():
         fields[name] = msgspec.Raw(_encode(value))
     return _encode(fields)
 
 
-def force(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
+def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
     """Sampling settings, under the names that the dialect has for them."""
     changes = dict(settings)
     if (limit := changes.pop("max_tokens", None)) is not None:
@@ -54,16 +54,16 @@ def force(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
         if dialect == "chat" and "max_completion_tokens" in _decode(body):
             name = "max_completion_tokens"
         changes[name] = limit
-    return change(body, changes)
+    return set_fields(body, changes)
 
 
-def ask_for_tokens(body: bytes, dialect: str) -> tuple[bytes, Unasked]:
+def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
     """Add what makes vLLM return token ids and logprobs, in a chat or a completion."""
     fields = _decode(body)
     given = {name for name, value in fields.items() if bytes(value) != b"null"}
     wants_logprobs = "logprobs" in given and bytes(fields["logprobs"]) != b"false"
-    unasked = Unasked(
-        ids=bytes(fields.get("return_token_ids", _NULL)) != b"true", logprobs=not wants_logprobs
+    unasked = AddedFields(
+        token_ids=bytes(fields.get("return_token_ids", _NULL)) != b"true", logprobs=not wants_logprobs
     )
     additions: dict[str, Any] = {name: value for name, value in _PLAIN_SAMPLING.items() if name not in given}
     additions["return_token_ids"] = True
@@ -74,10 +74,10 @@ def ask_for_tokens(body: bytes, dialect: str) -> tuple[bytes, Unasked]:
     return _encode(fields), unasked
 
 
-def take_out(answer: bytes, unasked: Unasked) -> bytes:
+def strip_added_fields(answer: bytes, unasked: AddedFields) -> bytes:
     """An answer, or an event of one, without what the agent had not asked for."""
     fields = _decode(answer)
-    if unasked.ids:
+    if unasked.token_ids:
         fields.pop("prompt_token_ids", None)
     if "choices" in fields:
         choices = _decode_choices(fields["choices"])
@@ -87,8 +87,8 @@ def take_out(answer: bytes, unasked: Unasked) -> bytes:
     return _encode(fields)
 
 
-def _take_out(choice: Fields, unasked: Unasked) -> None:
-    if unasked.ids:
+def _take_out(choice: Fields, unasked: AddedFields) -> None:
+    if unasked.token_ids:
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)
     if unasked.logprobs and "logprobs" in choice:

@@ -11,7 +11,7 @@ _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
-class Event(NamedTuple):
+class ServerSentEvent(NamedTuple):
     raw: bytes
     """Every byte of it, blank line and all: those of all events add up to the stream."""
     data: bytes
@@ -23,21 +23,21 @@ class EventSplitter:
         self._rest = b""
         self._seen = 0  # of the rest: no event ends before here
 
-    def feed(self, piece: bytes) -> Iterator[Event]:
+    def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
         """The events that are complete by now."""
         stream = self._rest + piece if self._rest else piece
         start = 0
         for end in _BLANK_LINE.finditer(stream, self._seen):
             raw = stream[start : end.end()]
             start = end.end()
-            yield Event(raw, _data(raw))
+            yield ServerSentEvent(raw, _data(raw))
         self._rest = stream[start:]
         self._seen = max(0, len(self._rest) - 3)
 
-    def flush(self) -> Event | None:
+    def flush(self) -> ServerSentEvent | None:
         """What is left when the stream has ended: some leave out the last blank line."""
         raw, self._rest, self._seen = self._rest, b"", 0
-        return Event(raw, _data(raw)) if raw else None
+        return ServerSentEvent(raw, _data(raw)) if raw else None
 
 
 def _data(raw: bytes) -> bytes:

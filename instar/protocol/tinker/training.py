@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from instar.backends.values import loss_and_metrics
+from instar.backends.loss_values import compute_loss
 from instar.config import AdamConfig
 from instar.protocol.base import (
     AdapterSpec,
@@ -209,7 +209,7 @@ async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult
     logprobs = await model.forward(batch.samples)
     for sample, values in zip(batch.samples, logprobs, strict=True):
         values[sample.mask == 0] = float("nan")
-    loss, metrics = loss_and_metrics(batch.loss, batch.samples, logprobs)
+    loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
     return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
 

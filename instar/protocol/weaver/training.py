@@ -10,7 +10,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from instar.backends.values import loss_and_metrics
+from instar.backends.loss_values import compute_loss
 from instar.config import AdamConfig
 from instar.protocol.base import (
     AdapterSpec,
@@ -144,7 +144,7 @@ class WeaverTrainingRoutes:
             logprobs = await model.forward(batch.samples)
             metrics: dict[str, float] = {}
             if batch.loss is not None:
-                loss, metrics = loss_and_metrics(batch.loss, batch.samples, logprobs)
+                loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
                 metrics["loss"] = loss
             return {"result": {"loss_fn_outputs": build_outputs(batch, logprobs), "metrics": metrics}}
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from instar.backends.local.backend import LocalBackend
-from instar.backends.local.state import adapter_hash
+from instar.backends.local.state import hash_adapter
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
-from instar.data.batcher import Batch, Batcher
+from instar.data.batcher import Batcher, StepBatch
 from instar.store.factory import open_store
 from tests.tiny import make_tiny_model
 from tests.torture.tortured import ROOT, Tortured, Trained, settings
@@ -64,20 +64,20 @@ def instar(folder: Path, *arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
-async def learn(config: RunConfig) -> list[tuple[Batch, str]]:
+async def learn(config: RunConfig) -> list[tuple[StepBatch, str]]:
     """Every batch of the run's store, and the weights after each."""
     store = open_store(config)
     batcher = Batcher(store, config.name, config)
     backend = LocalBackend(config.model, config.backend, seed=config.seed)  # type: ignore[arg-type]
     await backend.start()
-    learned: list[tuple[Batch, str]] = []
+    learned: list[tuple[StepBatch, str]] = []
     step = 10 * STEPS
-    while batch := await batcher.next_batch(step, AGAIN, 1, finished=lambda: True):
+    while batch := await batcher.next_batch(step, AGAIN, 1, is_finished=lambda: True):
         await store.claim_step(config.name, step, batch.claims)
         await backend.forward_backward(batch.samples, config.trainer.loss)
         await backend.optim_step(config.trainer.adam)
         artifact = await backend.publish(config.run_dir / "again" / str(step))
-        learned.append((batch, adapter_hash(Path(artifact.path))))
+        learned.append((batch, hash_adapter(Path(artifact.path))))
         step += 1
     await backend.close()
     await store.close()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from instar.backends.base import Backend, BackendCapabilities
-from instar.backends.served import served_weights
+from instar.backends.weight_export import iterate_served_weights
 from instar.engines.remote import RemoteEngine
 from instar.sync.ray import RaySync
 from instar.types import Artifact, Policy
@@ -53,7 +53,7 @@ class Sharded(Backend):
 
 
 def gathering(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from served_weights(model, torch.float32)
+    yield from iterate_served_weights(model, torch.float32)
 
 
 def build(folder: str) -> tuple[torch.nn.Module, list[float]]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from instar.backends.local import kernels
-from instar.backends.local.attention import make_plan, tree_attention
+from instar.backends.local.attention import make_attention_plan, tree_attention
 from instar.backends.local.pack import pack
 from instar.errors import BackendError
 from tests.unit.backends.conformance import tree_samples
@@ -24,7 +24,7 @@ def test_equals_masked_attention() -> None:
         query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
     )
     wanted = torch.autograd.grad(expected, (query, key, value), grad)
-    plan = make_plan(packed, "cpu")
+    plan = make_attention_plan(packed, "cpu")
     found, _ = tree_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, tree_plan=plan)
     got = torch.autograd.grad(found.transpose(1, 2), (query, key, value), grad)
     assert plan.calls == 1
@@ -56,6 +56,6 @@ def test_attention_that_is_more_than_a_softmax_is_refused() -> None:
 def test_plan_is_small_where_much_is_shared() -> None:
     prefix = np.arange(100, dtype=np.int32)
     packed = pack([np.concatenate([prefix, np.array([200 + i] * 20, np.int32)]) for i in range(16)])
-    plan = make_plan(packed, "cpu")
+    plan = make_attention_plan(packed, "cpu")
     assert len(plan.cross) == 1
     assert len(plan.own) == 2

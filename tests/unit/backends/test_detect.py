@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from instar.backends.detect import Detection, detect
-from instar.backends.packages import Needed, check_installed, look, survey, survey_of
-from instar.backends.resolve import resolve_run, take_secrets, without_key
+from instar.backends.detect import BackendDetection, detect_backend
+from instar.backends.packages import (
+    PackageRequirement,
+    check_installed,
+    inspect_package,
+    inspect_packages,
+    inspect_packages_of,
+)
+from instar.backends.resolve import extract_secrets, resolve_run, without_api_key
 from instar.config import (
     AutoBackendConfig,
     CloudEngineConfig,
@@ -34,15 +40,19 @@ def auto(**settings: Any) -> AutoBackendConfig:
     return AutoBackendConfig(**settings)
 
 
-def found(env: dict[str, str] | None = None, installed: tuple[str, ...] = (), **settings: Any) -> Detection:
-    return detect(auto(**settings), env or {}, lambda: installed)
+def found(
+    env: dict[str, str] | None = None, installed: tuple[str, ...] = (), **settings: Any
+) -> BackendDetection:
+    return detect_backend(auto(**settings), env or {}, lambda: installed)
 
 
 # --- settings -------------------------------------------------------------------------------------
 
 
 def test_nothing_said_is_local() -> None:
-    assert found(installed=("tinker",)) == Detection("local", "no setting and no variable names a service")
+    assert found(installed=("tinker",)) == BackendDetection(
+        "local", "no setting and no variable names a service"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,8 +114,8 @@ def test_an_address_that_names_none_is_not_dropped() -> None:
 
 
 def test_a_chosen_backend_is_not_detected() -> None:
-    assert detect(LocalBackendConfig(), TINKER | WEAVER).name == "local"
-    assert detect(MintBackendConfig(base_url="https://tinker.example"), {}).name == "mint"
+    assert detect_backend(LocalBackendConfig(), TINKER | WEAVER).name == "local"
+    assert detect_backend(MintBackendConfig(base_url="https://tinker.example"), {}).name == "mint"
 
 
 # --- the environment ------------------------------------------------------------------------------
@@ -113,7 +123,7 @@ def test_a_chosen_backend_is_not_detected() -> None:
 
 @pytest.mark.parametrize(("env", "name"), [(TINKER, "tinker"), (MINT, "mint"), (WEAVER, "weaver")])
 def test_the_environment_names_the_service(env: dict[str, str], name: str) -> None:
-    assert found(env) == Detection(name, f"{next(iter(env))} in the environment")
+    assert found(env) == BackendDetection(name, f"{next(iter(env))} in the environment")
 
 
 @pytest.mark.parametrize("env", [TINKER | WEAVER, MINT | WEAVER, MINT | TINKER])
@@ -140,14 +150,14 @@ def test_settings_come_before_the_environment_and_empty_is_unset() -> None:
 
 
 def test_what_is_installed_here() -> None:
-    there = survey()
+    there = inspect_packages()
     assert there["tinker"].version == "0.36.0"
     assert [name for name, found in there.items() if found.problem] == ["mint", "verl"]
 
 
 def test_a_missing_package_is_an_error_with_what_to_type() -> None:
     check_installed(TinkerBackendConfig())
-    absent = look("tinker", Needed("no-such-package", "'instar[tinker]'"))
+    absent = inspect_package("tinker", PackageRequirement("no-such-package", "'instar[tinker]'"))
     assert absent.problem is not None
     assert absent.problem.endswith(f"{sys.executable} -m pip install 'instar[tinker]'")
     with pytest.raises(ConfigError) as error:
@@ -159,7 +169,7 @@ def test_a_missing_package_is_an_error_with_what_to_type() -> None:
 
 
 def test_another_interpreter_is_asked(tmp_path: Path) -> None:
-    assert survey_of(sys.executable) == survey()
+    assert inspect_packages_of(sys.executable) == inspect_packages()
     with pytest.raises(ConfigError, match=r"backend\.python.*no-such-python"):
         check_installed(VerlBackendConfig(python="no-such-python"))
     venv.create(tmp_path, symlinks=True, with_pip=False)
@@ -170,7 +180,7 @@ def test_another_interpreter_is_asked(tmp_path: Path) -> None:
 
 def test_asking_imports_no_sdk() -> None:
     code = (
-        "import sys, instar.backends.packages as p; p.survey(); "
+        "import sys, instar.backends.packages as p; p.inspect_packages(); "
         "print([m for m in ('tinker', 'weaver', 'torch', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -237,7 +247,7 @@ def test_an_address_holds_no_key_and_is_one(url: str) -> None:
 
 def test_key_and_address_leave_the_settings_for_the_environment() -> None:
     settings = {"type": "weaver", "api_key": "wv-secret", "base_url": "http://127.0.0.1:9"}
-    config, secrets = take_secrets(run(backend=settings), {"WEAVER_API_KEY": "another"})
+    config, secrets = extract_secrets(run(backend=settings), {"WEAVER_API_KEY": "another"})
     assert secrets.env == {"WEAVER_API_KEY": "wv-secret", "WEAVER_BASE_URL": "http://127.0.0.1:9"}
     assert "wv-secret" not in repr((config, secrets, config.model_dump_json()))
     assert config.backend == WeaverBackendConfig(base_url="http://127.0.0.1:9")
@@ -245,7 +255,7 @@ def test_key_and_address_leave_the_settings_for_the_environment() -> None:
 
 def test_every_variable_with_the_key_is_withheld() -> None:
     env = {"MY_KEY": KEY, "TINKER_BASE_URL": "https://elsewhere.example", "HOME": "/home/me"}
-    config, secrets = take_secrets(run(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
+    config, secrets = extract_secrets(run(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
     assert secrets.env == {"MINT_API_KEY": KEY}
     assert {"MY_KEY", "MINT_API_KEY", "TINKER_BASE_URL"} <= secrets.withheld
     assert "HOME" not in secrets.withheld
@@ -254,17 +264,17 @@ def test_every_variable_with_the_key_is_withheld() -> None:
 
 def test_a_teachers_key_is_the_trainers_alone() -> None:
     reference = {"type": "completions", "base_url": "http://x/v1", "model": "m", "api_key_env": "TEACHER_KEY"}
-    _, secrets = take_secrets(run(trainer={"reference": reference}), {"TEACHER_KEY": "abc"})
+    _, secrets = extract_secrets(run(trainer={"reference": reference}), {"TEACHER_KEY": "abc"})
     assert (secrets.env, secrets.withheld) == ({"TEACHER_KEY": "abc"}, {"TEACHER_KEY"})
 
 
 def test_a_local_run_leaves_the_environment_alone() -> None:
     config = run()
-    assert take_secrets(config, TINKER)[0] is config
-    assert take_secrets(config, TINKER)[1].withheld == frozenset()
+    assert extract_secrets(config, TINKER)[0] is config
+    assert extract_secrets(config, TINKER)[1].withheld == frozenset()
 
 
 def test_settings_are_shown_without_the_key() -> None:
-    shown = without_key(run(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
+    shown = without_api_key(run(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
     assert KEY not in shown.model_dump_json()
     assert run(**shown.model_dump(mode="json")) == shown

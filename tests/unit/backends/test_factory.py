@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from instar.backends.base import BackendCapabilities
-from instar.backends.factory import check_run, create_backend, known_capabilities, settle
+from instar.backends.factory import apply_capabilities, check_run, create_backend, known_capabilities
 from instar.config import ModelConfig, RunConfig
 from instar.errors import ConfigError
 
@@ -59,22 +59,22 @@ async def test_creates_what_the_config_names_as_it_is_known_to_be(model_folder: 
 )
 def test_what_the_backend_lacks_is_refused_by_name(trainer: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        settle(run(**trainer), SOME)
+        apply_capabilities(run(**trainer), SOME)
 
 
 def test_full_finetuning_is_refused_where_there_is_none() -> None:
     with pytest.raises(ConfigError, match=r"backend\.lora: null"):
-        settle(run({"type": "local", "lora": None}), SOME)
+        apply_capabilities(run({"type": "local", "lora": None}), SOME)
 
 
 def test_what_the_backend_does_is_left_as_it_is() -> None:
     config = run(loss={"name": "ppo", "clip_high": 1.5}, loss_fallback="cross_entropy", adam={"lr": 1e-3})
-    assert settle(config, SOME) == (config, [])
+    assert apply_capabilities(config, SOME) == (config, [])
 
 
 def test_a_substitute_is_taken_with_a_warning_and_its_own_defaults() -> None:
     config = run(loss={"name": "cispo", "clip_high": 3.0}, loss_fallback="ppo")
-    settled, (warning,) = settle(config, SOME)
+    settled, (warning,) = apply_capabilities(config, SOME)
     assert settled.trainer.loss.model_dump(exclude_defaults=True) == {"name": "ppo"}
     assert "cispo is not computed" in warning
     assert "training with ppo" in warning

@@ -20,7 +20,7 @@ from transformers import (
 
 from instar.backends.base import Backend
 from instar.backends.local.backend import LocalBackend
-from instar.backends.local.state import adapter_hash, write_folder
+from instar.backends.local.state import hash_adapter, write_folder
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.errors import BackendError
 from tests.unit.backends.conformance import ADAM, BackendConformance, make_sample, read_all, tree_samples
@@ -66,7 +66,7 @@ async def test_seed_makes_the_adapter(model_folder: Path, tmp_path: Path) -> Non
         backend = make_local(model_folder, seed=seed)
         await backend.publish(tmp_path / name)
         await backend.close()
-        hashes.append(adapter_hash(tmp_path / name))
+        hashes.append(hash_adapter(tmp_path / name))
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -77,7 +77,7 @@ async def test_seed_makes_the_saved_state(model_folder: Path, tmp_path: Path) ->
         await backend.save_state(tmp_path / name)
         await backend.close()
         torch.rand(1)
-    assert adapter_hash(tmp_path / "one") == adapter_hash(tmp_path / "other")
+    assert hash_adapter(tmp_path / "one") == hash_adapter(tmp_path / "other")
 
 
 async def test_published_folder_is_what_peft_writes(model_folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from instar.backends.local.losses import Tokens, metrics, token_loss
+from instar.backends.local.losses import TrainedTokens, metrics, token_loss
 from instar.config import LossConfig
 
 NEW = np.array([-1.0, -2.0, -0.5, -3.0, -0.1], np.float32)
@@ -21,7 +21,9 @@ RATIO = np.exp(NEW - OLD)
 def run(**config: Any) -> tuple[float, np.ndarray, dict[str, float]]:
     loss = LossConfig.model_validate(config)
     new = torch.from_numpy(NEW.copy()).requires_grad_()
-    value, sums = token_loss(loss, new, Tokens(*(torch.from_numpy(x) for x in (MASK, ADVANTAGES, OLD))))
+    value, sums = token_loss(
+        loss, new, TrainedTokens(*(torch.from_numpy(x) for x in (MASK, ADVANTAGES, OLD)))
+    )
     value.backward()
     assert new.grad is not None
     return float(value.detach()), new.grad.numpy(), metrics(loss, [sums])

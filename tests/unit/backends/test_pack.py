@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instar.backends.local.attention import INLINE_TOKENS, make_plan
-from instar.backends.local.pack import NO_TOKEN, Pack, pack, split
+from instar.backends.local.attention import INLINE_TOKENS, make_attention_plan
+from instar.backends.local.pack import NO_TOKEN, PackedRow, pack, split_micro_batches
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -18,7 +18,7 @@ def random_family(seed: int) -> list[np.ndarray]:
     return [*found, found[0], found[3]]
 
 
-def sees(packed: Pack) -> np.ndarray:
+def sees(packed: PackedRow) -> np.ndarray:
     """[T, T] which token attends to which, read off the nodes."""
     visible = np.zeros((len(packed), len(packed)), bool)
     for node in packed.nodes:
@@ -62,7 +62,7 @@ def test_the_plan_covers_each_pair_once(seed: int) -> None:
     stems = [rng.integers(0, 9, n).astype(np.int32) for n in (3, INLINE_TOKENS, 40)]
     sequences = [np.concatenate([stem, s]) for stem in stems for s in random_family(seed)[:12]]
     packed = pack(sequences)
-    plan = make_plan(packed, "cpu")
+    plan = make_attention_plan(packed, "cpu")
     seen = np.zeros((len(packed), len(packed)), int)
     for block in plan.own:
         length = block.rows.shape[1]
@@ -77,7 +77,7 @@ def test_the_plan_covers_each_pair_once(seed: int) -> None:
 
 def test_split_keeps_the_budget_of_distinct_tokens_and_loses_nothing() -> None:
     sequences = random_family(1)
-    batches = split(sequences, 25)
+    batches = split_micro_batches(sequences, 25)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sequences)))
     assert len(batches) > 1
     for batch in batches:
@@ -86,10 +86,10 @@ def test_split_keeps_the_budget_of_distinct_tokens_and_loses_nothing() -> None:
 
 def test_a_sequence_over_the_budget_goes_alone() -> None:
     long, short = np.arange(50, dtype=np.int32), ids(99, 98)
-    assert split([long, short, long[:3]], 10) == [[2], [0], [1]]
+    assert split_micro_batches([long, short, long[:3]], 10) == [[2], [0], [1]]
 
 
 def test_nothing_packs_to_nothing() -> None:
     assert len(pack([])) == 0
-    assert split([], 10) == []
+    assert split_micro_batches([], 10) == []
     assert len(pack([ids(), ids(4)])) == 1

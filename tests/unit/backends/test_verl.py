@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from instar.backends.verl.backend import VerlBackend, check_version
-from instar.backends.verl.share import deal, gather
+from instar.backends.verl.sharding import distribute_samples, gather
 from instar.config import ModelConfig, VerlBackendConfig
 from instar.errors import ConfigError
 from instar.types import Sample
@@ -39,7 +39,7 @@ def test_only_versions_that_were_tried_are_taken(
 @pytest.mark.parametrize("count", [1, 2, 4, 12])
 def test_every_sample_is_dealt_once_and_comes_back_in_its_place(ranks: int, count: int) -> None:
     samples = tree_samples()[:count]
-    share = deal(samples, ranks, 64)
+    share = distribute_samples(samples, ranks, 64)
     assert sorted(i for mine in share.places for i in mine) == list(range(count))
     assert len({len(rows) for rows in share.rows}) == 1, "every rank has as many rows"
     filling = [row for rows, mine in zip(share.rows, share.places, strict=True) for row in rows[len(mine) :]]
@@ -52,11 +52,11 @@ def test_every_sample_is_dealt_once_and_comes_back_in_its_place(ranks: int, coun
 def test_ranks_have_about_as_many_tokens() -> None:
     rng = np.random.default_rng(0)
     samples: list[Sample] = [make_sample(str(n), [5] * int(n), 1) for n in rng.integers(2, 400, 64)]
-    tokens = [sum(len(row.token_ids) for row in rows) for rows in deal(samples, 4, 8192).rows]
+    tokens = [sum(len(row.token_ids) for row in rows) for rows in distribute_samples(samples, 4, 8192).rows]
     assert max(tokens) < 1.05 * min(tokens)
 
 
 def test_a_long_sample_has_a_pass_to_itself() -> None:
     samples = [make_sample("long", [5] * 300, 1), make_sample("short", [5] * 10, 1)]
-    assert deal(samples, 2, 64).most_tokens == 300
-    assert deal(samples, 2, 4096).most_tokens == 4096
+    assert distribute_samples(samples, 2, 64).max_tokens == 300
+    assert distribute_samples(samples, 2, 4096).max_tokens == 4096

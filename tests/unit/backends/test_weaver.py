@@ -108,7 +108,7 @@ async def test_tensors_go_as_bytes_unless_the_environment_says_otherwise(
         monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", transport)
     backend, usual = make(), make()
     await backend.start()
-    model = await backend._training()
+    model = await backend._get_model()
     assert model.service.tensor_transport == (transport or "http-binary")
     found = await backend.forward_backward(tree_samples(), LossConfig())
     monkeypatch.delenv("WEAVER_TENSOR_TRANSPORT", raising=False)

@@ -15,7 +15,7 @@ from instar.rewards.base import Transcript
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, Json, Reward, Score
-from tests.unit.data.build import RUN, add_group, add_session, begin
+from tests.unit.data.builders import RUN, add_group, add_session, begin
 
 from .conftest import Instar, Small
 

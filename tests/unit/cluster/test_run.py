@@ -9,7 +9,7 @@ from typing import Unpack
 
 import pytest
 
-from instar.backends.resolve import Secrets
+from instar.backends.resolve import RunSecrets
 from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
@@ -57,7 +57,7 @@ async def run(tmp_path: Path, script: Script) -> AsyncGenerator[LiveRun]:
     cluster = Scripted(folder, log=log.append)
     cluster.programs = {"trainer": script(SLEEP), "rollout": script(ENDS), "rewards": script(SLEEP)}
     control = RoleController(cluster, store, "run")
-    yield LiveRun(config, folder, cluster, control, store, "token", "key", Secrets({}, frozenset()))
+    yield LiveRun(config, folder, cluster, control, store, "token", "key", RunSecrets({}, frozenset()))
     await cluster.close()
     await store.close()
 

@@ -8,18 +8,18 @@ import pytest
 
 from instar.config import AdvantageConfig
 from instar.data.advantages import (
-    WEIGHT_CAP,
-    Estimator,
-    correct_sampling,
+    MAX_SAMPLING_WEIGHT,
+    AdvantageEstimator,
     grpo,
     grpo_no_std,
     has_signal,
     normalize,
+    reweight_truncated_sampling,
     rloo,
 )
 from instar.data.linearize import linearize, with_advantage
 from instar.types import Sample
-from tests.unit.data.build import make_call, make_session
+from tests.unit.data.builders import make_call, make_session
 
 REWARDS = [1.0, 0.0, 0.25, 0.5]
 
@@ -51,11 +51,11 @@ def test_equal_rewards_have_no_signal(estimate: object, rewards: list[float | No
 
 def test_the_running_baseline_moves_and_survives_a_checkpoint() -> None:
     config = AdvantageConfig(estimator="running", decay=0.5)
-    straight = Estimator(config)
+    straight = AdvantageEstimator(config)
     assert straight([1.0]) == [0.0], "the first reward is its own baseline"
     assert straight([0.0]) == [-1.0]
     assert straight([None]) == [None]
-    resumed = Estimator(config)
+    resumed = AdvantageEstimator(config)
     resumed.load_json(json.loads(json.dumps(straight.to_json())))
     assert resumed([1.0]) == straight([1.0]) == [0.5]
     assert resumed([1.0, 0.0]) == [0.25, -0.75]
@@ -87,17 +87,17 @@ def test_tokens_of_a_truncated_distribution_are_reweighted() -> None:
     behavior = np.array([-0.05 + np.log(0.5), -3.0], np.float32)
     call = make_call("a", [1], [5, 6], behavior_logprobs=behavior)
     (sample,) = linearize(make_session(), [call])
-    corrected = correct_sampling(with_advantage(sample, 1.0))
-    np.testing.assert_allclose(corrected.advantages, [0, 2.0, WEIGHT_CAP], rtol=1e-5)
+    corrected = reweight_truncated_sampling(with_advantage(sample, 1.0))
+    np.testing.assert_allclose(corrected.advantages, [0, 2.0, MAX_SAMPLING_WEIGHT], rtol=1e-5)
     halved = replace(sample, behavior_logprobs=np.array([np.nan, -0.05 + np.log(2), -0.06], np.float32))
     np.testing.assert_allclose(
-        correct_sampling(with_advantage(halved, 1.0)).advantages, [0, 0.5, 1.0], rtol=1e-5
+        reweight_truncated_sampling(with_advantage(halved, 1.0)).advantages, [0, 0.5, 1.0], rtol=1e-5
     )
 
 
 def test_tokens_without_logprobs_are_not_reweighted() -> None:
     tempered = make_call("a", [1], [2], behavior_logprobs=np.array([-0.02 + np.log(0.5)], np.float32))
     bare = make_call("b", [4], [5], parent=tempered, logprobs=np.array([np.nan], np.float32))
-    (sample,) = linearize(make_session(), [tempered, bare], scored=False)
-    corrected = correct_sampling(with_advantage(sample, 1.0))
+    (sample,) = linearize(make_session(), [tempered, bare], requires_logprobs=False)
+    corrected = reweight_truncated_sampling(with_advantage(sample, 1.0))
     np.testing.assert_allclose(corrected.advantages, [0, 2.0, 0, 1.0], rtol=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from instar.config import RuleRewardConfig
-from instar.data.batcher import Batch, Batcher
+from instar.data.batcher import Batcher, StepBatch
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import (
@@ -25,7 +25,7 @@ from instar.types import (
     Tag,
     Task,
 )
-from tests.unit.data.build import RUN, add_group, add_session, begin, make_call, make_config, make_session
+from tests.unit.data.builders import RUN, add_group, add_session, begin, make_call, make_config, make_session
 
 
 @pytest.fixture
@@ -36,9 +36,11 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await opened.close()
 
 
-async def take(store: Store, batcher: Batcher, step: int = 1, version: int = 0, wait: float = 0.0) -> Batch:
+async def take(
+    store: Store, batcher: Batcher, step: int = 1, version: int = 0, wait: float = 0.0
+) -> StepBatch:
     """The next batch, recorded as the trainer does."""
-    batch = await batcher.next_batch(step, 0, version, wait=wait)
+    batch = await batcher.next_batch(step, 0, version, timeout=wait)
     assert batch is not None
     await store.drop(batch.drops)
     await store.claim_step(RUN, step, batch.claims)
@@ -64,7 +66,7 @@ async def test_a_step_consumes_its_groups_in_index_order(store: Store) -> None:
     report = batch.report
     assert (report["reward_mean"], report["groups"], report["sessions"]) == (0.5, 2, 4)
     assert (report["tokens"], report["zero_signal"], report["staleness_max"]) == (8, 0, 0)
-    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None, "one group is not enough"
+    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None, "one group is not enough"
 
 
 async def test_the_same_rows_make_the_same_batch(store: Store) -> None:
@@ -99,11 +101,11 @@ async def test_it_waits_for_groups_and_obeys_stop(store: Store) -> None:
 async def test_the_rest_is_taken_when_rollout_has_finished(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=4))
-    batch = await batcher.next_batch(1, 0, 0, finished=lambda: True)
+    batch = await batcher.next_batch(1, 0, 0, is_finished=lambda: True)
     assert batch is not None
     await store.claim_step(RUN, 1, batch.claims)
     assert batch.report["groups"] == 1
-    assert await batcher.next_batch(2, 0, 0, finished=lambda: True) is None
+    assert await batcher.next_batch(2, 0, 0, is_finished=lambda: True) is None
 
 
 async def test_a_group_too_old_is_dropped_and_does_not_count(store: Store) -> None:
@@ -121,7 +123,7 @@ async def test_stale_groups_are_dropped_while_waiting(store: Store) -> None:
     """Otherwise the rollout would wait for room, and the trainer for the rollout."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=0))
-    assert await batcher.next_batch(1, 0, 5, wait=0.0) is None
+    assert await batcher.next_batch(1, 0, 5, timeout=0.0) is None
     assert set((await outcomes(store)).values()) == {"stale"}
     assert (await store.progress(RUN)).groups_consumed == 1
 
@@ -208,12 +210,12 @@ async def test_a_session_after_its_group_was_claimed_is_late(store: Store) -> No
     batcher = Batcher(store, RUN, config)
     await take(store, batcher)
     await add_session(store, group, 1, 1.0, attempt=7)
-    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
+    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None
     assert (await outcomes(store))[f"{group}:1.7/0"] == "late"
-    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None, "and is dropped only once"
+    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None, "and is dropped only once"
     await add_session(store, group, 0, 1.0, attempt=8)
     restarted = Batcher(store, RUN, config)
-    assert await restarted.next_batch(2, 0, 0, wait=0.0) is None
+    assert await restarted.next_batch(2, 0, 0, timeout=0.0) is None
     assert (await outcomes(store))[f"{group}:0.8/0"] == "late", "seen by a trainer that was restarted"
 
 
@@ -223,16 +225,16 @@ async def test_late_sessions_do_not_hide_a_group_whose_step_was_released(store: 
     batcher = Batcher(store, RUN, config)
     await take(store, batcher)
     await add_session(store, group, 1, 0.0, attempt=7)
-    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
+    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None
     await add_session(store, group, 0, 1.0, attempt=8)
-    assert await Batcher(store, RUN, config).next_batch(2, 0, 0, wait=0.0) is None
+    assert await Batcher(store, RUN, config).next_batch(2, 0, 0, timeout=0.0) is None
     assert await store.release_steps(RUN, after=0) == [1]
     assert len((await take(store, Batcher(store, RUN, config))).samples) == 2
 
 
 async def test_groups_given_up_by_the_rollout_are_recorded(store: Store) -> None:
     group = await add_group(store, 0, [1.0, None], status=GroupStatus.DROPPED, reason="session_failed")
-    assert await Batcher(store, RUN, make_config()).next_batch(1, 0, 0, wait=0.0) is None
+    assert await Batcher(store, RUN, make_config()).next_batch(1, 0, 0, timeout=0.0) is None
     assert await outcomes(store) == {f"{group}/0/0": "session_failed", f"{group}/1/0": "session_failed"}
 
 
@@ -264,7 +266,7 @@ async def test_committed_groups_never_come_again(store: Store) -> None:
     config = make_config(groups_per_step=1)
     await take(store, Batcher(store, RUN, config))
     await store.advance_step(RUN, 1, StepState.COMMITTED)
-    assert await Batcher(store, RUN, config).next_batch(2, 0, 0, wait=0.0) is None
+    assert await Batcher(store, RUN, config).next_batch(2, 0, 0, timeout=0.0) is None
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
@@ -275,7 +277,7 @@ async def test_a_group_without_sessions_is_dropped_once(store: Store, weight: fl
     batcher = Batcher(store, RUN, config)
     batch = await take(store, batcher)
     assert [claim.reason for claim in batch.claims] == ["no_sessions"]
-    assert await batcher.next_batch(2, 0, 0, wait=0.0) is None
+    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None
 
 
 @pytest.mark.parametrize("normalize", ["batch_tokens", "batch_sessions", "session_tokens", "none"])
@@ -319,8 +321,8 @@ async def test_a_session_tagged_untrainable_is_left_out(store: Store) -> None:
     first = await add_group(store, 0, [1.0, 0.0, 5.0])
     alone = await add_group(store, 1, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=2, group_size=3))
-    assert await batcher.next_batch(1, 0, 0, wait=0.0) is not None, "both groups are loaded by now"
-    batcher.begin_again()
+    assert await batcher.next_batch(1, 0, 0, timeout=0.0) is not None, "both groups are loaded by now"
+    batcher.reset()
     tagged = [f"{first}:2.0", f"{alone}:0.0", f"{alone}:1.0"]
     await store.add_tags([Tag(session_id, UNTRAINABLE) for session_id in tagged])
     batch = await take(store, batcher)
@@ -328,7 +330,7 @@ async def test_a_session_tagged_untrainable_is_left_out(store: Store) -> None:
     assert [round(claim.advantage or 0, 3) for claim in batch.claims if claim.reason is None] == [1.0, -1.0]
     dropped = [claim for claim in await store.claims(RUN) if claim.reason == UNTRAINABLE]
     assert sorted(claim.session_id for claim in dropped) == sorted(tagged)
-    assert await batcher.next_batch(2, 0, 0, finished=lambda: True) is None, "both groups are consumed"
+    assert await batcher.next_batch(2, 0, 0, is_finished=lambda: True) is None, "both groups are consumed"
 
 
 async def test_a_preview_is_the_next_batch_and_writes_nothing(store: Store) -> None:
@@ -374,7 +376,7 @@ async def test_data_is_no_older_for_versions_that_were_given_up(store: Store) ->
     """Sampled under 0; the first step made 1, was undone, and made 4."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
-    batch = await batcher.next_batch(1, 0, 4, steps={1: 1, 4: 1}, wait=0.0)
+    batch = await batcher.next_batch(1, 0, 4, step_by_version={1: 1, 4: 1}, timeout=0.0)
     assert batch is not None
     assert {claim.staleness for claim in batch.claims} == {1}
     assert set(batch.report["staleness_tokens"]) == {"1"}
@@ -384,7 +386,7 @@ async def test_data_is_no_older_for_versions_that_were_given_up(store: Store) ->
 async def test_what_a_given_up_version_sampled_is_not_of_the_future(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0], version=3)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
-    batch = await batcher.next_batch(1, 0, 0, steps={3: 3}, wait=0.0)
+    batch = await batcher.next_batch(1, 0, 0, step_by_version={3: 3}, timeout=0.0)
     assert batch is not None
     assert set(batch.report["staleness_tokens"]) == {"0"}
 

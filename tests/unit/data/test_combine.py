@@ -3,13 +3,15 @@ from __future__ import annotations
 from typing import Any
 
 from instar.config import RunConfig
-from instar.data.combine import Combine
+from instar.data.combine import RewardCombiner
 from instar.types import Reward, RewardSource, Score, ScoreState
 
 
-def made(*, reward: Any = None, fallback: float | None = None, **combine: Any) -> Combine:
+def make_combiner(*, reward: Any = None, fallback: float | None = None, **combine: Any) -> RewardCombiner:
     scoring = {"fallback": fallback, "combine": combine}
-    return Combine(RunConfig.model_validate({"reward": reward or [{"type": "agent"}], "scoring": scoring}))
+    return RewardCombiner(
+        RunConfig.model_validate({"reward": reward or [{"type": "agent"}], "scoring": scoring})
+    )
 
 
 def by(source: RewardSource, value: float, scorer: str = "", call_id: str | None = None) -> Reward:
@@ -28,25 +30,25 @@ def test_the_most_trusted_and_latest_reward_counts() -> None:
         by(RewardSource.FALLBACK, 0.9),
         by(RewardSource.RULE, 5.0, call_id="c"),
     ]
-    combine = made()
+    combine = make_combiner()
     assert combine(rewards) == 0.3
     assert combine([*rewards, by(RewardSource.HUMAN, 0.0)]) == 0.0
     assert combine([]) is None
-    assert combine.calls(rewards) == {"c": 5.0}
+    assert combine.combine_calls(rewards) == {"c": 5.0}
 
 
 def test_the_agents_own_word_counts_only_where_it_is_asked_for() -> None:
     rewards = [by(RewardSource.AGENT, 0.1), by(RewardSource.AGENT, 1.0, call_id="c")]
     rule = {"type": "rule", "function": "tests.unit.rewards.test_rewards:exact"}
-    assert made(reward=rule)(rewards) is None
-    assert made(reward=rule).calls(rewards) == {}
-    assert made(reward=[rule, {"type": "agent"}])(rewards) == 0.1
+    assert make_combiner(reward=rule)(rewards) is None
+    assert make_combiner(reward=rule).combine_calls(rewards) == {}
+    assert make_combiner(reward=[rule, {"type": "agent"}])(rewards) == 0.1
 
 
 def test_scorers_are_preferred_by_name_too() -> None:
     rewards = [by(RewardSource.RULE, 0.2, "math"), by(RewardSource.JUDGE, 0.9, "judge:outcome")]
-    assert made(prefer=["math", "judge"])(rewards) == 0.2
-    assert made(prefer=["human"])(rewards) is None
+    assert make_combiner(prefer=["math", "judge"])(rewards) == 0.2
+    assert make_combiner(prefer=["human"])(rewards) is None
 
 
 def test_a_weighted_sum_takes_the_last_of_each_scorer() -> None:
@@ -56,27 +58,29 @@ def test_a_weighted_sum_takes_the_last_of_each_scorer() -> None:
         by(RewardSource.RULE, 1.0, "format"),
         by(RewardSource.JUDGE, 0.25, "judge:outcome"),
     ]
-    assert made(how="sum", weights={"math": 2.0, "judge": 4.0})(rewards) == 2.0
-    assert made(how="sum", weights={"rule": 1.0, "math": 2.0})(rewards) == 2.0, "a name goes before a source"
-    assert made(how="sum", weights={"human": 1.0})(rewards) is None
+    assert make_combiner(how="sum", weights={"math": 2.0, "judge": 4.0})(rewards) == 2.0
+    assert make_combiner(how="sum", weights={"rule": 1.0, "math": 2.0})(rewards) == 2.0, (
+        "a name goes before a source"
+    )
+    assert make_combiner(how="sum", weights={"human": 1.0})(rewards) is None
 
 
 def test_a_fallback_does_not_count_beside_what_it_stood_for() -> None:
     stand_in, later = by(RewardSource.FALLBACK, -1.0, "judge:x"), by(RewardSource.JUDGE, 0.8, "judge:x")
-    summed = made(how="sum", weights={"judge:x": 1.0})
+    summed = make_combiner(how="sum", weights={"judge:x": 1.0})
     assert summed([stand_in]) == -1.0
     assert summed([stand_in, later]) == summed([later, stand_in]) == 0.8
-    assert made(prefer=["judge:x"])([later, stand_in]) == 0.8
+    assert make_combiner(prefer=["judge:x"])([later, stand_in]) == 0.8
 
 
 def test_a_call_whose_reward_has_no_weight_is_not_rewarded() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math", "c1"), by(RewardSource.JUDGE, 0.5, "judge:x", "c2")]
-    assert made(how="sum", weights={"judge": 2.0}).calls(rewards) == {"c2": 1.0}
+    assert make_combiner(how="sum", weights={"judge": 2.0}).combine_calls(rewards) == {"c2": 1.0}
 
 
 def test_a_veto_stands_above_what_others_say() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math"), by(RewardSource.JUDGE, 0.1, "judge:safety")]
-    combine = made(prefer=["math"], veto={"judge:safety": 0.5}, veto_value=-1.0)
+    combine = make_combiner(prefer=["math"], veto={"judge:safety": 0.5}, veto_value=-1.0)
     assert combine(rewards) == -1.0
     assert combine(rewards[:1]) == 1.0, "who said nothing vetoes nothing"
     assert combine([*rewards, by(RewardSource.JUDGE, 0.5, "judge:safety")]) == 1.0
@@ -85,8 +89,8 @@ def test_a_veto_stands_above_what_others_say() -> None:
 def test_a_scorer_that_gave_up_leaves_the_session_out_unless_that_is_worth_something() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math"), by(RewardSource.RULE, 1.0, "math", "c")]
     scores = [Score("s", "math", ScoreState.SCORED), gave_up("judge:outcome@1")]
-    assert made()(rewards, scores) is None
-    assert made().calls(rewards, scores) == {}
-    assert made(fallback=0.0)(rewards, scores) == 1.0
+    assert make_combiner()(rewards, scores) is None
+    assert make_combiner().combine_calls(rewards, scores) == {}
+    assert make_combiner(fallback=0.0)(rewards, scores) == 1.0
     again = Score("s", "judge:outcome@2", ScoreState.SCORED, created_at=2.0)
-    assert made()(rewards, [*scores, again]) == 1.0, "a later version of the scorer did answer"
+    assert make_combiner()(rewards, [*scores, again]) == 1.0, "a later version of the scorer did answer"

@@ -8,7 +8,7 @@ import pytest
 from instar.data.linearize import linearize, with_advantage
 from instar.errors import StoreError
 from instar.types import NOT_SAMPLED, Call, CallStatus, Link, Span
-from tests.unit.data.build import make_call, make_session
+from tests.unit.data.builders import make_call, make_session
 
 
 def test_the_worked_example_of_types() -> None:

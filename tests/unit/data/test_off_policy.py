@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from instar.cli.config_errors import explain
 from instar.config import OffPolicyConfig, RunConfig
-from instar.data.off_policy import decouple, importance
+from instar.data.off_policy import compute_importance, decouple
 from instar.errors import BackendError
 from instar.types import Floats, Sample
 
@@ -96,7 +96,7 @@ def test_figures_against_python_floats() -> None:
         (theirs, other.logprobs, other.mask),
     ):
         ratios += [math.exp(float(a) - float(b)) for a, b, m in zip(new, old, mask, strict=True) if m]
-    told = importance([sample, other], [proximal, theirs])
+    told = compute_importance([sample, other], [proximal, theirs])
     assert told["importance_mean"] == pytest.approx(sum(ratios) / len(ratios))
     assert told["importance_max"] == pytest.approx(max(ratios))
     ordered = sorted(ratios)
@@ -107,15 +107,15 @@ def test_figures_against_python_floats() -> None:
     )
     square = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios)
     assert told["ess"] == pytest.approx(square / len(ratios))
-    on_policy = importance([other], [other.logprobs])
+    on_policy = compute_importance([other], [other.logprobs])
     assert on_policy["ess"] == on_policy["importance_max"] == 1.0
-    assert importance([], []) == {}
+    assert compute_importance([], []) == {}
 
 
 def test_figures_stay_finite() -> None:
     sample, _, proximal = drawn(np.random.default_rng(3), truncated_softmax=False)
     hopeless = replace(sample, logprobs=np.where(sample.mask > 0, -1e4, np.nan).astype(np.float32))
-    assert all(math.isfinite(value) for value in importance([hopeless], [proximal]).values())
+    assert all(math.isfinite(value) for value in compute_importance([hopeless], [proximal]).values())
 
 
 def test_a_logprob_that_the_backend_does_not_tell_is_an_error() -> None:

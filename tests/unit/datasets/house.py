@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from instar.config import RunConfig
-from instar.data.combine import Combine
+from instar.data.combine import RewardCombiner
 from instar.data.linearize import linearize
 from instar.datasets.export import Views, Wanted, export
 from instar.datasets.manifest import Manifest
@@ -35,13 +35,13 @@ from instar.types import (
     Task,
     Tool,
 )
-from tests.unit.data.build import RUN, make_call, make_session
+from tests.unit.data.builders import RUN, make_call, make_session
 
 SEARCH = Tool(name="search", description="Looks it up.", parameters={"type": "object", "properties": {}})
 
 
 def views(config: RunConfig | None = None) -> Views:
-    combine = Combine(config or RunConfig())
+    combine = RewardCombiner(config or RunConfig())
     return Views(linearize, lambda record: combine(record.rewards, record.scores))
 
 

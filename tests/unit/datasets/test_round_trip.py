@@ -18,7 +18,7 @@ from instar.errors import ConfigError, Conflict, DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Channel, Feedback, Reward, RewardSource, Session
-from tests.unit.data.build import RUN, make_call
+from tests.unit.data.builders import RUN, make_call
 from tests.unit.datasets.house import export_all, fill, talk
 
 FORMATS = ["jsonl", "parquet", "hf"]

@@ -11,14 +11,14 @@ import pytest
 from instar.cli.plan import make_plan
 from instar.config import RunConfig
 from instar.config.data import count_groups
-from instar.data.batcher import Batch, Batcher
+from instar.data.batcher import Batcher, StepBatch
 from instar.datasets.as_data import bring_as_data
 from instar.datasets.bring_in import bring_back
 from instar.errors import DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Reward, RewardSource, SessionStatus
-from tests.unit.data.build import RUN, add_group, begin, make_call, make_config, make_session
+from tests.unit.data.builders import RUN, add_group, begin, make_call, make_config, make_session
 from tests.unit.datasets.house import export_all, fill, talk
 
 GOLDEN = "data/golden@1/00000"
@@ -50,21 +50,21 @@ async def bring(store: Store, empty: Store, tmp_path: Path, label: str = "golden
     await bring_as_data(empty, tmp_path / label, RUN, label, manifest)
 
 
-async def train(store: Store, batcher: Batcher, step: int) -> Batch | None:
-    batch = await batcher.next_batch(step, 0, version=step - 1, finished=lambda: True)
+async def train(store: Store, batcher: Batcher, step: int) -> StepBatch | None:
+    batch = await batcher.next_batch(step, 0, version=step - 1, is_finished=lambda: True)
     if batch is not None:
         await store.drop(batch.drops)
         await store.claim_step(RUN, step, batch.claims)
     return batch
 
 
-def places(batch: Batch | None) -> list[tuple[str, int]]:
+def places(batch: StepBatch | None) -> list[tuple[str, int]]:
     assert batch is not None
     found = {(str(claim.group_id).removeprefix(f"{RUN}/"), claim.epoch): None for claim in batch.claims}
     return list(found)
 
 
-def assert_same_batch(one: Batch, other: Batch) -> None:
+def assert_same_batch(one: StepBatch, other: StepBatch) -> None:
     assert len(one.samples) == len(other.samples) > 0
     for left, right in zip(one.samples, other.samples, strict=True):
         for name in ("token_ids", "mask", "logprobs", "advantages", "versions"):
@@ -129,7 +129,7 @@ async def test_the_plan_does_not_wait_for_data_that_is_used_up(
 async def test_age_is_nothing_to_it(store: Store, empty: Store, tmp_path: Path) -> None:
     await bring(store, empty, tmp_path)
     batcher = Batcher(empty, RUN, make("dataset:golden@1", mode="sync", advantage={"estimator": "grpo"}))
-    batch = await batcher.next_batch(1, 0, version=77, finished=lambda: True)
+    batch = await batcher.next_batch(1, 0, version=77, is_finished=lambda: True)
     assert batch is not None
     assert len(batch.samples) == 4
     assert batch.report["data_samples"] == 4
@@ -187,7 +187,7 @@ async def test_a_step_waits_for_its_live_groups(store: Store, empty: Store, tmp_
     await bring(store, empty, tmp_path)
     mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
     batcher = Batcher(empty, RUN, make(mixed))
-    assert await batcher.next_batch(1, 0, version=0, wait=0.1) is None
+    assert await batcher.next_batch(1, 0, version=0, timeout=0.1) is None
 
 
 async def test_a_released_step_is_made_again_the_same(store: Store, empty: Store, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_a_released_step_is_made_again_the_same(store: Store, empty: Store
     batcher = Batcher(empty, RUN, make({"source": "dataset:golden@1", "epochs": 3}))
     batches = [await train(empty, batcher, step) for step in (1, 2, 3)]
     assert await empty.release_steps(RUN, after=1) == [2, 3]
-    batcher.begin_again()
+    batcher.reset()
     for before, step in zip(batches[1:], (2, 3), strict=True):
         again = await train(empty, batcher, step)
         assert places(again) == places(before)

@@ -8,7 +8,7 @@ import pytest
 from instar.demo.tasks import heldout_tasks, kinds, score, train_tasks
 from instar.rewards.base import Transcript
 from instar.types import Json, Message
-from tests.unit.data.build import make_call
+from tests.unit.data.builders import make_call
 
 ARITHMETIC = {"plus", "minus", "times"}
 

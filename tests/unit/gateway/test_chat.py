@@ -13,7 +13,7 @@ import pytest
 from instar.config import ModelConfig, SamplingConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.base import OpenedSession
-from instar.gateway.dialects.base import Choice
+from instar.gateway.dialects.base import ReplyChoice
 from instar.gateway.dialects.chat import ChatDialect
 from instar.record.base import Renderer
 from instar.types import CallStatus, Link
@@ -395,14 +395,14 @@ def test_identity_is_told_with_its_kind() -> None:
         "prompt_cache_key": "k",
         "metadata": {"thread_id": "t", "session_id": "s", "chat_id": 5, "other": "x"},
     }
-    read = ChatDialect().read(json.dumps(body).encode())
+    read = ChatDialect().parse_request(json.dumps(body).encode())
     told = ("session_id:s", "thread_id:t", "prompt_cache_key:k", "safety_identifier:bob", "user:bob")
-    assert read.identity == told
+    assert read.session_hints == told
 
 
 def test_usage_tells_what_is_known() -> None:
-    choice = Choice({"role": "assistant", "content": "x"}, "stop", 10, 2, cached_tokens=8)
-    request = ChatDialect().read(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}')
-    told = json.loads(ChatDialect().answer("id", request, [choice]))["usage"]
+    choice = ReplyChoice({"role": "assistant", "content": "x"}, "stop", 10, 2, cached_tokens=8)
+    request = ChatDialect().parse_request(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}')
+    told = json.loads(ChatDialect().format_response("id", request, [choice]))["usage"]
     assert told["prompt_tokens_details"] == {"cached_tokens": 8}
     assert told["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -8,8 +8,8 @@ import pytest
 from anthropic.types import Message as AnthropicMessage
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Choice, Request
-from instar.gateway.dialects.messages import MessagesDialect, models_answer
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice
+from instar.gateway.dialects.messages import MessagesDialect, format_models
 from instar.types import Message, ToolCall
 
 DIALECT = MessagesDialect()
@@ -17,8 +17,8 @@ ASK: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "us
 SESSION = "6a05e087-8870-4876-a543-7e6f03946a05"
 
 
-def read(**fields: Any) -> Request:
-    return DIALECT.read(json.dumps({**ASK, **fields}).encode())
+def read(**fields: Any) -> ModelRequest:
+    return DIALECT.parse_request(json.dumps({**ASK, **fields}).encode())
 
 
 def read_messages(*messages: Any) -> tuple[Message, ...]:
@@ -29,14 +29,14 @@ def text(said: str, **marks: Any) -> dict[str, Any]:
     return {"type": "text", "text": said, **marks}
 
 
-def choice(message: Message, **options: Any) -> Choice:
-    return Choice(
+def choice(message: Message, **options: Any) -> ReplyChoice:
+    return ReplyChoice(
         **{"message": message, "finish_reason": "stop", "prompt_tokens": 9, "sampled_tokens": 5, **options}
     )
 
 
-def answered(message: Message, *, request: Request | None = None, **options: Any) -> AnthropicMessage:
-    body = DIALECT.answer("msg_1", request or read(), [choice(message, **options)])
+def answered(message: Message, *, request: ModelRequest | None = None, **options: Any) -> AnthropicMessage:
+    body = DIALECT.format_response("msg_1", request or read(), [choice(message, **options)])
     return AnthropicMessage.model_validate_json(body, strict=True)
 
 
@@ -104,7 +104,7 @@ def test_a_request_of_claude_code() -> None:
         {"role": "user", "content": "Go on."},
     )
     assert [tool["name"] for tool in request.tools] == ["Read"]
-    assert request.identity == (f"claude-session:{SESSION}",)
+    assert request.session_hints == (f"claude-session:{SESSION}",)
     assert request.stream
     assert request.max_tokens == 64
 
@@ -139,7 +139,7 @@ def test_text_before_a_tool_result_stays_before_it() -> None:
     ],
 )
 def test_identity(user_id: str | None, identity: tuple[str, ...]) -> None:
-    assert read(metadata={"user_id": user_id}).identity == identity
+    assert read(metadata={"user_id": user_id}).session_hints == identity
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -233,14 +233,14 @@ def test_what_only_a_provider_has_is_read_and_refused_by_an_engine_of_ours(
     fields: dict[str, Any], path: str
 ) -> None:
     request = read(**fields)
-    assert request.refusal is not None
-    assert_names(request.refusal, path)
+    assert request.unsupported_error is not None
+    assert_names(request.unsupported_error, path)
     assert request.messages
 
 
 def assert_names(error: ApiError, path: str) -> None:
     assert (error.status, error.param) == (400, path)
-    told = json.loads(DIALECT.error(error))
+    told = json.loads(DIALECT.format_error(error))
     assert told["type"] == "error"
     assert told["error"]["type"] == "invalid_request_error"
     assert path in told["error"]["message"]
@@ -279,8 +279,8 @@ def test_what_a_providers_tools_did_is_no_part_of_a_reply() -> None:
         ]
     )
     assert request.messages[0] == {"role": "assistant", "content": "I look. Found."}
-    assert request.refusal
-    assert request.refusal.param == "messages[0].content[1]"
+    assert request.unsupported_error
+    assert request.unsupported_error.param == "messages[0].content[1]"
 
 
 HINTS: list[dict[str, Any]] = [
@@ -295,28 +295,28 @@ HINTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", HINTS)
 def test_hints_are_taken(fields: dict[str, Any]) -> None:
     request = read(tools=[TOOL], **fields)
-    assert request.refusal is None
+    assert request.unsupported_error is None
     assert [tool["name"] for tool in request.tools] == ["a"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"a":' * 9000], ids=range(5))
 def test_a_body_that_is_not_a_request(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
-        DIALECT.read(body)
+        DIALECT.parse_request(body)
     assert refused.value.status == 400
 
 
 def test_counting_needs_no_max_tokens_and_may_end_with_a_reply() -> None:
     messages = [*ASK["messages"], {"role": "assistant", "content": "Hello."}]
-    request = DIALECT.read_count(json.dumps({"model": "m", "messages": messages}).encode())
+    request = DIALECT.parse_count_request(json.dumps({"model": "m", "messages": messages}).encode())
     assert [message["role"] for message in request.messages] == ["user", "assistant"]
-    assert json.loads(DIALECT.count(7)) == {"input_tokens": 7}
+    assert json.loads(DIALECT.format_count(7)) == {"input_tokens": 7}
 
 
 def test_what_our_model_cannot_read_is_not_counted() -> None:
-    request = DIALECT.read_count(json.dumps({"model": "m", "messages": [user(IMAGE)]}).encode())
-    assert request.refusal is not None
-    assert_names(request.refusal, "messages[0].content[0]")
+    request = DIALECT.parse_count_request(json.dumps({"model": "m", "messages": [user(IMAGE)]}).encode())
+    assert request.unsupported_error is not None
+    assert_names(request.unsupported_error, "messages[0].content[0]")
 
 
 def test_no_tools_when_none_is_chosen() -> None:
@@ -340,7 +340,10 @@ def test_no_tools_when_none_is_chosen() -> None:
     ],
 )
 def test_errors_have_their_types(status: int, kind: str) -> None:
-    assert json.loads(DIALECT.error(ApiError(status, "No.")))["error"] == {"type": kind, "message": "No."}
+    assert json.loads(DIALECT.format_error(ApiError(status, "No.")))["error"] == {
+        "type": kind,
+        "message": "No.",
+    }
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -356,7 +359,7 @@ def test_an_answer() -> None:
     assert answer.usage.cache_read_input_tokens == 4
     assert answer.usage.output_tokens == 5
     assert answered(SAID, finish_reason="length").stop_reason == "max_tokens"
-    stopped = answered(SAID, stop="END")
+    stopped = answered(SAID, stop_string="END")
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
 
 
@@ -389,12 +392,14 @@ def test_arguments_that_are_no_object_are_answered_as_text(arguments: str) -> No
 
 def test_arguments_beyond_what_most_parsers_hold() -> None:
     call = ToolCall(id="t", name="calc", arguments='{"a": 123456789012345678901234567890, "b": "\\ud800"}')
-    body = DIALECT.answer("msg_1", read(), [choice(Message(role="assistant", content="", tool_calls=[call]))])
+    body = DIALECT.format_response(
+        "msg_1", read(), [choice(Message(role="assistant", content="", tool_calls=[call]))]
+    )
     assert json.loads(body)["content"][0]["input"]["a"] == 123456789012345678901234567890
 
 
 def test_models() -> None:
-    listed = json.loads(models_answer(["a", "b"]))
+    listed = json.loads(format_models(["a", "b"]))
     assert [model["id"] for model in listed["data"]] == ["a", "b"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("a", "b", False)
-    assert json.loads(models_answer([]))["first_id"] is None
+    assert json.loads(format_models([]))["first_id"] is None

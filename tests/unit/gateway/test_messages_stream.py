@@ -10,9 +10,9 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Request
-from instar.record.base import CallDelta, Delta
-from instar.record.chain import canonical
+from instar.gateway.dialects.base import ModelRequest
+from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.record.hashing import canonical_content
 from instar.types import Message, ToolCall
 from tests.unit.gateway.test_messages import ASK, DIALECT, choice, read, read_messages, text
 
@@ -60,22 +60,22 @@ def put_together(stream: Sequence[Any]) -> dict[str, Any]:
     return {**stream[0]["message"], "content": blocks, **stream[-2]["delta"], "usage": stream[-2]["usage"]}
 
 
-def streamed(deltas: Sequence[Delta], message: Message, request: Request) -> dict[str, Any]:
-    writer = DIALECT.writer("msg_1", request)
-    body = writer.begin(0) + b"".join(writer.delta(0, [delta], ()) for delta in deltas)
+def streamed(deltas: Sequence[ReplyDelta], message: Message, request: ModelRequest) -> dict[str, Any]:
+    writer = DIALECT.create_stream_writer("msg_1", request)
+    body = writer.begin(0) + b"".join(writer.write_deltas(0, [delta], ()) for delta in deltas)
     assert not {e["type"] for e in events(body)} & {"message_delta", "message_stop"}
-    return put_together(list(events(body + writer.end([choice(message)]))))
+    return put_together(list(events(body + writer.finish([choice(message)]))))
 
 
 def test_a_stream_carries_arguments_as_they_come() -> None:
     deltas = [
-        Delta(reasoning="Hm"),
-        Delta(reasoning="."),
-        Delta(text="\n\n"),
-        Delta(call=CallDelta(0, "t0", "calc")),
-        *(Delta(call=CallDelta(0, arguments=piece)) for piece in ('{"a"', ": 1", "}")),
-        Delta(text="\n"),
-        Delta(call=CallDelta(1, "t1", "now")),
+        ReplyDelta(reasoning="Hm"),
+        ReplyDelta(reasoning="."),
+        ReplyDelta(text="\n\n"),
+        ReplyDelta(call=ToolCallDelta(0, "t0", "calc")),
+        *(ReplyDelta(call=ToolCallDelta(0, arguments=piece)) for piece in ('{"a"', ": 1", "}")),
+        ReplyDelta(text="\n"),
+        ReplyDelta(call=ToolCallDelta(1, "t1", "now")),
     ]
     calls = [
         ToolCall(id="t0", name="calc", arguments='{"a": 1}'),
@@ -93,7 +93,7 @@ def test_a_stream_carries_arguments_as_they_come() -> None:
 @pytest.mark.parametrize(("display", "shown"), [("summarized", "Hm."), ("omitted", "")])
 def test_thinking_that_is_omitted_is_still_signed(display: str, shown: str) -> None:
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
-    deltas = [Delta(reasoning="Hm"), Delta(reasoning="."), Delta(text="Yes.")]
+    deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
     answer = streamed(deltas, message, read(thinking={"type": "adaptive", "display": display}))
     thought, said = answer["content"]
     assert (thought["thinking"], said["text"]) == (shown, "Yes.")
@@ -101,7 +101,7 @@ def test_thinking_that_is_omitted_is_still_signed(display: str, shown: str) -> N
 
 
 def test_a_stream_that_fails_says_so() -> None:
-    body = DIALECT.writer("msg_1", read()).failure(ApiError(503, "No engine."))
+    body = DIALECT.create_stream_writer("msg_1", read()).write_error(ApiError(503, "No engine."))
     assert body.startswith(b"event: error\ndata: {")
     assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
 
@@ -112,13 +112,13 @@ PIECES = ["Hello", " world", "\n", "  ", ".\n\n", "é😀", '"quoted"', "<tag>",
 VALUES: list[Any] = [1, 1.5, -3, True, None, "x\ny", "é😀\\", [1, {"a": []}], {"k": "v"}, 2**70]
 
 
-def random_reply(dice: random.Random) -> tuple[list[Delta], Message]:
+def random_reply(dice: random.Random) -> tuple[list[ReplyDelta], Message]:
     """Any order of reasoning first, then text and tool calls; the deltas add up to the message."""
-    deltas = [Delta(reasoning=dice.choice(PIECES[:1])) for _ in range(dice.randrange(3))]
+    deltas = [ReplyDelta(reasoning=dice.choice(PIECES[:1])) for _ in range(dice.randrange(3))]
     calls: list[ToolCall] = []
     for _ in range(dice.randrange(5)):
         if dice.random() < 0.6:
-            deltas += [Delta(text=dice.choice(PIECES)) for _ in range(dice.randrange(4))]
+            deltas += [ReplyDelta(text=dice.choice(PIECES)) for _ in range(dice.randrange(4))]
             continue
         index, arguments = (
             len(calls),
@@ -126,9 +126,10 @@ def random_reply(dice: random.Random) -> tuple[list[Delta], Message]:
         )
         calls.append(ToolCall(id=f"t{index}", name="calc", arguments=arguments))
         cut = dice.randrange(len(arguments) + 1)
-        deltas.append(Delta(call=CallDelta(index, f"t{index}", "calc")))
+        deltas.append(ReplyDelta(call=ToolCallDelta(index, f"t{index}", "calc")))
         deltas += [
-            Delta(call=CallDelta(index, arguments=part)) for part in (arguments[:cut], arguments[cut:])
+            ReplyDelta(call=ToolCallDelta(index, arguments=part))
+            for part in (arguments[:cut], arguments[cut:])
         ]
     message = Message(role="assistant", content="".join(delta.text for delta in deltas))
     if reasoning := "".join(delta.reasoning for delta in deltas):
@@ -166,10 +167,10 @@ def test_a_reply_that_is_given_back_is_the_recorded_one(shown: bool) -> None:
     for seed in range(400):
         dice = random.Random(seed)
         deltas, message = random_reply(dice)
-        body = DIALECT.answer("msg_1", request, [choice(message)])
+        body = DIALECT.format_response("msg_1", request, [choice(message)])
         for answer in (json.loads(body), streamed(deltas, message, request)):
             back = {"role": "assistant", "content": echoed(answer["content"], dice)}
             (read_back,) = read_messages(back, *ASK["messages"])[:-1]
-            assert canonical(read_back) == canonical(message), (seed, answer)
+            assert canonical_content(read_back) == canonical_content(message), (seed, answer)
             ids = [call["id"] for call in message.get("tool_calls", ())]
             assert [call["id"] for call in read_back.get("tool_calls", ())] == ids

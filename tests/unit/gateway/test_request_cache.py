@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Dialect, Request
+from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.request_cache import RequestCache
-from instar.record.chain import Chain, Hasher
+from instar.record.hashing import HashChain, MessageHasher
 from instar.registry import list_names, resolve
 
-HASHER = Hasher(b"key")
+HASHER = MessageHasher(b"key")
 CHAT = ChatDialect()
 WORDS = [
     "one",
@@ -35,17 +35,17 @@ WORDS = [
     '","',
     "x" * 900,
 ]
-Read = tuple[Request, Chain] | tuple[str, str | None, str | None]
+Read = tuple[ModelRequest, HashChain] | tuple[str, str | None, str | None]
 
 
-def outcome(read: Callable[[], tuple[Request, Chain]]) -> Read:
+def outcome(read: Callable[[], tuple[ModelRequest, HashChain]]) -> Read:
     try:
         request, chain = read()
     except ApiError as error:
         return error.message, error.param, error.code
-    refusal = request.refusal
+    refusal = request.unsupported_error
     said = (refusal.message, refusal.param) if refusal else None
-    return replace(request, refusal=None, wire=(request.wire, said)), chain
+    return replace(request, unsupported_error=None, parsed_body=(request.parsed_body, said)), chain
 
 
 def plain(dialect: Dialect, body: bytes) -> Read:
@@ -192,9 +192,9 @@ def test_most_of_a_long_history_is_not_read_again() -> None:
     seen: list[int] = []
 
     class Watched(ChatDialect):
-        def read(self, body: bytes) -> Request:
+        def read(self, body: bytes) -> ModelRequest:
             seen.append(len(body))
-            return super().read(body)
+            return super().parse_request(body)
 
     recall, dialect = RequestCache(HASHER), Watched()
     for body in growing(60):
@@ -209,11 +209,11 @@ def test_what_was_refused_is_not_kept() -> None:
     refused = good[:-2] + part
     for _ in range(2):
         request, _ = recall.read(CHAT, "c", refused)
-        assert request.refusal is not None
-        assert request.refusal.param == "messages[8].content[0]"
+        assert request.unsupported_error is not None
+        assert request.unsupported_error.param == "messages[8].content[0]"
     more = refused[:-2] + b',{"role":"user","content":"more"}]}'
     request, _ = recall.read(CHAT, "c", more)
-    assert request.refusal is not None
+    assert request.unsupported_error is not None
     bad = good[:-2] + b',{"role":"robot"}]}'
     for _ in range(2):
         with pytest.raises(ApiError) as raised:

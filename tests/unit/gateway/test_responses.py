@@ -14,10 +14,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Choice, Request, TokenLogprob
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.responses import ResponsesDialect
-from instar.record.base import CallDelta, Delta
-from instar.record.chain import canonical
+from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.record.hashing import canonical_content
 from instar.types import FinishReason, Json, Message, ToolCall
 
 DIALECT = ResponsesDialect()
@@ -46,29 +46,34 @@ AGENTS = {
 TOOLS = [CALC, PATCH, AGENTS]
 
 
-def read(**body: Any) -> Request:
-    return DIALECT.read(json.dumps({"model": "m", "input": "Hi", **body}).encode())
+def read(**body: Any) -> ModelRequest:
+    return DIALECT.parse_request(json.dumps({"model": "m", "input": "Hi", **body}).encode())
 
 
-def choice(message: Message, finish_reason: FinishReason = "stop", **more: Any) -> Choice:
-    return Choice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **more)
+def choice(message: Message, finish_reason: FinishReason = "stop", **more: Any) -> ReplyChoice:
+    return ReplyChoice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **more)
 
 
-def answered(request: Request, message: Message, finish_reason: FinishReason = "stop", **more: Any) -> Json:
+def answered(
+    request: ModelRequest, message: Message, finish_reason: FinishReason = "stop", **more: Any
+) -> Json:
     """The answer, held against the SDK's model."""
-    body = json.loads(DIALECT.answer(ID, request, [choice(message, finish_reason, **more)]))
+    body = json.loads(DIALECT.format_response(ID, request, [choice(message, finish_reason, **more)]))
     Response.model_validate(body)
     return body
 
 
 def events(
-    request: Request, pieces: Iterable[Sequence[Delta]], message: Message, finish: FinishReason = "stop"
+    request: ModelRequest,
+    pieces: Iterable[Sequence[ReplyDelta]],
+    message: Message,
+    finish: FinishReason = "stop",
 ) -> list[Json]:
     """The events of a stream, each held against the SDK's models."""
-    writer = DIALECT.writer(ID, request)
+    writer = DIALECT.create_stream_writer(ID, request)
     raw = writer.begin(0)
-    raw += b"".join(writer.delta(0, deltas, ()) for deltas in pieces)
-    raw += writer.end([choice(message, finish)])
+    raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
+    raw += writer.finish([choice(message, finish)])
     told: list[Json] = []
     for block in raw.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
@@ -102,8 +107,8 @@ def test_a_string_and_its_instructions() -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
     )
-    assert request.instructions == 1
-    assert read().instructions == 0
+    assert request.instruction_count == 1
+    assert read().instruction_count == 0
 
 
 def test_the_items_of_one_turn_are_one_message() -> None:
@@ -156,7 +161,9 @@ def test_two_answers_side_by_side_stay_two() -> None:
     items = [
         item
         for i, message in enumerate((first, second))
-        for item in json.loads(DIALECT.answer(f"resp-{i}{ID[6:]}", request, [choice(message)]))["output"]
+        for item in json.loads(DIALECT.format_response(f"resp-{i}{ID[6:]}", request, [choice(message)]))[
+            "output"
+        ]
     ]
     assert read(input=items).messages == (first, second)
     untold = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
@@ -185,11 +192,11 @@ def test_what_is_read_of_the_rest() -> None:
         client_metadata={"thread_id": "t"},
         prompt_cache_key="p",
     )
-    assert request.previous == "resp-1"
+    assert request.previous_response_id == "resp-1"
     assert (request.max_tokens, request.temperature, request.top_p) == (9, 0.5, 0.9)
     assert request.logprobs
     assert request.stream
-    assert [name.split(":")[1] for name in request.identity] == ["s", "t", "p", "bob"]
+    assert [name.split(":")[1] for name in request.session_hints] == ["s", "t", "p", "bob"]
     assert read(input=[], previous_response_id="resp-1").messages == ()
 
 
@@ -209,8 +216,8 @@ CODEX = {
 
 def test_codex_gets_through() -> None:
     request = read(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
-    assert request.refusal is None
-    assert request.identity[0] == "session_id:01a1df40"
+    assert request.unsupported_error is None
+    assert request.session_hints[0] == "session_id:01a1df40"
 
 
 def test_what_is_refused_is_told_apart() -> None:
@@ -270,12 +277,12 @@ def test_what_is_refused_is_told_apart() -> None:
 )
 def test_what_cannot_be_honoured_is_named(body: Json, param: str) -> None:
     try:
-        refusal = read(**body).refusal
+        refusal = read(**body).unsupported_error
     except ApiError as error:
         refusal = error
     assert refusal
     assert (refusal.status, refusal.param) == (400, param)
-    told = json.loads(DIALECT.error(refusal))["error"]
+    told = json.loads(DIALECT.format_error(refusal))["error"]
     assert told["type"] == "invalid_request_error"
     assert told["param"] == param
 
@@ -285,13 +292,13 @@ def test_what_cannot_be_honoured_is_named(body: Json, param: str) -> None:
 )
 def test_what_is_no_request(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        DIALECT.read(body)
+        DIALECT.parse_request(body)
     assert caught.value.status == 400
 
 
 def test_numbers_of_any_length_in_a_schema_are_told_back() -> None:
     huge = {**CALC, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
-    assert str(10**30).encode() in DIALECT.answer(ID, read(tools=[huge]), [choice(assistant("Hi"))])
+    assert str(10**30).encode() in DIALECT.format_response(ID, read(tools=[huge]), [choice(assistant("Hi"))])
 
 
 # --- answering ----------------------------------------------------------------------------------
@@ -312,7 +319,7 @@ def test_a_reply_that_was_cut_is_incomplete() -> None:
     body = answered(read(), assistant("So"), "length")
     assert body["status"] == body["output"][0]["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
-    last = events(read(), [[Delta(text="So")]], assistant("So"), "length")[-1]
+    last = events(read(), [[ReplyDelta(text="So")]], assistant("So"), "length")[-1]
     assert last["type"] == "response.incomplete"
 
 
@@ -326,19 +333,19 @@ def test_logprobs_are_those_of_the_text() -> None:
     tokens = [TokenLogprob(text, -1.0) for text in ("<think>", "Hm", "</think>", "So", ".")]
     body = answered(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
     assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["So", "."]
-    writer = DIALECT.writer(ID, request)
-    deltas = ([], [Delta(reasoning="Hm")], [], [Delta(text="So")], [Delta(text=".")])
-    raw = b"".join(writer.delta(0, said, [token]) for said, token in zip(deltas, tokens, strict=True))
-    raw += writer.end([choice(assistant("So.", reasoning="Hm"))])
+    writer = DIALECT.create_stream_writer(ID, request)
+    deltas = ([], [ReplyDelta(reasoning="Hm")], [], [ReplyDelta(text="So")], [ReplyDelta(text=".")])
+    raw = b"".join(writer.write_deltas(0, said, [token]) for said, token in zip(deltas, tokens, strict=True))
+    raw += writer.finish([choice(assistant("So.", reasoning="Hm"))])
     last = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"][1]
     assert last == {**body["output"][1]}
 
 
 def test_a_failure_in_the_middle_of_a_stream() -> None:
-    writer = DIALECT.writer(ID, read())
+    writer = DIALECT.create_stream_writer(ID, read())
     writer.begin(0)
-    writer.delta(0, [Delta(text="So")], ())
-    told = writer.failure(ApiError(503, "gone")).decode()
+    writer.write_deltas(0, [ReplyDelta(text="So")], ())
+    told = writer.write_error(ApiError(503, "gone")).decode()
     event = json.loads(told.split("data: ")[1])
     EVENT.validate_python(event)
     assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
@@ -373,17 +380,19 @@ def cut(rng: random.Random, text: str) -> Iterator[str]:
         text = text[at:]
 
 
-def in_pieces(rng: random.Random, message: Message) -> Iterator[list[Delta]]:
+def in_pieces(rng: random.Random, message: Message) -> Iterator[list[ReplyDelta]]:
     """As a stream would tell it; a part of the text may come between the calls."""
     content = message["content"]
     at = rng.randint(0, len(content)) if message.get("tool_calls") else len(content)
-    yield from ([Delta(reasoning=piece)] for piece in cut(rng, message.get("reasoning", "")))
-    yield from ([Delta(text=piece)] for piece in cut(rng, content[:at]))
+    yield from ([ReplyDelta(reasoning=piece)] for piece in cut(rng, message.get("reasoning", "")))
+    yield from ([ReplyDelta(text=piece)] for piece in cut(rng, content[:at]))
     for i, told in enumerate(message.get("tool_calls", ())):
-        yield [Delta(call=CallDelta(i, told["id"], told["name"]))]
-        yield from ([Delta(call=CallDelta(i, arguments=piece))] for piece in cut(rng, told["arguments"]))
+        yield [ReplyDelta(call=ToolCallDelta(i, told["id"], told["name"]))]
+        yield from (
+            [ReplyDelta(call=ToolCallDelta(i, arguments=piece))] for piece in cut(rng, told["arguments"])
+        )
         if i == 0:
-            yield from ([Delta(text=piece)] for piece in cut(rng, content[at:]))
+            yield from ([ReplyDelta(text=piece)] for piece in cut(rng, content[at:]))
 
 
 def echoed(rng: random.Random, items: list[Json]) -> list[Json]:
@@ -411,7 +420,7 @@ def test_what_we_answered_is_read_as_what_was_recorded(seed: int) -> None:
         ]
         messages = read(input=items).messages
         assert len(messages) == 3
-        assert canonical(messages[1]) == canonical(reply)
+        assert canonical_content(messages[1]) == canonical_content(reply)
         assert messages[1].get("reasoning") == reply.get("reasoning")
         told = [told["id"] for told in messages[1].get("tool_calls", ())]
         assert told == [told["id"] for told in reply.get("tool_calls", ())]
@@ -440,8 +449,8 @@ def test_a_custom_tools_input_is_told_as_it_comes() -> None:
     text = 'a"\\\n/é🦎'
     arguments = json.dumps({"input": text})
     reply = assistant("", call("apply_patch", arguments))
-    pieces = [[Delta(call=CallDelta(0, "call-1", "apply_patch"))]]
-    pieces += [[Delta(call=CallDelta(0, arguments=character))] for character in arguments]
+    pieces = [[ReplyDelta(call=ToolCallDelta(0, "call-1", "apply_patch"))]]
+    pieces += [[ReplyDelta(call=ToolCallDelta(0, arguments=character))] for character in arguments]
     told = events(read(tools=TOOLS), pieces, reply)
     assert [e["delta"] for e in told if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
     assert cast(Json, told[-1]["response"])["output"][0]["input"] == text
@@ -466,6 +475,6 @@ def test_white_space_alone_opens_no_message() -> None:
 def test_the_recorded_traffic_of_codex_gets_through(scene: str) -> None:
     with gzip.open(TRAFFIC / f"codex-{scene}.json.gz") as packed:
         exchanges = json.load(packed)
-    requests = [DIALECT.read(json.dumps(exchange["body"]).encode()) for exchange in exchanges]
-    assert [request.refusal for request in requests] == [None] * len(exchanges)
-    assert len({request.identity[0] for request in requests}) == 1
+    requests = [DIALECT.parse_request(json.dumps(exchange["body"]).encode()) for exchange in exchanges]
+    assert [request.unsupported_error for request in requests] == [None] * len(exchanges)
+    assert len({request.session_hints[0] for request in requests}) == 1

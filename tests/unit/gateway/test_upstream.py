@@ -14,8 +14,8 @@ import pytest
 from instar.config import UpstreamEngineConfig
 from instar.errors import ConfigError, EngineUnavailable
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Request
-from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream.http import HttpUpstream
 from tests.unit.gateway.provider import ANSWERS, ARGUMENTS, TEXT, Provider, run_provider, sse
 
@@ -60,14 +60,14 @@ async def ask(
     headers: dict[str, str] | None = None,
     forced: dict[str, Any] | None = None,
     **more: Any,
-) -> list[Piece]:
+) -> list[UpstreamChunk]:
     body = orjson.dumps({"model": model, "messages": MESSAGES, **more})
-    request = Request(model, (), stream=more.get("stream", False), n=more.get("n", 1))
+    request = ModelRequest(model, (), stream=more.get("stream", False), n=more.get("n", 1))
     async with aclosing(upstream.send(request, dialect, body, headers or {}, forced)) as answer:
         return [piece async for piece in answer]
 
 
-def the_message(piece: Piece) -> Any:
+def the_message(piece: UpstreamChunk) -> Any:
     assert piece.choices is not None
     return piece.choices[0].message
 
@@ -85,13 +85,13 @@ async def test_an_answer_passes_through_as_it_is(provider: Provider, upstream: M
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
     assert choice.finish_reason == ("length" if dialect == "completions" else "stop")
     assert choice.sampled_ids is None
-    assert piece.answer_id == IDS[dialect]
+    assert piece.response_id == IDS[dialect]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_body_is_forwarded_byte_for_byte(provider: Provider, upstream: Make, dialect: str) -> None:
     body = b'{ "model":"plain",\n "messages": [ {"role":"user","content":"h\\u0069"} ], "x" : 1.0e0 }'
-    async with aclosing(upstream(dialect).send(Request("plain", ()), dialect, body, {})) as answer:
+    async with aclosing(upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})) as answer:
         assert [piece async for piece in answer]
     assert provider.bodies == [body]
 
@@ -116,7 +116,7 @@ async def test_a_stream_passes_through_as_it_is(upstream: Make, dialect: str, mo
     expected = b"".join(sse(ANSWERS[dialect][1](model, 1), named, model == "crlf"))
     assert b"".join(piece.raw for piece in pieces) == expected
     assert the_message(pieces[-1])["content"] == TEXT
-    assert pieces[-1].answer_id == IDS[dialect]
+    assert pieces[-1].response_id == IDS[dialect]
     assert [piece.choices for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[0].content_type == "text/event-stream; charset=utf-8"
 
@@ -139,7 +139,7 @@ async def test_what_says_that_it_ended_comes_last(upstream: Make, dialect: str, 
 
 async def test_a_stream_is_passed_on_while_it_comes(provider: Provider, upstream: Make) -> None:
     provider.gate = asyncio.Event()
-    request = Request("plain", (), stream=True)
+    request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True, "messages": MESSAGES})
     async with aclosing(upstream().send(request, "chat", body, {})) as answer:
         first = await asyncio.wait_for(anext(answer), 5)
@@ -148,7 +148,7 @@ async def test_a_stream_is_passed_on_while_it_comes(provider: Provider, upstream
         assert (await collect(answer))[-1].choices
 
 
-async def collect(answer: Any, into: list[Piece] | None = None) -> list[Piece]:
+async def collect(answer: Any, into: list[UpstreamChunk] | None = None) -> list[UpstreamChunk]:
     pieces = [] if into is None else into
     async for piece in answer:
         pieces.append(piece)
@@ -175,7 +175,7 @@ async def test_of_several_choices_the_last_to_end_ends_the_answer(upstream: Make
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_a_refusal_is_passed_on(upstream: Make, dialect: str, stream: bool) -> None:
-    with pytest.raises(UpstreamRefused) as caught:
+    with pytest.raises(UpstreamError) as caught:
         await ask(upstream(dialect), dialect, "limited", stream=stream)
     error = caught.value
     assert (error.status, error.retry_after, error.message, error.code) == (429, 7, "Slow down.", "slow")
@@ -183,14 +183,14 @@ async def test_a_refusal_is_passed_on(upstream: Make, dialect: str, stream: bool
 
 
 async def test_a_refusal_that_is_no_json_is_passed_on(upstream: Make) -> None:
-    with pytest.raises(UpstreamRefused, match="Internal Server Error") as caught:
+    with pytest.raises(UpstreamError, match="Internal Server Error") as caught:
         await ask(upstream(), "chat", "broken")
     assert caught.value.status == 500
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_garbage_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
-    with pytest.raises(UpstreamRefused, match="cannot be read") as caught:
+    with pytest.raises(UpstreamError, match="cannot be read") as caught:
         await ask(upstream(dialect), dialect, "garbage")
     assert (caught.value.status, caught.value.raw) == (502, b"")
 
@@ -200,13 +200,13 @@ async def test_garbage_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
 async def test_a_stream_that_breaks_off_says_so_and_keeps_its_part(
     upstream: Make, dialect: str, model: str
 ) -> None:
-    request = Request(model, (), stream=True)
+    request = ModelRequest(model, (), stream=True)
     body = orjson.dumps({"model": model, "stream": True})
     answer = upstream(dialect).send(request, dialect, body, {})
-    assert answer.partial() == []
+    assert answer.partial_choices() == []
     with pytest.raises(EngineUnavailable, match="broke off"):
         await collect(answer)
-    (choice,) = answer.partial()
+    (choice,) = answer.partial_choices()
     text = choice.message["content"]
     assert text
     assert TEXT.startswith(text)
@@ -218,24 +218,24 @@ async def test_an_answer_that_is_closed_keeps_its_part(
     provider: Provider, upstream: Make, dialect: str
 ) -> None:
     provider.gate = asyncio.Event()
-    request = Request("plain", (), stream=True)
+    request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True})
     async with aclosing(upstream(dialect).send(request, dialect, body, {})) as answer:
-        while not answer.partial():
+        while not answer.partial_choices():
             await asyncio.wait_for(anext(answer), 5)
     provider.gate.set()
-    (choice,) = answer.partial()
+    (choice,) = answer.partial_choices()
     assert choice.finish_reason == "aborted"
     assert TEXT.startswith(choice.message["content"])
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 async def test_an_error_inside_a_stream_comes_after_what_was_before_it(upstream: Make, dialect: str) -> None:
-    request = Request("hiccup", (), stream=True)
+    request = ModelRequest("hiccup", (), stream=True)
     body = orjson.dumps({"model": "hiccup", "stream": True})
     answer = upstream(dialect).send(request, dialect, body, {})
-    seen: list[Piece] = []
-    with pytest.raises(UpstreamRefused, match="Overloaded") as caught:
+    seen: list[UpstreamChunk] = []
+    with pytest.raises(UpstreamError, match="Overloaded") as caught:
         await collect(answer, seen)
     assert caught.value.status == 529
     assert seen
@@ -254,7 +254,7 @@ async def test_a_provider_that_is_not_there_is_unavailable() -> None:
 
 async def test_the_model_is_renamed_and_nothing_else(provider: Provider, upstream: Make) -> None:
     body = b'{"model":"gpt-5","messages":[ {"role":"user","content":"h\\u0069"} ],"x":1.0e0}'
-    async with aclosing(upstream(model="plain").send(Request("gpt-5", ()), "chat", body, {})) as answer:
+    async with aclosing(upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})) as answer:
         assert [piece async for piece in answer]
     assert provider.bodies == [body.replace(b"gpt-5", b"plain")]
 

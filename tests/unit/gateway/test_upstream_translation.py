@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from instar.config import UpstreamEngineConfig
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Request
-from instar.gateway.upstream.base import Piece, UpstreamRefused
+from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Message, Tool, ToolCall
 from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
@@ -60,18 +60,18 @@ async def upstream(provider: Provider) -> AsyncGenerator[Make]:
         await one.close()
 
 
-def asked(model: str = "plain", **more: Any) -> Request:
-    return Request(model, CONVERSATION, (TOOL,), **more)
+def asked(model: str = "plain", **more: Any) -> ModelRequest:
+    return ModelRequest(model, CONVERSATION, (TOOL,), **more)
 
 
 async def ask(
-    upstream: HttpUpstream, dialect: str, request: Request, headers: dict[str, str] | None = None
-) -> list[Piece]:
+    upstream: HttpUpstream, dialect: str, request: ModelRequest, headers: dict[str, str] | None = None
+) -> list[UpstreamChunk]:
     async with aclosing(upstream.send(request, dialect, b"not for the provider", headers or {})) as answer:
         return [piece async for piece in answer]
 
 
-def said(pieces: list[Piece]) -> Message:
+def said(pieces: list[UpstreamChunk]) -> Message:
     """What the deltas add up to."""
     message = Message(role="assistant", content="")
     reasoning, calls = "", list[ToolCall]()
@@ -187,7 +187,7 @@ async def test_an_agents_key_moves_to_where_the_provider_looks(provider: Provide
 
 
 async def test_a_refusal_is_told_in_canonical_words(upstream: Make) -> None:
-    with pytest.raises(UpstreamRefused, match=r"Slow down\.") as caught:
+    with pytest.raises(UpstreamError, match=r"Slow down\.") as caught:
         await ask(upstream("chat"), "messages", asked("limited"))
     assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")
 

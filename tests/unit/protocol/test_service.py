@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from instar.backends.local.backend import LocalBackend
-from instar.backends.local.state import adapter_hash
+from instar.backends.local.state import hash_adapter
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, ServiceLimits, TrainingModel
 from instar.protocol.models import TrainingModelFactory
@@ -108,7 +108,7 @@ async def test_it_trains_to_the_bit_as_the_backend_does_whoever_works_beside(
 
     assert ours_losses == losses
     info = await ours.export("trained")
-    assert adapter_hash(weights_of(info, tmp_path)) == adapter_hash(tmp_path / "alone")
+    assert hash_adapter(weights_of(info, tmp_path)) == hash_adapter(tmp_path / "alone")
 
 
 async def test_models_share_the_base_weights(model: ModelConfig) -> None:

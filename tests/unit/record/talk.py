@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from instar.record.base import Delta
+from instar.record.base import ReplyDelta
 from instar.record.tools import format_call
 from instar.types import Message, Tool, ToolCall
 
@@ -51,7 +51,7 @@ def follow_up(rng: random.Random, reply: Message) -> list[Message]:
     return [*results, Message(role="user", content=words(rng))]
 
 
-def calls_of(deltas: list[Delta]) -> list[ToolCall]:
+def calls_of(deltas: list[ReplyDelta]) -> list[ToolCall]:
     """What the pieces of tool calls add up to."""
     calls: list[ToolCall] = []
     for piece in (delta.call for delta in deltas if delta.call):

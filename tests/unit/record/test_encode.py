@@ -6,7 +6,7 @@ import pytest
 
 from instar.config import ModelConfig
 from instar.models import load_tokenizer, resolve_model
-from instar.record.encode import Encoder
+from instar.record.encode import CachingEncoder
 from tests.tiny import make_tiny_tokenizer
 
 PIECES = [
@@ -33,7 +33,7 @@ def texts(specials: list[str], count: int) -> list[str]:
     return ["".join(rng.choices([*PIECES, *specials], k=rng.randint(0, 24))) for _ in range(count)]
 
 
-def check(encoder: Encoder, specials: list[str]) -> None:
+def check(encoder: CachingEncoder, specials: list[str]) -> None:
     assert encoder._cut is not None
     for text in texts(specials, 2000):
         assert encoder(text) == encoder._whole(text)
@@ -42,7 +42,7 @@ def check(encoder: Encoder, specials: list[str]) -> None:
 
 def test_pieces_are_encoded_as_the_whole() -> None:
     tokenizer = make_tiny_tokenizer()
-    check(Encoder(tokenizer), list(tokenizer.all_special_tokens))
+    check(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
 def test_the_default_models_tokenizer_too() -> None:
@@ -51,7 +51,7 @@ def test_the_default_models_tokenizer_too() -> None:
     except Exception as error:  # noqa: BLE001 — offline, say
         pytest.skip(f"the default model cannot be had: {error}")
     tokenizer = load_tokenizer(folder)
-    check(Encoder(tokenizer), list(tokenizer.all_special_tokens))
+    check(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
 def test_a_token_that_swallows_space_is_not_cut_at() -> None:
@@ -59,14 +59,14 @@ def test_a_token_that_swallows_space_is_not_cut_at() -> None:
 
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<sep>", lstrip=True, normalized=False)])
-    encoder = Encoder(tokenizer)
+    encoder = CachingEncoder(tokenizer)
     assert encoder._cut is None
     assert encoder("a <sep> b") == tokenizer.encode("a <sep> b", add_special_tokens=False)
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instar.record.encode._BUDGET", 100)
-    encoder = Encoder(make_tiny_tokenizer())
+    encoder = CachingEncoder(make_tiny_tokenizer())
     for i in range(50):
         encoder(f"text number {i}")
     assert sum(map(len, encoder._kept)) <= 100

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from instar.record.base import Delta
+from instar.record.base import ReplyDelta
 from instar.record.family import FamilyRenderer
 from instar.types import Message
 from tests.tiny import make_tiny_tokenizer
@@ -74,7 +74,7 @@ def test_malformed_call_is_text(qwen3: FamilyRenderer) -> None:
 
 def fed(
     renderer: FamilyRenderer, text: str, *, stop: tuple[str, ...] = (), eager: bool = True
-) -> list[Delta]:
+) -> list[ReplyDelta]:
     """Token by token. What the pieces add up to is the message."""
     parser = renderer.stream([CALC], stop, eager=eager)
     deltas = [delta for token in ids_of(renderer, text) for delta in parser.feed([token])]
@@ -86,7 +86,7 @@ def fed(
     return deltas
 
 
-def said(deltas: list[Delta]) -> str:
+def said(deltas: list[ReplyDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 

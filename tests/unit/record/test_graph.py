@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from instar.record.base import Placement, Renderer
-from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain, MessageHasher
 from instar.record.render import TemplateRenderer
 from instar.store.base import CallPart
 from instar.types import Call, CallStatus, Link, Message, Tool, ToolCall, new_id
@@ -16,7 +16,7 @@ from tests.unit.record.conftest import Load
 from tests.unit.record.talk import CALC, echo, follow_up, reply_text, words
 from tests.unit.record.test_render import COUNTING
 
-HASHER = Hasher(b"key")
+HASHER = MessageHasher(b"key")
 
 
 def user(text: str) -> Message:
@@ -36,8 +36,8 @@ class Talk:
         self.graph.release(placement)
         return placement
 
-    def chain(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Chain:
-        return self.graph.recognise(HASHER.chain(messages, tools), messages)
+    def chain(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> HashChain:
+        return self.graph.match_replies(HASHER.hash_messages(messages, tools), messages)
 
     def say(
         self,
@@ -48,7 +48,7 @@ class Talk:
     ) -> Call:
         place, chain = self.place(messages, tools), self.chain(messages, tools)
         reply = self.renderer.parse(sampled, tools)
-        whole = chain.then([HASHER.message(reply)])
+        whole = chain.extend([HASHER.hash_message(reply)])
         call = Call(
             call_id=new_id("call"),
             session_id="s",
@@ -70,7 +70,7 @@ class Talk:
             base_tokens=place.base_tokens,
             base_messages=place.base_messages,
             status=status,
-            digests=whole.packed(place.base_messages),
+            digests=whole.pack(place.base_messages),
         )
         self.check_base(call)
         self.graph.add(call, place, whole)
@@ -139,11 +139,11 @@ def test_same_messages_again_are_a_sibling(tiny: TemplateRenderer) -> None:
     again = talk.say([user("one"), root.reply, user("x")], talk.ids("four"))
     assert (again.link, again.parent_id, again.base_id) == (Link.SIBLING, root.call_id, child.call_id)
     assert np.array_equal(again.prompt_ids, child.prompt_ids)
-    assert talk.graph.recorded(talk.place([user("one")]).key) == [root.call_id]
+    assert talk.graph.find_recorded(talk.place([user("one")]).key) == [root.call_id]
 
 
 def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> None:
-    graph, chain = MessageGraph(HASHER), HASHER.chain([user("one")])
+    graph, chain = MessageGraph(HASHER), HASHER.hash_messages([user("one")])
     one = graph.place(chain, [user("one")], (), tiny)
     two = graph.place(chain, [user("one")], (), tiny)
     assert (one.link, two.link) == (Link.ROOT, Link.SIBLING)
@@ -224,7 +224,7 @@ def test_rebuilt_graph_places_alike(tiny: TemplateRenderer, digests: bool) -> No
         two.base_tokens,
         two.base_messages,
     )
-    assert rebuilt.requests == talk.graph.requests == len(talk.calls)
+    assert rebuilt.finished_requests == talk.graph.finished_requests == len(talk.calls)
 
 
 def test_reply_with_defaults_filled_in_is_known_by_its_call_ids(tiny: TemplateRenderer) -> None:
@@ -239,7 +239,7 @@ def test_reply_with_defaults_filled_in_is_known_by_its_call_ids(tiny: TemplateRe
     assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
     rebuilt = MessageGraph(HASHER, map(part, talk.calls))
     again = [user("one"), filled, result, second.reply, user("x")]
-    chain = rebuilt.recognise(HASHER.chain(again, [CALC]), again)
+    chain = rebuilt.match_replies(HASHER.hash_messages(again, [CALC]), again)
     assert rebuilt.place(chain, again, [CALC], tiny).parent_id == second.call_id
 
 
@@ -294,7 +294,7 @@ def _prompted(talk: Talk, place: Placement, prompt: str, reply: str) -> Call:
         messages=(user(prompt),),
         reply=Message(role="assistant", content=reply),
         finish_reason="stop",
-        digests=HASHER.prompt(prompt, reply),
+        digests=HASHER.pack_prompt(prompt, reply),
     )
     talk.graph.add(call, place, None)
     return call
@@ -303,8 +303,8 @@ def _prompted(talk: Talk, place: Placement, prompt: str, reply: str) -> Call:
 def test_aborted_calls_do_not_count_as_finished(tiny: TemplateRenderer) -> None:
     talk = Talk(tiny)
     talk.say([user("one")], talk.ids("tw"), status=CallStatus.ABORTED)
-    assert talk.graph.requests == 0
-    assert talk.graph.recorded(talk.place([user("one")]).key) == []
+    assert talk.graph.finished_requests == 0
+    assert talk.graph.find_recorded(talk.place([user("one")]).key) == []
 
 
 def test_memory_is_linear_in_turns(tiny: TemplateRenderer) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from instar.config import RedactConfig
 from instar.errors import ConfigError
-from instar.record.redact import SECRETS, Redactor
+from instar.record.redact import SECRET_PATTERNS, Redactor
 from instar.types import Message, Tool, ToolCall
 
 EXAMPLES: dict[str, list[str]] = {
@@ -35,23 +35,23 @@ REDACTOR = Redactor()
 
 
 def test_every_kind_has_an_example() -> None:
-    assert set(EXAMPLES) == {secret.name for secret in SECRETS}
+    assert set(EXAMPLES) == {secret.name for secret in SECRET_PATTERNS}
 
 
 @pytest.mark.parametrize(("name", "secret"), [(name, one) for name, all_ in EXAMPLES.items() for one in all_])
 def test_secrets_are_cut_out(name: str, secret: str) -> None:
     for around in SURROUNDINGS:
         text = around.format(secret + "@host/db" if name == "url-password" else secret)
-        clean = REDACTOR.text(text)
+        clean = REDACTOR.redact_text(text)
         assert f"[redacted {name}]" in clean
         hidden = secret.removeprefix("://") if name == "url-password" else secret[:40]
         assert hidden not in clean
-        assert REDACTOR.text(clean) == clean
+        assert REDACTOR.redact_text(clean) == clean
 
 
 def test_several_secrets_in_one_text() -> None:
     secrets = [all_[0] for name, all_ in EXAMPLES.items() if name not in ("private-key", "url-password")]
-    clean = REDACTOR.text(" and ".join(secrets * 2))
+    clean = REDACTOR.redact_text(" and ".join(secrets * 2))
     assert not any(secret in clean for secret in secrets)
 
 
@@ -71,9 +71,9 @@ def test_several_secrets_in_one_text() -> None:
     ],
 )
 def test_what_is_no_secret_is_left_alone(text: str) -> None:
-    assert REDACTOR.text(text) is text
+    assert REDACTOR.redact_text(text) is text
     message = Message(role="user", content=text)
-    assert REDACTOR.message(message) is message
+    assert REDACTOR.redact_message(message) is message
 
 
 KEY = EXAMPLES["api-key"][0]
@@ -100,7 +100,7 @@ KEY = EXAMPLES["api-key"][0]
     ],
 )
 def test_every_part_of_a_message_is_looked_through(message: Message) -> None:
-    clean = REDACTOR.message(message)
+    clean = REDACTOR.redact_message(message)
     assert clean is not message
     shown = json.dumps(clean)
     assert KEY not in shown
@@ -115,7 +115,7 @@ def test_escaped_slashes_hide_no_password() -> None:
     message = Message(
         role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=arguments)]
     )
-    assert "hunter22" not in json.dumps(REDACTOR.message(message))
+    assert "hunter22" not in json.dumps(REDACTOR.redact_message(message))
 
 
 def test_tools_are_looked_through() -> None:
@@ -123,42 +123,42 @@ def test_tools_are_looked_through() -> None:
         return Tool(**{"name": "f", "description": "d", "parameters": {"type": "object"}, **parts})
 
     clean = (tool(),)
-    assert REDACTOR.tools(clean) is clean
+    assert REDACTOR.redact_tools(clean) is clean
     for hiding in (
         tool(description=f"use {KEY}"),
         tool(parameters={"properties": {"k": {"default": KEY}}}),
         tool(parameters={"properties": {KEY: {}}}),
         tool(parameters={"enum": [1, None, [KEY]]}),
     ):
-        found = REDACTOR.tools((tool(), hiding))
+        found = REDACTOR.redact_tools((tool(), hiding))
         assert KEY not in json.dumps(found)
         assert found[0] == tool()
 
 
 def test_patterns_of_ones_own() -> None:
-    redactor = Redactor.of(RedactConfig(patterns=[r"\b\d{3}-\d{2}-\d{4}\b", r"(?i)project \w+"]))
-    assert redactor.text("Project Apollo, 078-05-1120") == "[redacted], [redacted]"
-    assert KEY not in redactor.text(KEY)
+    redactor = Redactor.from_config(RedactConfig(patterns=[r"\b\d{3}-\d{2}-\d{4}\b", r"(?i)project \w+"]))
+    assert redactor.redact_text("Project Apollo, 078-05-1120") == "[redacted], [redacted]"
+    assert KEY not in redactor.redact_text(KEY)
     arguments = json.dumps({"q": "Größe"})
     call = ToolCall(id="1", name="f", arguments=arguments)
-    umlauts = Redactor.of(RedactConfig(patterns=["Größe"]))
+    umlauts = Redactor.from_config(RedactConfig(patterns=["Größe"]))
     assert "\\u00f6" in arguments
-    clean = umlauts.message(Message(role="assistant", content="", tool_calls=[call]))
+    clean = umlauts.redact_message(Message(role="assistant", content="", tool_calls=[call]))
     assert json.loads(clean.get("tool_calls", [call])[0]["arguments"]) == {"q": "[redacted]"}
 
 
 def test_secrets_may_be_left_in() -> None:
-    redactor = Redactor.of(RedactConfig(secrets=False, patterns=["xyz"]))
-    assert redactor.text(f"{KEY} xyz") == f"{KEY} [redacted]"
+    redactor = Redactor.from_config(RedactConfig(secrets=False, patterns=["xyz"]))
+    assert redactor.redact_text(f"{KEY} xyz") == f"{KEY} [redacted]"
 
 
 def test_a_pattern_that_cannot_be_read_is_named() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.redact\.patterns\[1\]"):
-        Redactor.of(RedactConfig(patterns=["fine", "("]))
+        Redactor.from_config(RedactConfig(patterns=["fine", "("]))
 
 
 def test_a_pattern_that_matches_nothing_cuts_nothing() -> None:
-    assert Redactor.of(RedactConfig(patterns=["x*"])).text("abc") == "abc"
+    assert Redactor.from_config(RedactConfig(patterns=["x*"])).redact_text("abc") == "abc"
 
 
 @pytest.mark.parametrize(
@@ -176,5 +176,5 @@ def test_a_pattern_that_matches_nothing_cuts_nothing() -> None:
 )
 def test_no_text_is_slow(text: str) -> None:
     began = time.perf_counter()
-    REDACTOR.text(text)
+    REDACTOR.redact_text(text)
     assert time.perf_counter() - began < 1.0

@@ -78,12 +78,12 @@ def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
         "calc(expression: string, digits?: integer): Evaluate arithmetic.\n"
         'To call a tool, write <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n' in text
     )
-    assert renderer.generic_tools
+    assert renderer.uses_generic_tools
 
 
 def test_template_that_knows_tools_is_used(load: Load) -> None:
     renderer = load(HERMES)
-    assert not renderer.generic_tools
+    assert not renderer.uses_generic_tools
     assert renderer.bridged_roles == {"user", "tool", "system"}
     sampled = renderer.encode('<tool_call>{"name":"calc","arguments":{"expression":"1"}}</tool_call>')
     sampled.append(renderer.stop_token_ids[0])
@@ -97,7 +97,7 @@ def test_template_that_knows_tools_is_used(load: Load) -> None:
 
 
 def test_tool_format_generic_overrides_the_template(load: Load) -> None:
-    assert load(HERMES, "generic").generic_tools
+    assert load(HERMES, "generic").uses_generic_tools
 
 
 def test_tool_format_template_is_refused_where_the_template_knows_no_tools(load: Load) -> None:

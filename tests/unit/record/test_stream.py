@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from instar.record.arguments import JsonObject
-from instar.record.base import CallDelta, Delta, StreamParser
+from instar.record.arguments import JsonObjectTracker
+from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call, parse_call
 from instar.types import Message, ToolCall
@@ -19,8 +19,8 @@ def ids_of(renderer: TemplateRenderer, text: str) -> list[int]:
     return renderer.encode(text)
 
 
-def fed(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[Delta]:
-    deltas: list[Delta] = []
+def fed(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[ReplyDelta]:
+    deltas: list[ReplyDelta] = []
     at = 0
     for size in sizes:
         deltas += parser.feed(ids[at : at + size])
@@ -130,7 +130,7 @@ def test_invalid_arguments_are_quoted() -> None:
     assert written == '<tool_call>{"name": "f", "arguments": "{oops"}</tool_call>'
 
 
-def eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[Delta], Message]:
+def eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[ReplyDelta], Message]:
     parser = renderer.stream([CALC], eager=True)
     ids = ids_of(renderer, text)
     deltas = fed(parser, ids, [size] * (len(ids) // size))
@@ -160,8 +160,8 @@ def test_a_call_is_announced_with_its_first_value_and_not_before(tiny: TemplateR
     parser = tiny.stream([CALC], eager=True)
     assert not parser.feed(ids_of(tiny, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
     first, second = parser.feed(ids_of(tiny, ","))
-    assert first.call == CallDelta(0, first.call.id if first.call else "", "calc")
-    assert second.call == CallDelta(0, arguments='{"n": 1,')
+    assert first.call == ToolCallDelta(0, first.call.id if first.call else "", "calc")
+    assert second.call == ToolCallDelta(0, arguments='{"n": 1,')
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_an_object_is_followed_as_python_reads_it() -> None:
         for _ in range(rng.choice([0, 1, 2])):
             at = rng.randrange(1, len(text))
             text = text[:at] + rng.choice(alphabet) + text[at + rng.choice([0, 1]) :]
-        followed, held = JsonObject(), ""
+        followed, held = JsonObjectTracker(), ""
         for char in text:
             held = (held + char)[followed.feed(held + char) :]
-        valid = followed.done and not followed.flawed and not held
+        valid = followed.is_complete and not followed.is_flawed and not held
         assert valid == is_object(text), text
 
 

@@ -23,9 +23,9 @@ from instar.errors import EngineUnavailable
 from instar.gateway.client_headers import external_id
 from instar.gateway.dialects.base import Dialect
 from instar.record.base import Placement
-from instar.record.chain import Chain, Hasher
 from instar.record.graph import MessageGraph
-from instar.record.nodes import plain_id
+from instar.record.hashing import HashChain, MessageHasher
+from instar.record.nodes import normalize_call_id
 from instar.record.render import TemplateRenderer
 from instar.record.tools import format_call
 from instar.registry import list_names, resolve
@@ -35,7 +35,7 @@ from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
 from tests.unit.record.test_graph import part
 
 FOLDER = Path(__file__).parent / "fixtures" / "traffic"
-HASHER = Hasher(b"key")
+HASHER = MessageHasher(b"key")
 LINKS = {
     # The summary is asked for in the place of the second reply, behind the first.
     "claude-code-compaction": "root 0 0 branch 3 4",
@@ -93,7 +93,7 @@ class Entry:
                 turn = {"messages": [{"role": "assistant", "content": reply["content"]}], "max_tokens": 1}
             case _:
                 turn = {"input": reply["output"]}
-        return self.dialect.read(json.dumps({"model": "m", **turn}).encode()).messages[-1]
+        return self.dialect.parse_request(json.dumps({"model": "m", **turn}).encode()).messages[-1]
 
 
 def entries(scene: str) -> list[Entry]:
@@ -128,19 +128,19 @@ class Replay:
         return [self.step(number, entry) for number, entry in enumerate(entries(scene))]
 
     def step(self, number: int, entry: Entry) -> str:
-        request = entry.dialect.read(json.dumps(entry.body).encode())
+        request = entry.dialect.parse_request(json.dumps(entry.body).encode())
         headers = {name.lower(): value for name, value in entry.headers.items()}
-        session = external_id(headers, request.identity)
+        session = external_id(headers, request.session_hints)
         graph = self.graphs.setdefault(session, MessageGraph(HASHER))
         if self.restarted:
             graph = MessageGraph(HASHER, [part(call) for call in self.of.get(session, ())])
-        chain = graph.recognise(HASHER.chain(request.messages, request.tools), request.messages)
+        chain = graph.match_replies(HASHER.hash_messages(request.messages, request.tools), request.messages)
         placement = graph.place(chain, request.messages, request.tools, self.renderer)
         graph.release(placement)
         if "error" in entry.reply:
             return "failed"
         reply = entry.said()
-        whole = chain.then([HASHER.message(reply)])
+        whole = chain.extend([HASHER.hash_message(reply)])
         call = self.recorded(placement, whole, request.messages, reply)
         graph.add(call, placement, whole)
         self.of.setdefault(session, []).append(call)
@@ -148,7 +148,7 @@ class Replay:
         return self.link(call)
 
     def recorded(
-        self, placement: Placement, whole: Chain, messages: Sequence[Message], reply: Message
+        self, placement: Placement, whole: HashChain, messages: Sequence[Message], reply: Message
     ) -> Call:
         sampled = [*self.renderer.encode(written(reply)), self.renderer.stop_token_ids[0]]
         return Call(
@@ -171,7 +171,7 @@ class Replay:
             base_tokens=placement.base_tokens,
             base_messages=placement.base_messages,
             status=CallStatus.OK,
-            digests=whole.packed(placement.base_messages),
+            digests=whole.pack(placement.base_messages),
         )
 
     def link(self, call: Call) -> str:
@@ -257,7 +257,7 @@ class Agent:
         calls = zip(entry.said().get("tool_calls", ()), given.get("tool_calls", ()), strict=True)
         for then, now in calls:
             self.ids[then["id"]] = now["id"]
-            self.ids[plain_id(then["id"])] = plain_id(now["id"])
+            self.ids[normalize_call_id(then["id"])] = normalize_call_id(now["id"])
         return answer.headers["x-instar-session"]
 
 

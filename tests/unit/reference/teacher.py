@@ -26,7 +26,7 @@ KNOWN = {"model", "prompt", "max_tokens", "temperature", "echo", "logprobs"}
 
 
 @dataclass
-class Teacher:
+class TeacherServer:
     engine: Engine
     tokenizer: Any
     url: str = ""
@@ -98,8 +98,8 @@ class Teacher:
 
 
 @asynccontextmanager
-async def teaching(engine: Engine, tokenizer: Any) -> AsyncGenerator[Teacher]:
-    teacher = Teacher(engine, tokenizer)
+async def serve_teacher(engine: Engine, tokenizer: Any) -> AsyncGenerator[TeacherServer]:
+    teacher = TeacherServer(engine, tokenizer)
     app = web.Application(client_max_size=1 << 24)
     app.router.add_post("/v1/completions", teacher.complete)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -17,7 +17,7 @@ from instar.reference.completions import CompletionsReference
 from instar.reference.factory import create_penalty
 from instar.types import Sample
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.reference.teacher import KEY, Teacher, long_ids, teaching
+from tests.unit.reference.teacher import KEY, TeacherServer, long_ids, serve_teacher
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.fixture
-async def teacher(model: ModelConfig) -> AsyncIterator[Teacher]:
-    async with teaching(ScriptedEngine(model, ScriptedEngineConfig()), make_tiny_tokenizer()) as teacher:
+async def teacher(model: ModelConfig) -> AsyncIterator[TeacherServer]:
+    async with serve_teacher(ScriptedEngine(model, ScriptedEngineConfig()), make_tiny_tokenizer()) as teacher:
         yield teacher
 
 
 def reference(
-    teacher: Teacher, model: ModelConfig, name: str, *, key: str | None = KEY, **changes: Any
+    teacher: TeacherServer, model: ModelConfig, name: str, *, key: str | None = KEY, **changes: Any
 ) -> CompletionsReference:
     fields = {"type": "completions", "base_url": teacher.url, "model": name, "timeout": 10.0} | changes
     return CompletionsReference(CompletionsReferenceConfig.model_validate(fields), model, key)
@@ -47,7 +47,9 @@ def sample(number: int, length: int = 40, trained: slice = slice(20, 30)) -> Sam
 
 
 @pytest.mark.parametrize("name", ["vllm", "openai", "strict", "sglang", "named", "flaky"])
-async def test_logprobs_of_every_kind_of_server(teacher: Teacher, model: ModelConfig, name: str) -> None:
+async def test_logprobs_of_every_kind_of_server(
+    teacher: TeacherServer, model: ModelConfig, name: str
+) -> None:
     asked = reference(teacher, model, name)
     await asked.start()
     samples = [sample(number, 40 + number) for number in range(6)]
@@ -61,7 +63,7 @@ async def test_logprobs_of_every_kind_of_server(teacher: Teacher, model: ModelCo
     await asked.close()
 
 
-async def test_so_many_requests_at_once_and_no_more(teacher: Teacher, model: ModelConfig) -> None:
+async def test_so_many_requests_at_once_and_no_more(teacher: TeacherServer, model: ModelConfig) -> None:
     asked = reference(teacher, model, "vllm", max_in_flight=3)
     await asked.start()
     await asked.logprobs([sample(number) for number in range(20)])
@@ -85,7 +87,7 @@ async def test_so_many_requests_at_once_and_no_more(teacher: Teacher, model: Mod
     ],
 )
 async def test_what_will_not_do_is_said_at_start(
-    teacher: Teacher, model: ModelConfig, name: str, error: type[InstarError], message: str
+    teacher: TeacherServer, model: ModelConfig, name: str, error: type[InstarError], message: str
 ) -> None:
     asked = reference(teacher, model, name)
     with pytest.raises(error, match=message) as caught:
@@ -94,7 +96,7 @@ async def test_what_will_not_do_is_said_at_start(
     await asked.close()
 
 
-async def test_a_deadline_ends_the_waiting(teacher: Teacher, model: ModelConfig) -> None:
+async def test_a_deadline_ends_the_waiting(teacher: TeacherServer, model: ModelConfig) -> None:
     asked = reference(teacher, model, "silent", timeout=0.4)
     began = time.monotonic()
     with pytest.raises(EngineUnavailable, match=r"within 0\.4 s"):
@@ -103,7 +105,7 @@ async def test_a_deadline_ends_the_waiting(teacher: Teacher, model: ModelConfig)
     await asked.close()
 
 
-async def test_a_server_that_is_not_there(model: ModelConfig, teacher: Teacher) -> None:
+async def test_a_server_that_is_not_there(model: ModelConfig, teacher: TeacherServer) -> None:
     asked = reference(teacher, model, "vllm", base_url="http://127.0.0.1:9/v1", timeout=1.0)
     began = time.monotonic()
     with pytest.raises(EngineUnavailable, match="did not answer"):
@@ -112,7 +114,7 @@ async def test_a_server_that_is_not_there(model: ModelConfig, teacher: Teacher) 
     await asked.close()
 
 
-async def test_a_missing_logprob_is_no_zero(teacher: Teacher, model: ModelConfig) -> None:
+async def test_a_missing_logprob_is_no_zero(teacher: TeacherServer, model: ModelConfig) -> None:
     asked = reference(teacher, model, "gone")
     (values,) = await asked.logprobs([sample(0, 40, slice(20, 40))])
     assert np.isnan(values[25])

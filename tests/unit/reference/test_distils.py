@@ -32,8 +32,8 @@ from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor, read_steps
 from instar.types import Channel, Group, GroupStatus, Sample, SamplingParams, SessionStatus, Task
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.data.build import RUN, begin, make_call, make_session
-from tests.unit.trainer.house import make_config
+from tests.unit.data.builders import RUN, begin, make_call, make_session
+from tests.unit.trainer.harness import make_config
 
 STEPS = 10
 SESSIONS = 256

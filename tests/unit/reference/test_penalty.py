@@ -11,19 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from instar.config import RunConfig
-from instar.data.advantages import token_scales
+from instar.data.advantages import compute_token_scales
 from instar.errors import InstarError
 from instar.reference.base import Reference
 from instar.reference.factory import create_penalty
-from instar.reference.penalty import Penalty
+from instar.reference.penalty import ReferencePenalty
 from instar.trainer.monitor import read_steps
 from instar.types import Floats, Sample
 from tests.tiny import make_tiny_model
-from tests.unit.data.build import RUN
-from tests.unit.trainer.house import Died, Fate, fill, make_config, open_house
+from tests.unit.data.builders import RUN
+from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill, make_config, open_trainer
 
 
-class Told(Reference):
+class FixedReference(Reference):
     """Tells what it was given."""
 
     def __init__(self, values: Sequence[Floats]) -> None:
@@ -53,7 +53,7 @@ TEACHER = np.array([np.nan, np.nan, -1.2, -0.4, np.nan, -0.1], np.float32)
 
 async def test_the_log_ratio_is_taken_off_trained_tokens() -> None:
     one = sample()
-    penalty = Penalty(Told([TEACHER]), 0.5)
+    penalty = ReferencePenalty(FixedReference([TEACHER]), 0.5)
     scale = np.array([0, 0, 2, 2, 0, 4], np.float32)
     (found,), told = await penalty.apply([one], [scale])
     # (-0.2 + 1.2) = 1 and (-0.9 + 0.4) = -0.5, times -weight × scale.
@@ -68,8 +68,8 @@ async def test_tokens_drawn_from_a_truncated_softmax_weigh_alike() -> None:
     """The penalty carries the weight that the reward's part has."""
     behavior = np.array([np.nan, np.nan, -0.2, -0.4, np.nan, -0.1], np.float32)
     samples = [sample(behavior_logprobs=behavior), sample("b")]
-    scales = token_scales(samples, "batch_sessions")
-    (found, _), _ = await Penalty(Told([TEACHER, TEACHER]), 1.0).apply(samples, scales)
+    scales = compute_token_scales(samples, "batch_sessions")
+    (found, _), _ = await ReferencePenalty(FixedReference([TEACHER, TEACHER]), 1.0).apply(samples, scales)
     added = found.advantages - samples[0].advantages
     np.testing.assert_allclose(added[[2, 3, 5]], [-0.5, 0.25 * np.exp(-0.5), 0], atol=1e-6)
 
@@ -86,7 +86,7 @@ async def test_tokens_drawn_from_a_truncated_softmax_weigh_alike() -> None:
 async def test_missing_logprobs_are_errors(ours: Floats | None, theirs: Floats, message: str) -> None:
     one = sample() if ours is None else sample(logprobs=ours)
     with pytest.raises(InstarError, match=message):
-        await Penalty(Told([theirs]), 1.0).apply([one], [one.mask])
+        await ReferencePenalty(FixedReference([theirs]), 1.0).apply([one], [one.mask])
 
 
 # --- through the trainer --------------------------------------------------------------------------
@@ -101,11 +101,11 @@ def held(folder: Path, model: Path) -> RunConfig:
     return make_config(folder, model, reference={"type": "base", "weight": 0.3})
 
 
-async def learned(config: RunConfig, fate: Fate | None = None) -> str:
-    async with open_house(config, fate) as house:
-        house.trainer.penalty = create_penalty(config, house.backend, None)
-        await house.trainer.run()
-        return await house.head_hash()
+async def learned(config: RunConfig, faults: FaultInjector | None = None) -> str:
+    async with open_trainer(config, faults) as harness:
+        harness.trainer.penalty = create_penalty(config, harness.backend, None)
+        await harness.trainer.run()
+        return await harness.head_hash()
 
 
 async def test_a_crash_leaves_the_same_advantages(model: Path, tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ async def test_a_crash_leaves_the_same_advantages(model: Path, tmp_path: Path) -
     assert hashes[0] != hashes[1], "the penalty is in the weights"
     config = held(broken, model)
     await fill(config)
-    with pytest.raises(Died):
-        await learned(config, Fate("optim_step", 2))
+    with pytest.raises(SimulatedCrash):
+        await learned(config, FaultInjector("optim_step", 2))
     assert await learned(config) == hashes[1]
 
 
@@ -127,11 +127,11 @@ async def test_the_trainer_reports_the_divergence(model: Path, tmp_path: Path) -
     """Against plain transformers: what the recorded logprobs are above the base model's."""
     config = held(tmp_path / "run", model)
     await fill(config)
-    async with open_house(config) as house:
-        house.trainer.penalty = create_penalty(config, house.backend, None)
-        batch = await house.trainer.batcher.next_batch(1, 0, 0)
+    async with open_trainer(config) as harness:
+        harness.trainer.penalty = create_penalty(config, harness.backend, None)
+        batch = await harness.trainer.batcher.next_batch(1, 0, 0)
         assert batch is not None
-        await house.trainer.run()
+        await harness.trainer.run()
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     gaps: list[float] = []
     for one in batch.samples:
@@ -143,11 +143,11 @@ async def test_the_trainer_reports_the_divergence(model: Path, tmp_path: Path) -
     step = read_steps(config.run_dir)[0]
     assert step["reference_kl"] == pytest.approx(np.mean(gaps), abs=1e-4)
     assert step["reference_seconds"] > 0
-    async with open_house(config) as house:
-        assert (await house.store.steps(RUN))[0].metrics["reference_kl"] == step["reference_kl"]
+    async with open_trainer(config) as harness:
+        assert (await harness.store.steps(RUN))[0].metrics["reference_kl"] == step["reference_kl"]
 
 
 async def test_no_weight_asks_nothing(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", model)
-    async with open_house(config) as house:
-        assert create_penalty(config, house.backend, None) is None
+    async with open_trainer(config) as harness:
+        assert create_penalty(config, harness.backend, None) is None

@@ -13,7 +13,7 @@ from instar.rewards.judge.factory import create_judge
 from instar.rewards.judge.judge import Judge
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Message, Task
-from tests.unit.data.build import RUN, make_call
+from tests.unit.data.builders import RUN, make_call
 
 TASK = Task("t", {"question": "What is 6 times 7?"})
 

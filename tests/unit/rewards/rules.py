@@ -11,7 +11,7 @@ from instar.rewards.base import Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
 from instar.store.base import Store
 from instar.types import Message, Reward, RewardSource, Task
-from tests.unit.data.build import make_call
+from tests.unit.data.builders import make_call
 
 EMPTY_CONTEXT = ScoringContext("run", cast(Store, None))
 """These scorers use nothing of the run."""

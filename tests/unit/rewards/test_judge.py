@@ -18,7 +18,7 @@ from instar.rewards.judge.answers import candidate_answers
 from instar.rewards.judge.wire import JudgeReply, parse_retry_after
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, RewardSource
-from tests.unit.data.build import RUN
+from tests.unit.data.builders import RUN
 from tests.unit.rewards.judge_server import JudgeRequest, JudgeServer, judge_server
 from tests.unit.rewards.judges import TASK, make_answer_transcript, start_judge
 

@@ -8,7 +8,7 @@ import pytest
 from instar.rewards.judge.agreement import measure_agreement, measure_run_agreement
 from instar.store.sqlite import SqliteStore
 from instar.types import Reward, RewardSource
-from tests.unit.data.build import RUN, begin, make_session
+from tests.unit.data.builders import RUN, begin, make_session
 
 
 def judged(value: float, name: str = "judge:outcome", call_id: str | None = None, **detail: Any) -> Reward:

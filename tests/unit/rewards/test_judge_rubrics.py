@@ -16,7 +16,7 @@ from instar.rewards.judge.pairwise import PairComparison, choose_pairs, expected
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import build_steps, render_conversation
 from instar.types import CallStatus, Link, Message, Reward, ToolCall
-from tests.unit.data.build import make_call
+from tests.unit.data.builders import make_call
 from tests.unit.rewards.judge_server import JudgeRequest, judge_server
 from tests.unit.rewards.judges import (
     TASK,

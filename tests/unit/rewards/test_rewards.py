@@ -18,7 +18,7 @@ from instar.rewards.rules.worker_pool import _sandbox  # pyright: ignore[reportP
 from instar.rewards.scoring import score_sessions
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.types import Message, Reward, RewardSource, ScoreState, Task
-from tests.unit.data.build import make_call
+from tests.unit.data.builders import make_call
 
 TASK = Task("t", {"answer": "yes"})
 HERE = "tests.unit.rewards.test_rewards"

@@ -16,8 +16,8 @@ from starlette.applications import Starlette
 from transformers import LlamaConfig
 
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
-from instar.data.batcher import Batch, Batcher
-from instar.data.combine import Combine
+from instar.data.batcher import Batcher, StepBatch
+from instar.data.combine import RewardCombiner
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app
 from instar.gateway.serve import bind, serve
@@ -215,10 +215,10 @@ class RolloutHarness:
         agent = create_agent(config.rollout.agent)
         scoring = create_scoring(config, taskset)
         return Evaluator(
-            config, self.store, self.gateway, taskset, agent, scoring, record, combine=Combine(config)
+            config, self.store, self.gateway, taskset, agent, scoring, record, combine=RewardCombiner(config)
         )
 
-    async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> Batch:
+    async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> StepBatch:
         """What the trainer does with a batch, less the training."""
         async with asyncio.timeout(20):
             batch = await batcher.next_batch(step, 0, version)

@@ -12,7 +12,7 @@ from instar.rollout.admission import MAX_AGE, Admission
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, StepState
-from tests.unit.data.build import RUN, add_group, begin, make_config
+from tests.unit.data.builders import RUN, add_group, begin, make_config
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ class Sides:
         return made
 
     async def claim(self, step: int, version: int = 0) -> None:
-        batch = await self.batcher.next_batch(step, 0, version, wait=0.0)
+        batch = await self.batcher.next_batch(step, 0, version, timeout=0.0)
         assert batch is not None
         await self.store.drop(batch.drops)
         await self.store.claim_step(RUN, step, batch.claims)
@@ -79,7 +79,7 @@ async def test_groups_dropped_outside_of_steps_are_made_up_for(store: Store) -> 
     await store.close_group(f"{RUN}/train/000001", GroupStatus.DROPPED, "session_failed")
     assert await sides.fill() == 1
     assert await sides.fill() == 0
-    assert await sides.batcher.next_batch(1, 0, 7, wait=0.0) is None, "both are too old for version 7"
+    assert await sides.batcher.next_batch(1, 0, 7, timeout=0.0) is None, "both are too old for version 7"
     assert await sides.fill(version=7) == 2
     await sides.claim(1, version=7)
     await sides.commit(1)

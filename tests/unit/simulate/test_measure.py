@@ -13,7 +13,7 @@ from instar.errors import ConfigError
 from instar.simulate.measure import CallTiming, fit_latency, fit_speed, fit_training, to_simulated_session
 from instar.simulate.sessions import SimulatedSession, SimulatedTurn, read_workload, write_workload
 from instar.types import Json, Link
-from tests.unit.data.build import make_call, make_session
+from tests.unit.data.builders import make_call, make_session
 
 
 def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:

@@ -13,8 +13,15 @@ from instar.trainer.checkpoint import checkpoint_path
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import StepState
 from tests.tiny import make_tiny_model
-from tests.unit.data.build import RUN, add_group, begin
-from tests.unit.trainer.house import Died, Fate, House, fill, make_config, open_house
+from tests.unit.data.builders import RUN, add_group, begin
+from tests.unit.trainer.harness import (
+    FaultInjector,
+    SimulatedCrash,
+    TrainerHarness,
+    fill,
+    make_config,
+    open_trainer,
+)
 
 STEP = [
     "claimed",
@@ -49,33 +56,33 @@ def with_trainer(config: RunConfig, **changes: object) -> RunConfig:
 
 
 async def run_and_die(config: RunConfig, point: str, times: int) -> None:
-    async with open_house(config, Fate(point, times)) as house:
-        with pytest.raises(Died):
-            await house.trainer.run()
+    async with open_trainer(config, FaultInjector(point, times)) as harness:
+        with pytest.raises(SimulatedCrash):
+            await harness.trainer.run()
 
 
-async def assert_committed(house: House, steps: int) -> None:
-    rows = await house.store.steps(RUN)
+async def assert_committed(harness: TrainerHarness, steps: int) -> None:
+    rows = await harness.store.steps(RUN)
     assert [(row.step, row.state) for row in rows] == [
         (number, StepState.COMMITTED) for number in range(1, steps + 1)
     ]
 
 
 async def test_a_step_goes_through_its_states(config: RunConfig) -> None:
-    async with open_house(config) as house:
-        await house.trainer.run()
-        assert house.fate.passed == ["released", *STEP * 3]
-        await assert_committed(house, 3)
-        rows = await house.store.steps(RUN)
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        assert harness.faults.reached == ["released", *STEP * 3]
+        await assert_committed(harness, 3)
+        rows = await harness.store.steps(RUN)
         assert [row.version for row in rows] == [1, 2, 3]
-        assert (await house.engine.status()).version == 3
+        assert (await harness.engine.status()).version == 3
         kept = [path.name for path in sorted((config.run_dir / "checkpoints").iterdir())]
         assert kept == ["step-000002", "step-000003"]
         assert [path.name for path in sorted((config.run_dir / "policies").iterdir())] == [
             "v000002",
             "v000003",
         ]
-        assert house.trainer.doing == "finished"
+        assert harness.trainer.doing == "finished"
 
 
 Learned = tuple[list[tuple[int | None, str, float | None]], str]
@@ -88,9 +95,9 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Learne
 
     async def train() -> Learned:
         await fill(config)
-        async with open_house(config) as house:
-            await house.trainer.run()
-            return await house.claims(), await house.head_hash()
+        async with open_trainer(config) as harness:
+            await harness.trainer.run()
+            return await harness.claims(), await harness.head_hash()
 
     return asyncio.run(train())
 
@@ -103,14 +110,14 @@ async def test_recovers_from_every_state(
     times: int,
 ) -> None:
     await run_and_die(config, point, times)
-    async with open_house(config) as house:
-        await house.trainer.run()
-        await assert_committed(house, 3)
-        assert (await house.claims(), await house.head_hash()) == undisturbed
-        assert await house.store.reserved_versions(RUN) == []
-        assert [step for _, step in await house.store.published(RUN)] == [1, 2, 3], "each step once"
-        head = await house.store.head(RUN)
-        assert (await house.engine.status()).version == head.version
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        await assert_committed(harness, 3)
+        assert (await harness.claims(), await harness.head_hash()) == undisturbed
+        assert await harness.store.reserved_versions(RUN) == []
+        assert [step for _, step in await harness.store.published(RUN)] == [1, 2, 3], "each step once"
+        head = await harness.store.head(RUN)
+        assert (await harness.engine.status()).version == head.version
         assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
 
 
@@ -121,12 +128,12 @@ async def test_recovers_from_a_recovery_cut_short(
     every_two = with_trainer(config, checkpoint_every=2)
     await run_and_die(every_two, "published", 1)
     await run_and_die(every_two, point, 1)
-    async with open_house(every_two) as house:
-        await house.trainer.recover()
-        assert (await house.store.head(RUN)).version == 0, "what was published and not saved is given up"
-        await house.trainer.run()
-        await assert_committed(house, 3)
-        assert (await house.claims(), await house.head_hash()) == undisturbed
+    async with open_trainer(every_two) as harness:
+        await harness.trainer.recover()
+        assert (await harness.store.head(RUN)).version == 0, "what was published and not saved is given up"
+        await harness.trainer.run()
+        await assert_committed(harness, 3)
+        assert (await harness.claims(), await harness.head_hash()) == undisturbed
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -134,39 +141,39 @@ async def test_one_checkpoint_saves_all_steps_before_it(config: RunConfig, times
     """Whichever row of the two was written when the process died."""
     every_two = with_trainer(config, checkpoint_every=2, steps=2)
     await run_and_die(every_two, "saved" if times == 1 else "committed", 1)
-    async with open_house(every_two) as house:
-        await house.trainer.run()
-        await assert_committed(house, 2)
-        assert house.fate.passed.count("forward_backward") == 0, "nothing is trained again"
+    async with open_trainer(every_two) as harness:
+        await harness.trainer.run()
+        await assert_committed(harness, 2)
+        assert harness.faults.reached.count("forward_backward") == 0, "nothing is trained again"
 
 
 async def test_versions_of_unsaved_steps_are_given_up(config: RunConfig) -> None:
     every_two = with_trainer(config, checkpoint_every=2, keep_checkpoints=1, steps=4)
     # Of three each in steps 1 and 3, and two in step 2, the last: version 3 is out and version 2 pruned.
     await run_and_die(every_two, "submitted", 8)
-    async with open_house(every_two) as house:
-        await house.trainer.recover()
-        head = await house.store.head(RUN)
+    async with open_trainer(every_two) as harness:
+        await harness.trainer.recover()
+        head = await harness.store.head(RUN)
         assert head.version == 2
         assert "v000002" in [path.name for path in (config.run_dir / "policies").iterdir()], (
             "pruning keeps what a recovery needs"
         )
-        assert (await house.engine.status()).version == 2
-        await house.trainer.run()
-        rows = await house.store.steps(RUN)
+        assert (await harness.engine.status()).version == 2
+        await harness.trainer.run()
+        rows = await harness.store.steps(RUN)
         assert [row.version for row in rows] == [1, 2, 4, 5], "3 is not used again"
-        await assert_committed(house, 4)
+        await assert_committed(harness, 4)
 
 
 async def test_an_engine_that_holds_a_version_given_up_gets_the_base_again(config: RunConfig) -> None:
     every_two = with_trainer(config, checkpoint_every=2)
-    async with open_house(every_two, Fate("submitted", 3)) as house:
-        with pytest.raises(Died):
-            await house.trainer.run()
-        assert (await house.engine.status()).version == 1
-        house.fate.point = ""
-        await house.trainer.recover()
-        assert (await house.engine.status()).version == 0
+    async with open_trainer(every_two, FaultInjector("submitted", 3)) as harness:
+        with pytest.raises(SimulatedCrash):
+            await harness.trainer.run()
+        assert (await harness.engine.status()).version == 1
+        harness.faults.point = ""
+        await harness.trainer.recover()
+        assert (await harness.engine.status()).version == 0
 
 
 async def test_a_checkpoint_that_no_row_names_does_not_push_out_the_good_one(config: RunConfig) -> None:
@@ -174,8 +181,8 @@ async def test_a_checkpoint_that_no_row_names_does_not_push_out_the_good_one(con
     await run_and_die(every_three, "saved", 1)
     orphan = checkpoint_path(config.run_dir, 9)
     orphan.mkdir()
-    async with open_house(every_three) as house:
-        await house.trainer.run()
+    async with open_trainer(every_three) as harness:
+        await harness.trainer.run()
         assert not orphan.exists()
         assert checkpoint_path(config.run_dir, 3).is_dir()
 
@@ -183,69 +190,69 @@ async def test_a_checkpoint_that_no_row_names_does_not_push_out_the_good_one(con
 async def test_a_checkpoint_that_is_gone_is_named(config: RunConfig) -> None:
     await run_and_die(config, "saved", 1)
     (config.run_dir / "checkpoints").rename(config.run_dir / "elsewhere")
-    async with open_house(config) as house:
+    async with open_trainer(config) as harness:
         with pytest.raises(InstarError, match="step-000001, which is not there"):
-            await house.trainer.run()
+            await harness.trainer.run()
 
 
 async def test_numbers_that_are_not_finite_stop_the_run(config: RunConfig) -> None:
     wild = with_trainer(config, adam=config.trainer.adam.model_copy(update={"lr": 1e30, "grad_clip_norm": 0}))
-    async with open_house(wild) as house:
+    async with open_trainer(wild) as harness:
         with pytest.raises(NonFinite, match=r"is (nan|inf)"):
-            await house.trainer.run()
-        rows = await house.store.steps(RUN)
+            await harness.trainer.run()
+        rows = await harness.store.steps(RUN)
         assert [row.state for row in rows] == [StepState.COMMITTED, StepState.SUBMITTED]
-        assert (await house.store.head(RUN)).version == 1
-    async with open_house(config) as house:
-        await house.trainer.recover()
-        assert len(await house.store.steps(RUN)) == 1, "the claim is given back"
+        assert (await harness.store.head(RUN)).version == 1
+    async with open_trainer(config) as harness:
+        await harness.trainer.recover()
+        assert len(await harness.store.steps(RUN)) == 1, "the claim is given back"
 
 
 async def test_stop_finishes_and_saves_the_step(config: RunConfig) -> None:
     rarely = with_trainer(config, checkpoint_every=100)
-    async with open_house(rarely) as house:
-        running = asyncio.create_task(house.trainer.run())
-        while "forward_backward" not in house.fate.passed:  # noqa: ASYNC110 — a test's view from outside
+    async with open_trainer(rarely) as harness:
+        running = asyncio.create_task(harness.trainer.run())
+        while "forward_backward" not in harness.faults.reached:  # noqa: ASYNC110 — a test's view from outside
             await asyncio.sleep(0.001)
-        house.trainer.stop()
+        harness.trainer.stop()
         await running
-        done = house.trainer.step
+        done = harness.trainer.step
         assert 1 <= done < 3
-        await assert_committed(house, done)
-    async with open_house(rarely) as house:
-        await house.trainer.run()
-        assert house.fate.passed.count("forward_backward") == 3 - done
-        await assert_committed(house, 3)
+        await assert_committed(harness, done)
+    async with open_trainer(rarely) as harness:
+        await harness.trainer.run()
+        assert harness.faults.reached.count("forward_backward") == 3 - done
+        await assert_committed(harness, 3)
 
 
 async def test_stop_while_waiting_for_data_saves_what_was_trained(config: RunConfig) -> None:
     rarely = with_trainer(config, checkpoint_every=100, steps=50)
-    async with open_house(rarely) as house:
-        house.trainer.rollout_finished = False
-        running = asyncio.create_task(house.trainer.run())
-        while not (house.trainer.step == 6 and "waiting" in house.trainer.doing):  # noqa: ASYNC110 — same
+    async with open_trainer(rarely) as harness:
+        harness.trainer.is_rollout_finished = False
+        running = asyncio.create_task(harness.trainer.run())
+        while not (harness.trainer.step == 6 and "waiting" in harness.trainer.doing):  # noqa: ASYNC110 — same
             await asyncio.sleep(0.005)
-        house.trainer.stop()
+        harness.trainer.stop()
         async with asyncio.timeout(10):
             await running
-        await assert_committed(house, 6)
-        rows = await house.store.steps(RUN)
+        await assert_committed(harness, 6)
+        rows = await harness.store.steps(RUN)
         assert [row.version for row in rows] == [1, 2, 3, 4, 5, 6], "nothing is published twice"
 
 
 async def test_trains_what_is_left_when_rollout_has_ended(config: RunConfig) -> None:
     more = with_trainer(config, steps=50, groups_per_step=4)
-    async with open_house(more) as house:
-        await house.trainer.run()
-        claims = await house.store.claims(RUN)
+    async with open_trainer(more) as harness:
+        await harness.trainer.run()
+        claims = await harness.store.claims(RUN)
         groups = {step: {c.group_id for c in claims if c.step == step} for step in (1, 2)}
         assert [len(groups[1]), len(groups[2])] == [4, 2]
-        await assert_committed(house, 2)
+        await assert_committed(harness, 2)
 
 
 async def test_metrics_are_written_for_people_and_tools(config: RunConfig) -> None:
-    async with open_house(with_trainer(config, tensorboard=True)) as house:
-        await house.trainer.run()
+    async with open_trainer(with_trainer(config, tensorboard=True)) as harness:
+        await harness.trainer.run()
     records = list(read_metrics(config.run_dir))
     assert [(record["kind"], record["step"]) for record in records] == [("train", n) for n in (1, 2, 3)]
     wanted = {"loss", "grad_norm", "reward_mean", "version", "samples", "step_seconds", "elapsed", "lr"}
@@ -256,8 +263,8 @@ async def test_metrics_are_written_for_people_and_tools(config: RunConfig) -> No
 
 
 async def test_readers_pass_over_a_line_cut_short(config: RunConfig) -> None:
-    async with open_house(config) as house:
-        await house.trainer.run()
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
     with (config.run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
@@ -268,35 +275,35 @@ async def test_readers_pass_over_a_line_cut_short(config: RunConfig) -> None:
 async def test_a_lost_session_is_begun_again(
     config: RunConfig, undisturbed: Learned, point: str, times: int
 ) -> None:
-    async with open_house(config, Fate(point, times, BackendLost)) as house:
-        await house.trainer.run()
-        await assert_committed(house, 3)
-        assert (await house.claims(), await house.head_hash()) == undisturbed
-        assert any("lost" in line for line in house.log)
+    async with open_trainer(config, FaultInjector(point, times, BackendLost)) as harness:
+        await harness.trainer.run()
+        await assert_committed(harness, 3)
+        assert (await harness.claims(), await harness.head_hash()) == undisturbed
+        assert any("lost" in line for line in harness.log)
 
 
 async def test_a_session_lost_over_and_over_ends_the_run(config: RunConfig) -> None:
-    async with open_house(config) as house:
+    async with open_trainer(config) as harness:
 
         async def lose(*_: object) -> None:
             raise BackendLost("gone")
 
-        house.backend.forward_backward = lose  # pyright: ignore[reportAttributeAccessIssue]
+        harness.backend.forward_backward = lose  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(BackendLost):
-            await house.trainer.run()
-        assert len([line for line in house.log if "lost" in line]) == 5
+            await harness.trainer.run()
+        assert len([line for line in harness.log if "lost" in line]) == 5
 
 
 async def test_a_sampler_is_exported_again_before_it_expires(config: RunConfig) -> None:
-    async with open_house(with_trainer(config, steps=50)) as house:
-        house.backend.kept_for = 0.6
-        house.trainer.rollout_finished = False
-        running = asyncio.create_task(house.trainer.run())
-        while (first := await house.store.head(RUN)).version < 6:  # noqa: ASYNC110 - the trainer tells nobody
+    async with open_trainer(with_trainer(config, steps=50)) as harness:
+        harness.backend.keep_seconds = 0.6
+        harness.trainer.is_rollout_finished = False
+        running = asyncio.create_task(harness.trainer.run())
+        while (first := await harness.store.head(RUN)).version < 6:  # noqa: ASYNC110 - the trainer tells nobody
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
-        again = await house.store.head(RUN)
-        house.trainer.stop()
+        again = await harness.store.head(RUN)
+        harness.trainer.stop()
         await running
         assert again.version == first.version == 6
         assert first.artifact.expires_at is not None
@@ -318,9 +325,9 @@ async def test_a_crash_makes_nothing_too_old(
         await add_group(store, index, [1.0, 0.0, 0.25], version=max(0, index - 1))
     await store.close()
     await run_and_die(config, point, times)
-    async with open_house(config) as house:
-        await house.trainer.run()
-        claims = await house.store.claims(RUN)
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        claims = await harness.store.claims(RUN)
         assert [(claim.reason, claim.staleness) for claim in claims] == [(None, 0)] * 3 + [(None, 1)] * 9
 
 
@@ -329,18 +336,18 @@ async def test_groups_that_end_as_the_rollout_does_are_trained(
 ) -> None:
     config = make_config(tmp_path / "run", model)
     await fill(config, groups=0)
-    async with open_house(config) as house:
-        trainer, ready = house.trainer, house.trainer.batcher._ready
-        trainer.rollout_finished = False
+    async with open_trainer(config) as harness:
+        trainer, ready = harness.trainer, harness.trainer.batcher._load_ready
+        trainer.is_rollout_finished = False
 
         async def end_meanwhile(*arguments: Any) -> Any:
             found = await ready(*arguments)
-            if not trainer.rollout_finished:
-                await add_group(house.store, 0, [1.0, 0.0])
-                trainer.rollout_finished = True
+            if not trainer.is_rollout_finished:
+                await add_group(harness.store, 0, [1.0, 0.0])
+                trainer.is_rollout_finished = True
             return found
 
-        monkeypatch.setattr(trainer, "_patience", lambda: 0.0)  # a sampler is due to be exported anew
-        monkeypatch.setattr(trainer.batcher, "_ready", end_meanwhile)
+        monkeypatch.setattr(trainer, "_batch_timeout", lambda: 0.0)  # a sampler is due to be exported anew
+        monkeypatch.setattr(trainer.batcher, "_load_ready", end_meanwhile)
         await trainer.run()
         assert trainer.step == 1

@@ -12,16 +12,16 @@ import pytest
 
 from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LossConfig, OffPolicyConfig, RunConfig
-from instar.data.batcher import Batch, Batcher
+from instar.data.batcher import Batcher, StepBatch
 from instar.reference.base import Reference
-from instar.reference.penalty import Penalty
+from instar.reference.penalty import ReferencePenalty
 from instar.store.sqlite import SqliteStore
-from instar.trainer.correction import correct
 from instar.trainer.monitor import read_steps
+from instar.trainer.off_policy import apply_off_policy
 from instar.types import Floats, GroupStatus, Reward, RewardSource, SessionStatus
 from tests.tiny import make_tiny_model
-from tests.unit.data.build import RUN, add_group, add_session, make_call, make_session
-from tests.unit.trainer.house import fill, make_config, open_house
+from tests.unit.data.builders import RUN, add_group, add_session, make_call, make_session
+from tests.unit.trainer.harness import fill, make_config, open_trainer
 
 RECOMPUTE = {"proximal": "recompute", "truncate": 1.5}
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-async def first_batch(config: RunConfig) -> Batch:
+async def first_batch(config: RunConfig) -> StepBatch:
     store = SqliteStore(config.store_path)
     batch = await Batcher(store, RUN, config).next_batch(1, 0, 0)
     await store.close()
@@ -58,8 +58,8 @@ async def test_a_step_weighs_what_others_sampled(model: Path, tmp_path: Path) ->
         for i in np.flatnonzero(sample.mask):
             ratios.append(math.exp(float(logprobs[i]) + 0.01 * int(sample.token_ids[i])))
             expected -= min(ratios[-1], 1.5) * float(sample.advantages[i])
-    async with open_house(config) as house:
-        await house.trainer.run()
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
     (told,) = read_steps(config.run_dir)
     assert told["loss"] == pytest.approx(expected, rel=1e-4)
     assert told["ratio_max"] == pytest.approx(1.0, abs=1e-5), "the ratio is to the proximal policy"
@@ -93,7 +93,7 @@ async def test_a_reply_sampled_across_an_update(model: Path, tmp_path: Path) -> 
         mixed.append(replace(sample, logprobs=logprobs, versions=versions))
         old.append(trained[0])
     batch = replace(batch, samples=mixed)
-    corrected, _ = await correct(batch, backend, OffPolicyConfig(proximal="recompute", truncate=1e9))
+    corrected, _ = await apply_off_policy(batch, backend, OffPolicyConfig(proximal="recompute", truncate=1e9))
     await backend.close()
     moved = 0.0
     for sample, found, place, first, second in zip(mixed, corrected.samples, old, before, after, strict=True):
@@ -125,9 +125,9 @@ async def test_the_reference_penalty_is_of_the_proximal_policy_and_weighs_alike(
     batch = await first_batch(config)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
-    corrected, _ = await correct(batch, backend, config.trainer.off_policy)
+    corrected, _ = await apply_off_policy(batch, backend, config.trainer.off_policy)
     await backend.close()
-    found, told = await Penalty(Told(-2.0), 0.5).apply(corrected.samples, corrected.scales)
+    found, told = await ReferencePenalty(Told(-2.0), 0.5).apply(corrected.samples, corrected.scales)
     gaps: list[float] = []
     for sample, after, logprobs, scale in zip(batch.samples, found, proximal, batch.scales, strict=True):
         for i in np.flatnonzero(sample.mask):
@@ -158,7 +158,7 @@ async def test_sampling_from_a_truncated_softmax_is_weighed_once(model: Path, tm
     np.testing.assert_allclose(batch.scales[1], [0, 0, 1, 1])
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
-    corrected, _ = await correct(batch, backend, config.trainer.off_policy)
+    corrected, _ = await apply_off_policy(batch, backend, config.trainer.off_policy)
     await backend.close()
     expected = [0.0, 0.0, *(min(math.exp(proximal[1][i + 2] - behavior[i]), 1.5) for i in range(2))]
     np.testing.assert_allclose(corrected.samples[1].advantages, expected, rtol=1e-4)
@@ -170,11 +170,11 @@ async def test_a_step_with_every_token_left_out_learns_nothing_and_goes_on(
     off_policy = {"proximal": "recompute", "drop_above": 1.5, "truncate": 1.2}
     config = make_config(tmp_path, model, off_policy=off_policy, steps=2)
     await fill(config)
-    async with open_house(config) as house:
-        await house.trainer.run()
-        assert "forward_backward" not in house.fate.passed
-        assert any("trainer.off_policy.drop_above" in line for line in house.log)
-        assert house.trainer.step == 2
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        assert "forward_backward" not in harness.faults.reached
+        assert any("trainer.off_policy.drop_above" in line for line in harness.log)
+        assert harness.trainer.step == 2
     first, _ = read_steps(config.run_dir)
     assert first["left_out_tokens"] == first["tokens"] > 0
 
@@ -182,9 +182,9 @@ async def test_a_step_with_every_token_left_out_learns_nothing_and_goes_on(
 async def test_as_recorded_the_figures_come_from_the_update(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1)
     await fill(config)
-    async with open_house(config) as house:
-        await house.trainer.run()
-        assert "forward" not in house.fate.passed
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        assert "forward" not in harness.faults.reached
     (told,) = read_steps(config.run_dir)
     assert told["importance_mean"] == pytest.approx(told["ratio_mean"], rel=1e-4)
     assert 0 < told["ess"] <= 1

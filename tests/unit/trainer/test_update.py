@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from instar.backends.local.losses import Tokens, token_loss
+from instar.backends.local.losses import TrainedTokens, token_loss
 from instar.config import LossConfig
-from instar.data.advantages import Normalize, divisor, normalize
-from instar.trainer.update import divided
+from instar.data.advantages import Normalization, compute_divisor, normalize
+from instar.trainer.update import scale_loss
 from instar.types import Sample
 
 
@@ -21,16 +21,16 @@ def make_sample(name: str, length: int) -> Sample:
 
 
 @pytest.mark.parametrize("how", ["batch_sessions", "batch_tokens"])
-def test_dro_holds_a_large_batch_to_the_old_logprobs_as_it_does_a_small_one(how: Normalize) -> None:
+def test_dro_holds_a_large_batch_to_the_old_logprobs_as_it_does_a_small_one(how: Normalization) -> None:
     gradients: list[float] = []
     for times in (1, 8):
         samples = [make_sample(str(index), 5) for index in range(times)]
-        loss = divided(LossConfig(name="dro", beta=0.5), divisor(samples, how))
+        loss = scale_loss(LossConfig(name="dro", beta=0.5), compute_divisor(samples, how))
         samples = normalize(samples, how)
         advantages = np.concatenate([sample.advantages[sample.mask > 0] for sample in samples])
         count = len(advantages)
         new = torch.tensor(-0.5, requires_grad=True)  # one parameter moves every logprob
-        tokens = Tokens(torch.ones(count), torch.from_numpy(advantages), torch.full((count,), -1.0))
+        tokens = TrainedTokens(torch.ones(count), torch.from_numpy(advantages), torch.full((count,), -1.0))
         token_loss(loss, new.expand(count), tokens)[0].backward()
         assert new.grad is not None
         gradients.append(new.grad.item())
@@ -39,4 +39,4 @@ def test_dro_holds_a_large_batch_to_the_old_logprobs_as_it_does_a_small_one(how:
 
 def test_other_losses_have_nothing_else_to_divide() -> None:
     loss = LossConfig(name="ppo")
-    assert divided(loss, 7.0) is loss
+    assert scale_loss(loss, 7.0) is loss

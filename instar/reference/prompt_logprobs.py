@@ -16,38 +16,39 @@ IMPOSSIBLE = -9999.0
 """What vLLM writes for a probability of 0."""
 
 
-class Unanswered(EngineError):
+class PromptLogprobsUnsupported(EngineError):
     """The server does not answer this form of the question."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredPrompt:
     logprobs: Floats
     texts: Sequence[str | None]
     """What each token reads as, where the server says."""
 
 
-class Form(ABC):
+class PromptLogprobsFormat(ABC):
     def __init__(self, name: str, asks: Json) -> None:
         self.name = name
         self.asks = asks
         """What the request says beside its prompt."""
 
     @abstractmethod
-    def read(self, answer: Any, ids: Ids) -> Answer:
-        """Raises Unanswered where the logprobs are not there, EngineError where they are of other tokens."""
+    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
+        """Raise PromptLogprobsUnsupported if there are no logprobs, EngineError if they belong to other
+        tokens."""
 
 
-class PromptLogprobs(Form):
+class VllmFormat(PromptLogprobsFormat):
     """As vLLM does it: keyed by token id."""
 
     def __init__(self) -> None:
         super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
 
-    def read(self, answer: Any, ids: Ids) -> Answer:
+    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
         entries = _choice(answer, ids).get("prompt_logprobs")
         if not isinstance(entries, list) or not entries:
-            raise Unanswered("the answer has no prompt_logprobs")
+            raise PromptLogprobsUnsupported("the answer has no prompt_logprobs")
         given = cast(list[Mapping[str, Json] | None], entries)
         _check_length(len(given), ids)
         values = np.full(len(ids), np.nan, np.float32)
@@ -62,10 +63,10 @@ class PromptLogprobs(Form):
                 )
             values[position] = _number(told.get("logprob"))
             texts[position] = told.get("decoded_token")
-        return Answer(values, texts)
+        return ScoredPrompt(values, texts)
 
 
-class Echo(Form):
+class EchoFormat(PromptLogprobsFormat):
     """As OpenAI did it: in front of the logprobs of what is sampled. Some servers take ``logprobs: 0`` for
     none at all, others know only those of the chosen tokens; some sample a token in any case."""
 
@@ -73,26 +74,26 @@ class Echo(Form):
         asks = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
         super().__init__(", ".join(f"{name} {value}" for name, value in asks.items()), asks)
 
-    def read(self, answer: Any, ids: Ids) -> Answer:
+    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
         choice = _choice(answer, ids)
         told = choice.get("logprobs")
         values = told.get("token_logprobs") if isinstance(told, dict) else None
         if not isinstance(values, list) or not values:
-            raise Unanswered("the answer has no token_logprobs")
+            raise PromptLogprobsUnsupported("the answer has no token_logprobs")
         numbers = cast(list[float | None], values)
         if len(numbers) < len(ids):
-            raise Unanswered(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
+            raise PromptLogprobsUnsupported(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
         # One token may be sampled behind them.
         _check_length(max(len(ids), len(numbers) - 1), ids)
         prompt = [_number(value) for value in numbers[: len(ids)]]
         texts = _texts(cast(Json, told).get("tokens"), ids)
-        return Answer(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
+        return ScoredPrompt(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
 
 
-FORMS: tuple[Form, ...] = (
-    PromptLogprobs(),
-    Echo(logprobs=0, max_tokens=0),
-    Echo(logprobs=1, max_tokens=1),
+FORMATS: tuple[PromptLogprobsFormat, ...] = (
+    VllmFormat(),
+    EchoFormat(logprobs=0, max_tokens=0),
+    EchoFormat(logprobs=1, max_tokens=1),
 )
 
 

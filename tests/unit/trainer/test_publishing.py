@@ -12,22 +12,22 @@ from instar.engines.base import Engine, EngineStatus
 from instar.errors import EngineError, EngineUnavailable, SyncError
 from instar.sync.base import Sync, WayError
 from instar.sync.files import FileSync
-from instar.trainer.pushing import MOST_REFUSALS, Pusher
+from instar.trainer.publishing import MAX_REFUSALS, PolicyPublisher
 from instar.types import Artifact, Policy
 from tests.tiny import make_tiny_model
 from tests.unit.sync.test_files import LoadingEngine
-from tests.unit.trainer.house import RUN, fill, make_config, open_house
+from tests.unit.trainer.harness import RUN, fill, make_config, open_trainer
 
 HEAD = Policy("p", 3, Artifact("adapter", "somewhere"))
 
 
-def pusher_for(*engines: Engine, sync: Sync | None = None) -> tuple[Pusher, list[str]]:
+def pusher_for(*engines: Engine, sync: Sync | None = None) -> tuple[PolicyPublisher, list[str]]:
     log: list[str] = []
 
     async def current() -> list[Engine]:
         return list(engines)
 
-    return Pusher(sync or FileSync(attempts=1), current, log.append, look_every=0.01), log
+    return PolicyPublisher(sync or FileSync(attempts=1), current, log.append, poll_seconds=0.01), log
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -43,7 +43,7 @@ async def test_an_engine_that_a_push_did_not_reach_is_brought_up_later() -> None
     assert (late.version, good.version) == (0, 3)
     assert pusher.report["engines"] == 2
     assert pusher.report["engines_behind"] == 1
-    await pusher.while_waiting(HEAD, until(lambda: late.version == 3))
+    await pusher.sync_while_waiting(HEAD, until(lambda: late.version == 3))
     assert good.attempts == 1
     assert any("did not reach an engine" in line and "no room" in line for line in log)
     assert any("reached 1 engine(s) at last" in line for line in log)
@@ -59,7 +59,7 @@ async def test_an_engine_that_was_started_again_is_brought_up() -> None:
         await until(lambda: engine.version == 3)
         return "a batch"
 
-    assert await pusher.while_waiting(HEAD, restart()) == "a batch"
+    assert await pusher.sync_while_waiting(HEAD, restart()) == "a batch"
 
 
 async def test_engines_that_do_not_answer_are_left_alone() -> None:
@@ -69,17 +69,17 @@ async def test_engines_that_do_not_answer_are_left_alone() -> None:
 
     engine = Away()
     pusher, _ = pusher_for(engine)
-    await pusher.while_waiting(HEAD, asyncio.sleep(0.2))
+    await pusher.sync_while_waiting(HEAD, asyncio.sleep(0.2))
     assert engine.attempts == 0
 
 
 async def test_the_run_ends_when_all_engines_go_on_refusing() -> None:
-    refusals = [EngineError("rank 64 is too much") for _ in range(2 * MOST_REFUSALS)]
+    refusals = [EngineError("rank 64 is too much") for _ in range(2 * MAX_REFUSALS)]
     pusher, log = pusher_for(LoadingEngine(*refusals), LoadingEngine(*refusals))
     await pusher.push(HEAD)
     with pytest.raises(SyncError, match="rank 64 is too much"):
-        await pusher.while_waiting(HEAD, asyncio.sleep(60))
-    assert len(log) == 2 * MOST_REFUSALS
+        await pusher.sync_while_waiting(HEAD, asyncio.sleep(60))
+    assert len(log) == 2 * MAX_REFUSALS
 
 
 async def test_the_run_ends_when_the_way_goes_on_failing() -> None:
@@ -94,15 +94,15 @@ async def test_the_run_ends_when_the_way_goes_on_failing() -> None:
     pusher, _ = pusher_for(LoadingEngine(), sync=Blocked())
     await pusher.push(HEAD)
     with pytest.raises(SyncError, match="out of memory"):
-        await pusher.while_waiting(HEAD, asyncio.sleep(60))
+        await pusher.sync_while_waiting(HEAD, asyncio.sleep(60))
 
 
 async def test_one_engine_that_refuses_stops_nobody() -> None:
     refusing, good = LoadingEngine(*[EngineError("broken") for _ in range(99)]), LoadingEngine()
     pusher, _ = pusher_for(refusing, good)
-    for version in range(1, 2 * MOST_REFUSALS):
+    for version in range(1, 2 * MAX_REFUSALS):
         await pusher.push(Policy("p", version, HEAD.artifact))
-    assert good.version == 2 * MOST_REFUSALS - 1
+    assert good.version == 2 * MAX_REFUSALS - 1
 
 
 class SlowLive(Sync):
@@ -127,7 +127,7 @@ async def test_weights_on_their_way_out_of_the_backend_get_there_before_a_batch_
     sync = SlowLive()
     sync.seconds = 0.2
     pusher, _ = pusher_for(LoadingEngine(), sync=sync)
-    await pusher.while_waiting(HEAD, sync.begun.wait())
+    await pusher.sync_while_waiting(HEAD, sync.begun.wait())
     assert sync.pushed == [3]
 
 
@@ -135,7 +135,7 @@ async def test_a_load_of_files_does_not_hold_up_a_batch() -> None:
     engine = LoadingEngine(seconds=60)
     pusher, _ = pusher_for(engine)
     async with asyncio.timeout(20):
-        await pusher.while_waiting(HEAD, until(lambda: engine.attempts > 0))
+        await pusher.sync_while_waiting(HEAD, until(lambda: engine.attempts > 0))
 
 
 async def test_a_saved_version_has_files_also_where_engines_are_given_weights_without(
@@ -144,15 +144,15 @@ async def test_a_saved_version_has_files_also_where_engines_are_given_weights_wi
     model = make_tiny_model(tmp_path / "model", hidden=32)
     config = make_config(tmp_path / "run", model, checkpoint_every=2)
     await fill(config)
-    async with open_house(config) as house:
+    async with open_trainer(config) as harness:
         sync = SlowLive()
-        house.trainer.sync = house.trainer.pusher.sync = sync
-        await house.trainer.run()
-        kinds = {policy.version: policy.artifact.kind for policy, _ in await house.store.published(RUN)}
+        harness.trainer.sync = harness.trainer.publisher.sync = sync
+        await harness.trainer.run()
+        kinds = {policy.version: policy.artifact.kind for policy, _ in await harness.store.published(RUN)}
         assert sync.pushed == [0, 1, 2, 3]
         assert kinds == {1: "live", 2: "adapter", 3: "adapter"}
-        assert (await house.engine.status()).version == 3
-        await house.head_hash()
-    async with open_house(config) as house:  # as after a crash, with files from now on
-        await house.trainer.run()
-        assert (await house.engine.status()).version == 3
+        assert (await harness.engine.status()).version == 3
+        await harness.head_hash()
+    async with open_trainer(config) as harness:  # as after a crash, with files from now on
+        await harness.trainer.run()
+        assert (await harness.engine.status()).version == 3

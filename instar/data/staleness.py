@@ -9,7 +9,7 @@ import numpy as np
 from instar.types import Ids, Sample
 
 
-class Age:
+class Staleness:
     """As of a version. Versions are not numbered like steps: a step that a crash undid is trained again, into
     a version of another number, and what the first one had sampled is no older for it."""
 
@@ -18,12 +18,12 @@ class Age:
         steps = steps or {}
         made_by = np.arange(1 + max(version, *steps, 0), dtype=np.int32)
         made_by[list(steps)] = list(steps.values())
-        self._of_version = np.maximum(0, made_by[version] - made_by)
+        self._by_version = np.maximum(0, made_by[version] - made_by)
 
-    def of(self, versions: Ids) -> Ids:
+    def of_tokens(self, versions: Ids) -> Ids:
         """Of tokens that were not sampled it says nothing of use."""
-        return self._of_version.take(versions, mode="clip")
+        return self._by_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:
         """Of its oldest trained token."""
-        return int(self.of(sample.versions[sample.mask > 0]).max())
+        return int(self.of_tokens(sample.versions[sample.mask > 0]).max())

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from instar.backends.base import BackendCapabilities
-from instar.backends.factory import settle
+from instar.backends.factory import apply_capabilities
 from instar.config import RunConfig
-from instar.data.lessons import next_lessons
+from instar.data.corrections import load_corrections
 from instar.errors import ConfigError
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.trainer.monitor import read_steps
 from instar.types import UNTRAINABLE, Channel, Feedback, Sample, Tag
 from tests.tiny import make_tiny_model
-from tests.unit.data.build import RUN, add_group, begin, make_call, make_session
-from tests.unit.trainer.house import Died, Fate, fill, make_config, open_house
+from tests.unit.data.builders import RUN, add_group, begin, make_call, make_session
+from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill, make_config, open_trainer
 
 ANSWER = [11, 12, 13, 9]
 
@@ -62,7 +62,7 @@ async def store(tmp_path: Path) -> Any:
 
 
 async def lessons(store: Store, config: RunConfig) -> list[Sample]:
-    return (await next_lessons(store, RUN, config.trainer, 1, 0)).samples
+    return (await load_corrections(store, RUN, config.trainer, 1, 0)).samples
 
 
 async def test_a_lesson_is_the_prompt_and_the_answer(store: SqliteStore, tmp_path: Path, model: Path) -> None:
@@ -107,19 +107,21 @@ async def test_a_correction_makes_the_answer_likelier(tmp_path: Path, model: Pat
     config = make_config(tmp_path / "run", model, corrections={"per_step": 1})
     await fill(config)
     await add_corrections(config, 3)
-    async with open_house(config) as house:
-        (sample, *_) = await lessons(house.store, config)
+    async with open_trainer(config) as harness:
+        (sample, *_) = await lessons(harness.store, config)
 
         async def likely() -> float:
-            (logprobs,) = await house.backend.forward([sample])
+            (logprobs,) = await harness.backend.forward([sample])
             return float(logprobs[sample.mask > 0].sum())
 
         before = await likely()
-        await house.trainer.run()
+        await harness.trainer.run()
         assert await likely() > before + 0.1
-        assert await taught(house.store) == [(1, "feedback:c0"), (2, "feedback:c1"), (3, "feedback:c2")]
-        assert house.fate.passed.count("forward_backward") == 6, "one for the samples, one for the lessons"
-        assert house.fate.passed.count("optim_step") == 3
+        assert await taught(harness.store) == [(1, "feedback:c0"), (2, "feedback:c1"), (3, "feedback:c2")]
+        assert harness.faults.reached.count("forward_backward") == 6, (
+            "one for the samples, one for the lessons"
+        )
+        assert harness.faults.reached.count("optim_step") == 3
     steps = read_steps(config.run_dir)
     assert [step["lessons"] for step in steps] == [1, 1, 1]
     assert steps[0]["lesson_loss"] == pytest.approx(-before / len(ANSWER), rel=1e-4)
@@ -133,10 +135,10 @@ async def test_a_step_without_signal_still_teaches(tmp_path: Path, model: Path) 
     await add_group(store, 0, [1.0, 1.0])
     await store.close()
     await add_corrections(config, 2)
-    async with open_house(config) as house:
-        await house.trainer.run()
-        assert house.fate.passed.count("forward_backward") == 1
-        assert await taught(house.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        assert harness.faults.reached.count("forward_backward") == 1
+        assert await taught(harness.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
     (step,) = read_steps(config.run_dir)
     assert (step["samples"], step["lessons"], "loss" in step) == (0, 2, False)
 
@@ -149,18 +151,18 @@ async def test_each_is_taught_once_whenever_the_trainer_dies(
     tmp_path: Path, model: Path, point: str, times: int
 ) -> None:
     learned: list[tuple[Any, str]] = []
-    for fate in (Fate(), Fate(point, times)):
-        config = make_config(tmp_path / (fate.point or "calm"), model, corrections={"per_step": 1})
+    for faults in (FaultInjector(), FaultInjector(point, times)):
+        config = make_config(tmp_path / (faults.point or "calm"), model, corrections={"per_step": 1})
         await fill(config)
         await add_corrections(config, 3)
-        if fate.point:
-            async with open_house(config, fate) as house:
-                with pytest.raises(Died):
-                    await house.trainer.run()
-        async with open_house(config) as house:
-            await house.trainer.run()
-            assert await taught(house.store) == [(n + 1, f"feedback:c{n}") for n in range(3)]
-            learned.append((await house.claims(), await house.head_hash()))
+        if faults.point:
+            async with open_trainer(config, faults) as harness:
+                with pytest.raises(SimulatedCrash):
+                    await harness.trainer.run()
+        async with open_trainer(config) as harness:
+            await harness.trainer.run()
+            assert await taught(harness.store) == [(n + 1, f"feedback:c{n}") for n in range(3)]
+            learned.append((await harness.claims(), await harness.head_hash()))
     assert learned[0] == learned[1], "and to the same weights"
 
 
@@ -168,5 +170,5 @@ def test_a_backend_without_the_loss_refuses(tmp_path: Path, model: Path) -> None
     config = make_config(tmp_path, model)
     able = BackendCapabilities(losses=frozenset({config.trainer.loss.name}), artifacts=frozenset({"adapter"}))
     with pytest.raises(ConfigError, match=r"trainer\.corrections\.weight"):
-        settle(config, able)
-    settle(make_config(tmp_path, model, corrections={"weight": 0}), able)
+        apply_capabilities(config, able)
+    apply_capabilities(make_config(tmp_path, model, corrections={"weight": 0}), able)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instar.data.age import Age
+from instar.data.staleness import Staleness
 
 AGAIN = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
 """The steps 2 and 3 were undone and trained again."""
@@ -19,4 +19,4 @@ AGAIN = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
     ],
 )
 def test_age_is_counted_in_steps(version: int, steps: dict[int, int], of: list[int], is_: list[int]) -> None:
-    assert Age(version, steps).of(np.array(of, np.int32)).tolist() == is_
+    assert Staleness(version, steps).of_tokens(np.array(of, np.int32)).tolist() == is_

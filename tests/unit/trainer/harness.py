@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instar.backends.base import ForwardBackward, OptimStep
+from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local.backend import LocalBackend
-from instar.backends.local.state import adapter_hash
+from instar.backends.local.state import hash_adapter
 from instar.config import AdamConfig, LossConfig, RunConfig
 from instar.data.batcher import Batcher
 from instar.engines.base import Engine
@@ -21,111 +21,111 @@ from instar.sync.files import FileSync
 from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.types import Artifact, Claim, Policy, Sample, StepState
-from tests.unit.data.build import RUN, add_group, begin
+from tests.unit.data.builders import RUN, add_group, begin
 
 
-class Died(Exception):
+class SimulatedCrash(Exception):
     """The process is gone, as far as the trainer is concerned."""
 
 
 @dataclass
-class Fate:
-    """Raises at the n-th time that a point is passed, and notes all points."""
+class FaultInjector:
+    """Raises at the n-th time that a point is reached, and notes all points."""
 
     point: str = ""
     times: int = 1
-    error: type[Exception] = Died
-    passed: list[str] = field(default_factory=list[str])
+    error: type[Exception] = SimulatedCrash
+    reached: list[str] = field(default_factory=list[str])
 
-    def passes(self, point: str) -> None:
-        self.passed.append(point)
-        if point == self.point and self.passed.count(point) == self.times:
+    def reach(self, point: str) -> None:
+        self.reached.append(point)
+        if point == self.point and self.reached.count(point) == self.times:
             raise self.error(point)
 
 
-class MortalStore(SqliteStore):
-    def __init__(self, path: Path, fate: Fate) -> None:
+class FaultyStore(SqliteStore):
+    def __init__(self, path: Path, faults: FaultInjector) -> None:
         super().__init__(path)
-        self.fate = fate
+        self.faults = faults
 
     async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
         await super().claim_step(run_id, step, claims)
-        self.fate.passes("claimed")
+        self.faults.reach("claimed")
 
     async def advance_step(self, run_id: str, step: int, state: StepState, **changes: Any) -> None:
         await super().advance_step(run_id, step, state, **changes)
-        self.fate.passes(state.value)
+        self.faults.reach(state.value)
 
     async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
         version = await super().reserve_version(policy_id, run_id, step)
-        self.fate.passes("reserved")
+        self.faults.reach("reserved")
         return version
 
     async def publish(self, policy: Policy) -> None:
         await super().publish(policy)
-        self.fate.passes("published")
+        self.faults.reach("published")
 
     async def tombstone(self, policy_id: str, version: int, reason: str) -> None:
         await super().tombstone(policy_id, version, reason)
-        self.fate.passes("tombstoned")
+        self.faults.reach("tombstoned")
 
     async def release_steps(self, run_id: str, after: int) -> list[int]:
         released = await super().release_steps(run_id, after)
-        self.fate.passes("released")
+        self.faults.reach("released")
         return released
 
 
-class MortalBackend(LocalBackend):
-    def __init__(self, config: RunConfig, fate: Fate) -> None:
+class FaultyBackend(LocalBackend):
+    def __init__(self, config: RunConfig, faults: FaultInjector) -> None:
         super().__init__(config.model, config.backend, seed=config.seed)
-        self.fate = fate
-        self.born = config.run_dir / "born"
-        self.kept_for: float | None = None
+        self.faults = faults
+        self.initial_state = config.run_dir / "initial_state"
+        self.keep_seconds: float | None = None
         """Seconds that what is published is said to be kept."""
 
     async def start(self) -> None:
         """As at first, however often it is asked for."""
-        if self.born.exists():
-            await self.load_state(self.born)
+        if self.initial_state.exists():
+            await self.load_state(self.initial_state)
         else:
-            await super().save_state(self.born)
+            await super().save_state(self.initial_state)
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackward:
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         done = await super().forward_backward(samples, loss)
-        self.fate.passes("forward_backward")
+        self.faults.reach("forward_backward")
         return done
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStep:
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         moved = await super().optim_step(adam)
-        self.fate.passes("optim_step")
+        self.faults.reach("optim_step")
         return moved
 
     async def save_state(self, path: Path) -> None:
         await super().save_state(path)
-        self.fate.passes("state written")
+        self.faults.reach("state written")
 
     async def publish(self, path: Path) -> Artifact:
         artifact = await super().publish(path)
-        self.fate.passes("artifact written")
-        if self.kept_for is not None:
-            return Artifact(artifact.kind, artifact.path, expires_at=time.time() + self.kept_for)
+        self.faults.reach("artifact written")
+        if self.keep_seconds is not None:
+            return Artifact(artifact.kind, artifact.path, expires_at=time.time() + self.keep_seconds)
         return artifact
 
 
 @dataclass
-class House:
+class TrainerHarness:
     trainer: Trainer
-    store: MortalStore
-    backend: MortalBackend
+    store: FaultyStore
+    backend: FaultyBackend
     engine: ScriptedEngine
-    fate: Fate
+    faults: FaultInjector
     log: list[str]
 
     async def claims(self) -> list[tuple[int | None, str, float | None]]:
         return sorted((c.step, c.sample_key, c.advantage) for c in await self.store.claims(RUN))
 
     async def head_hash(self) -> str:
-        return adapter_hash(Path((await self.store.head(RUN)).artifact.path))
+        return hash_adapter(Path((await self.store.head(RUN)).artifact.path))
 
 
 def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
@@ -159,11 +159,13 @@ async def fill(config: RunConfig, groups: int = 6) -> None:
 
 
 @asynccontextmanager
-async def open_house(config: RunConfig, fate: Fate | None = None) -> AsyncGenerator[House]:
+async def open_trainer(
+    config: RunConfig, faults: FaultInjector | None = None
+) -> AsyncGenerator[TrainerHarness]:
     """What a trainer's process has: made anew each time, on the same store and folder."""
-    fate = fate or Fate()
-    store = MortalStore(config.store_path, fate)
-    backend = MortalBackend(config, fate)
+    faults = faults or FaultInjector()
+    store = FaultyStore(config.store_path, faults)
+    backend = FaultyBackend(config, faults)
     engine = ScriptedEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType] — as configured
     monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
     log: list[str] = []
@@ -183,9 +185,9 @@ async def open_house(config: RunConfig, fate: Fate | None = None) -> AsyncGenera
         monitor=monitor,
         log=log.append,
     )
-    trainer.rollout_finished = True
+    trainer.is_rollout_finished = True
     try:
-        yield House(trainer, store, backend, engine, fate, log)
+        yield TrainerHarness(trainer, store, backend, engine, faults, log)
     finally:
         monitor.close()
         await backend.close()

@@ -17,7 +17,7 @@ from instar.types import Floats, Sample
 Doubles = NDArray[np.float64]
 
 
-def loss_and_metrics(
+def compute_loss(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
     """The sum over trained tokens, and what the local backend reports beside it. ``logprobs`` are aligned

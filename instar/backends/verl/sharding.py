@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankSample:
     """A sample, as far as a rank needs it. Aligned as `instar.types.Sample` is."""
 
     token_ids: Ids
@@ -26,17 +26,17 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    rows: list[list[Row]]
+class RankShares:
+    rows: list[list[RankSample]]
     """By rank; as many for each, for verl's ranks go through as many micro-batches as one another."""
     places: list[list[int]]
     """By rank, the sample that each row is; rows beyond are filling."""
-    most_tokens: int
+    max_tokens: int
     """In one micro-batch of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class RankResult:
     """What a rank made of its rows."""
 
     finite: bool
@@ -46,7 +46,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class SerializedWeight:
     """A weight on its way from rank 0, as bytes."""
 
     name: str
@@ -61,7 +61,7 @@ class Weight:
         return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
-def deal(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> Share:
+def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
     """Longest first and back and forth, so that ranks have about as many tokens as one another."""
     places: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
@@ -71,10 +71,10 @@ def deal(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> Shar
     filling = _untrained(samples[by_length[-1]])
     height = max(len(mine) for mine in places)
     rows = [[_row(samples[i]) for i in mine] + [filling] * (height - len(mine)) for mine in places]
-    return Share(rows, places, max(micro_batch_tokens, len(samples[by_length[0]])))
+    return RankShares(rows, places, max(micro_batch_tokens, len(samples[by_length[0]])))
 
 
-def gather(share: Share, found: Sequence[Sequence[Floats]], samples: Sequence[Sample]) -> list[Floats]:
+def gather(share: RankShares, found: Sequence[Sequence[Floats]], samples: Sequence[Sample]) -> list[Floats]:
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
     for mine, answers in zip(share.places, found, strict=True):
         for i, answer in zip(mine, answers, strict=False):
@@ -82,10 +82,10 @@ def gather(share: Share, found: Sequence[Sequence[Floats]], samples: Sequence[Sa
     return results
 
 
-def _row(sample: Sample) -> Row:
-    return Row(sample.token_ids, sample.mask, sample.advantages, sample.logprobs)
+def _row(sample: Sample) -> RankSample:
+    return RankSample(sample.token_ids, sample.mask, sample.advantages, sample.logprobs)
 
 
-def _untrained(sample: Sample) -> Row:
+def _untrained(sample: Sample) -> RankSample:
     nothing = np.zeros(len(sample), np.float32)
-    return Row(sample.token_ids, nothing, nothing, nothing)
+    return RankSample(sample.token_ids, nothing, nothing, nothing)

@@ -19,17 +19,17 @@ import orjson
 
 from instar.types import Message, Tool, ToolCall
 
-SIZE = 16
-_PAIR = 2 * SIZE
-_PROMPT = struct.Struct(f"<{SIZE}sQ{SIZE}s")
+DIGEST_SIZE = 16
+_PAIR = 2 * DIGEST_SIZE
+_PROMPT = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class HashChain:
     """Index k of ``canonical`` and ``exact`` stands for the first k messages; ``digests`` holds the two
     hashes of each message alone."""
 
-    tools: bytes
+    tools_digest: bytes
     canonical: list[bytes]
     exact: list[bytes]
     digests: list[bytes]
@@ -40,78 +40,80 @@ class Chain:
     @property
     def key(self) -> bytes:
         """Stands for the whole request."""
-        return self.canonical[-1] + self.tools
+        return self.canonical[-1] + self.tools_digest
 
-    def upto(self, count: int) -> Chain:
-        return Chain(self.tools, self.canonical[: count + 1], self.exact[: count + 1], self.digests[:count])
+    def prefix(self, count: int) -> HashChain:
+        return HashChain(
+            self.tools_digest, self.canonical[: count + 1], self.exact[: count + 1], self.digests[:count]
+        )
 
-    def then(self, digests: Iterable[bytes]) -> Chain:
+    def extend(self, digests: Iterable[bytes]) -> HashChain:
         canonical, exact, own = [*self.canonical], [*self.exact], [*self.digests]
         for digest in digests:
-            canonical.append(_link(canonical[-1], digest[:SIZE]))
-            exact.append(_link(exact[-1], digest[SIZE:]))
+            canonical.append(_link(canonical[-1], digest[:DIGEST_SIZE]))
+            exact.append(_link(exact[-1], digest[DIGEST_SIZE:]))
             own.append(digest)
-        return Chain(self.tools, canonical, exact, own)
+        return HashChain(self.tools_digest, canonical, exact, own)
 
-    def with_tools(self, tools: bytes) -> Chain:
-        return Chain(tools, self.canonical, self.exact, self.digests)
+    def with_tools(self, tools: bytes) -> HashChain:
+        return HashChain(tools, self.canonical, self.exact, self.digests)
 
-    def packed(self, since: int) -> bytes:
+    def pack(self, since: int) -> bytes:
         """For ``Call.digests``, of a chain that ends with the reply: the tools', then those of the messages
         from ``since`` on."""
-        return b"".join([self.tools, *self.digests[since:]])
+        return b"".join([self.tools_digest, *self.digests[since:]])
 
 
-def unpack(packed: bytes) -> tuple[bytes, list[bytes]]:
+def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
     """``Call.digests`` → the tools' digest and those of the messages and the reply."""
-    return packed[:SIZE], [packed[at : at + _PAIR] for at in range(SIZE, len(packed), _PAIR)]
+    return packed[:DIGEST_SIZE], [packed[at : at + _PAIR] for at in range(DIGEST_SIZE, len(packed), _PAIR)]
 
 
-def is_prompt(packed: bytes) -> bool:
+def is_prompt_digest(packed: bytes) -> bool:
     """Whether ``Call.digests`` are those of a prompt given as text."""
     return len(packed) == _PROMPT.size
 
 
-def unpack_prompt(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
+def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
     """The prompt's digest; length and digest of prompt and reply together."""
     prompt, length, whole = _PROMPT.unpack(packed)
     return prompt, (length, whole)
 
 
-class Hasher:
+class MessageHasher:
     def __init__(self, key: bytes = b"") -> None:
         self._key = key
         self._none = self._hash(())
 
-    def empty(self, tools: Sequence[Tool] = ()) -> Chain:
-        start = bytes(SIZE)
-        return Chain(self.tools(tools), [start], [start], [])
+    def empty_chain(self, tools: Sequence[Tool] = ()) -> HashChain:
+        start = bytes(DIGEST_SIZE)
+        return HashChain(self.hash_tools(tools), [start], [start], [])
 
-    def chain(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> Chain:
-        return self.empty(tools).then(map(self.message, messages))
+    def hash_messages(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> HashChain:
+        return self.empty_chain(tools).extend(map(self.hash_message, messages))
 
-    def tools(self, tools: Sequence[Tool]) -> bytes:
+    def hash_tools(self, tools: Sequence[Tool]) -> bytes:
         return self._hash(tools) if tools else self._none
 
-    def message(self, message: Message) -> bytes:
+    def hash_message(self, message: Message) -> bytes:
         """The canonical digest and the exact one."""
-        said = self._hash(canonical(message))
+        said = self._hash(canonical_content(message))
         if message["role"] == "assistant":
             return said + self._hash(message)
         # All but the id of the call it answers, and a tool's name, is in what it says.
         rest = [message.get("tool_call_id"), message.get("name")]
         return said + (said if rest == [None, None] else self._hash([said.hex(), rest]))
 
-    def text(self, text: str) -> bytes:
-        return self.data(text.encode("utf-8", "surrogatepass"))
+    def hash_text(self, text: str) -> bytes:
+        return self.hash_bytes(text.encode("utf-8", "surrogatepass"))
 
-    def prompt(self, prompt: str, reply: str) -> bytes:
+    def pack_prompt(self, prompt: str, reply: str) -> bytes:
         """For ``Call.digests`` where the prompt was given as text."""
         whole = prompt + reply
-        return _PROMPT.pack(self.text(prompt), len(whole), self.text(whole))
+        return _PROMPT.pack(self.hash_text(prompt), len(whole), self.hash_text(whole))
 
-    def data(self, data: bytes) -> bytes:
-        return blake2b(data, digest_size=SIZE, key=self._key).digest()
+    def hash_bytes(self, data: bytes) -> bytes:
+        return blake2b(data, digest_size=DIGEST_SIZE, key=self._key).digest()
 
     def _hash(self, value: Any) -> bytes:
         # Integers beyond 64 bits and lone surrogates, which JSON allows and orjson does not, go the slow way.
@@ -119,19 +121,19 @@ class Hasher:
             packed = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
         except TypeError:
             packed = json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")
-        return self.data(packed)
+        return self.hash_bytes(packed)
 
 
-def canonical(message: Message) -> list[Any]:
+def canonical_content(message: Message) -> list[Any]:
     """What a message says, without what agents change in passing."""
     role = message["role"]
     if role == "assistant":
-        calls = [[call["name"], arguments_of(call)] for call in message.get("tool_calls", ())]
+        calls = [[call["name"], parse_arguments(call)] for call in message.get("tool_calls", ())]
         return [role, message["content"].strip(), calls]
     return [role, message["content"], message.get("name") if role != "tool" else None]
 
 
-def arguments_of(call: ToolCall) -> Any:
+def parse_arguments(call: ToolCall) -> Any:
     """As the value they stand for; what is no JSON stays text."""
     try:
         return json.loads(call["arguments"])
@@ -140,4 +142,4 @@ def arguments_of(call: ToolCall) -> Any:
 
 
 def _link(before: bytes, digest: bytes) -> bytes:
-    return blake2b(before + digest, digest_size=SIZE).digest()
+    return blake2b(before + digest, digest_size=DIGEST_SIZE).digest()

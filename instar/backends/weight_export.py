@@ -18,7 +18,7 @@ BASE = ".base_layer"
 
 
 @torch.no_grad()
-def served_weights(causal: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def iterate_served_weights(causal: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """One after another, named and shaped as in the model's own files, tied weights once. An adapter is
     merged in fp32, or small updates would round away. Where the parameters are sharded, every rank has to
     go through all of them: each is gathered when its turn comes, and is whole on every rank until the next.
@@ -30,7 +30,7 @@ def served_weights(causal: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
         yield name, whole.detach().to(dtype)
 
 
-def adapts_tied_head(causal: nn.Module) -> bool:
+def has_adapter_on_tied_head(causal: nn.Module) -> bool:
     """Whether an adapter changes an output layer that shares its weights with the input: such a model cannot
     be merged, for in the files the two are one."""
     names: dict[int, list[str]] = {}

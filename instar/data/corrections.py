@@ -18,17 +18,19 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
+class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
     """Their advantages are what each token counts for in the step."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
-async def next_lessons(store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int) -> Lessons:
+async def load_corrections(
+    store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
+) -> CorrectionBatch:
     """Those of a step; nothing is claimed yet."""
     section = config.corrections
     if section.weight == 0:
-        return Lessons()
+        return CorrectionBatch()
     samples: list[Sample] = []
     claims: list[Claim] = []
     for feedback in await store.lessons(run_id, epoch, section.per_step):
@@ -37,7 +39,7 @@ async def next_lessons(store: Store, run_id: str, config: TrainerConfig, step: i
         claims.append(_claim(feedback, run_id, step, epoch, section.weight if sample else None))
         if sample is not None:
             samples.append(sample)
-    return Lessons(normalize(samples, config.advantage.normalize), claims)
+    return CorrectionBatch(normalize(samples, config.advantage.normalize), claims)
 
 
 def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
@@ -74,7 +76,7 @@ def _claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float
     )
 
 
-def lesson_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
+def compute_correction_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
     """How far the policy was from saying so: the mean over tokens of what they cost."""
     told = [new[sample.mask > 0] for sample, new in zip(samples, logprobs, strict=True)]
     return -float(np.concatenate(told).mean())

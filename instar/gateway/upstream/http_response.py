@@ -13,12 +13,12 @@ import aiohttp
 import msgspec
 
 from instar.errors import EngineUnavailable
-from instar.gateway.dialects.base import Choice, Request
+from instar.gateway.dialects.base import ModelRequest, ReplyChoice
 from instar.gateway.upstream import chat, messages, responses, rewrite
-from instar.gateway.upstream.base import Answer, Piece, UpstreamRefused
-from instar.gateway.upstream.replies import Reader, refusal
-from instar.gateway.upstream.rewrite import Unasked
-from instar.gateway.upstream.sse import Event, EventSplitter
+from instar.gateway.upstream.base import UpstreamChunk, UpstreamError, UpstreamResponse
+from instar.gateway.upstream.replies import ReplyReader, parse_error
+from instar.gateway.upstream.rewrite import AddedFields
+from instar.gateway.upstream.sse import EventSplitter, ServerSentEvent
 
 if TYPE_CHECKING:
     from instar.http.plain import PlainResponse
@@ -33,38 +33,38 @@ _HANG_UP_SECONDS = 1.0
 _Unreadable = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-class HttpAnswer(Answer):
+class HttpUpstreamResponse(UpstreamResponse):
     """``dialect``: what the provider speaks. ``unasked``: set when token ids were asked for."""
 
     def __init__(
         self,
         post: Post,
-        request: Request,
+        request: ModelRequest,
         dialect: str,
         *,
         translated: bool,
-        unasked: Unasked | None,
+        unasked: AddedFields | None,
     ) -> None:
         self._post = post
         self._request = request
         self._dialect = dialect
         self._translated = translated
         self._exact = unasked is not None
-        self._unasked = unasked or Unasked(ids=False, logprobs=False)
+        self._unasked = unasked or AddedFields(token_ids=False, logprobs=False)
         self._response: HttpResponse | None = None
-        self._reader: Reader | None = None
+        self._reader: ReplyReader | None = None
         self._splitter = EventSplitter()
         self._held: list[bytes] = []
         self._content_type: str | None = None
-        self._failure: UpstreamRefused | None = None
+        self._failure: UpstreamError | None = None
         self._over = False
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> UpstreamChunk:
         if self._over:
             raise StopAsyncIteration
         try:
             piece = await self._next()
-        except UpstreamRefused as error:
+        except UpstreamError as error:
             self._close()
             if self._translated:
                 error.raw, error.content_type = b"", None
@@ -84,14 +84,14 @@ class HttpAnswer(Answer):
         if self._response is not None and not self._response.closed:
             self._response.close()
 
-    def partial(self) -> list[Choice]:
-        return self._reader.partial() if self._reader else []
+    def partial_choices(self) -> list[ReplyChoice]:
+        return self._reader.partial_choices() if self._reader else []
 
-    async def _next(self) -> Piece:
+    async def _next(self) -> UpstreamChunk:
         if self._response is None:
             self._response = await self._post()
             if not 200 <= self._response.status < 300:
-                raise await refused(self._response)
+                raise await read_error(self._response)
             self._content_type = self._response.headers.get("Content-Type")
             self._reader = self._new_reader()
             if not self._request.stream or "json" in (self._content_type or ""):
@@ -101,43 +101,43 @@ class HttpAnswer(Answer):
 
     # --- not streamed -----------------------------------------------------------------------------
 
-    async def _whole(self, response: HttpResponse, reader: Reader) -> Piece:
+    async def _whole(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
         try:
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable(error) from error
+            raise unreachable_error(error) from error
         try:
             reader.read(body)
-            raw = rewrite.take_out(body, self._unasked) if self._unasked else body
+            raw = rewrite.strip_added_fields(body, self._unasked) if self._unasked else body
         except _Unreadable as error:
             raise _unreadable(error) from error
         if self._translated:
-            return Piece(b"", reader.taken(), reader.choices())
-        return Piece(raw, (), reader.choices(), self._content_type, reader.answer_id)
+            return UpstreamChunk(b"", reader.take_deltas(), reader.choices())
+        return UpstreamChunk(raw, (), reader.choices(), self._content_type, reader.response_id)
 
     # --- streamed ---------------------------------------------------------------------------------
 
-    def _new_reader(self) -> Reader:
+    def _new_reader(self) -> ReplyReader:
         aloud = self._translated and self._request.stream
         if self._dialect == "messages":
-            return messages.MessagesReader(aloud=aloud)
+            return messages.MessagesReader(emit_deltas=aloud)
         if self._dialect == "responses":
-            return responses.ResponsesReader(aloud=aloud)
-        return chat.ChatReader(self._request.n, aloud=aloud, exact=self._exact)
+            return responses.ResponsesReader(emit_deltas=aloud)
+        return chat.ChatReader(self._request.n, emit_deltas=aloud, exact=self._exact)
 
-    async def _streamed(self, response: HttpResponse, reader: Reader) -> Piece:
+    async def _streamed(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
         while True:
             if self._failure is not None:
                 raise self._failure
             if not (chunk := await _more(response, reader)):
                 return self._last(reader)
             raw = self._take(self._splitter.feed(chunk), reader)
-            deltas = reader.taken()
+            deltas = reader.take_deltas()
             if raw or deltas:
                 content_type, self._content_type = self._content_type, None
-                return Piece(raw, deltas, content_type=content_type)
+                return UpstreamChunk(raw, deltas, content_type=content_type)
 
-    def _take(self, events: Iterable[Event], reader: Reader) -> bytes:
+    def _take(self, events: Iterable[ServerSentEvent], reader: ReplyReader) -> bytes:
         """Read the events; those up to the first that says the answer has ended may be passed on."""
         passed: list[bytes] = []
         try:
@@ -145,39 +145,39 @@ class HttpAnswer(Answer):
                 if event.data:
                     reader.feed(event.data)
                 if not self._translated:
-                    (self._held if reader.ended else passed).append(self._shown(event))
-        except UpstreamRefused as error:
+                    (self._held if reader.has_ended else passed).append(self._shown(event))
+        except UpstreamError as error:
             self._failure = error
         except _Unreadable as error:
             self._failure = _unreadable(error)
         return b"".join(passed)
 
-    def _shown(self, event: Event) -> bytes:
+    def _shown(self, event: ServerSentEvent) -> bytes:
         if not self._unasked or not event.data.startswith(b"{"):
             return event.raw
-        return b"data: " + rewrite.take_out(event.data, self._unasked) + b"\n\n"
+        return b"data: " + rewrite.strip_added_fields(event.data, self._unasked) + b"\n\n"
 
-    def _last(self, reader: Reader) -> Piece:
+    def _last(self, reader: ReplyReader) -> UpstreamChunk:
         if rest := self._splitter.flush():
             self._held.append(self._take([rest], reader))
         if self._failure is not None:
             raise self._failure
-        if not reader.whole:
+        if not reader.is_complete:
             raise EngineUnavailable("the provider's answer broke off")
-        raw, deltas = b"".join(self._held), reader.taken()
-        answer_id = None if self._translated else reader.answer_id
-        return Piece(raw, deltas, reader.choices(), self._content_type, answer_id)
+        raw, deltas = b"".join(self._held), reader.take_deltas()
+        answer_id = None if self._translated else reader.response_id
+        return UpstreamChunk(raw, deltas, reader.choices(), self._content_type, answer_id)
 
 
-async def _more(response: HttpResponse, reader: Reader) -> bytes:
+async def _more(response: HttpResponse, reader: ReplyReader) -> bytes:
     """What has come since. Nothing, when it is over: by the provider's word, if not by its hanging up."""
     try:
-        if not reader.over:
+        if not reader.is_done:
             return await response.content.readany()
         async with asyncio.timeout(_HANG_UP_SECONDS):
             return await response.content.readany()
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-        if not reader.whole:
+        if not reader.is_complete:
             raise EngineUnavailable(f"the provider's answer broke off: {error}") from error
         return b""
 
@@ -185,16 +185,16 @@ async def _more(response: HttpResponse, reader: Reader) -> bytes:
 # --- errors -------------------------------------------------------------------------------------
 
 
-async def refused(response: HttpResponse) -> UpstreamRefused:
+async def read_error(response: HttpResponse) -> UpstreamError:
     if 300 <= response.status < 400:
         where = response.headers.get("Location", "elsewhere")
-        return UpstreamRefused(502, f"The provider redirects to {where}: correct its base_url.")
+        return UpstreamError(502, f"The provider redirects to {where}: correct its base_url.")
     try:
         raw = await response.read()
     except (aiohttp.ClientError, OSError):
         raw = b""  # its status says enough
     retry_after = _retry_after(response.headers.get("Retry-After"))
-    return refusal(raw, max(response.status, 400), retry_after, response.headers.get("Content-Type"))
+    return parse_error(raw, max(response.status, 400), retry_after, response.headers.get("Content-Type"))
 
 
 def _retry_after(header: str | None) -> int | None:
@@ -211,9 +211,9 @@ def _retry_after(header: str | None) -> int | None:
         return None
 
 
-def unreachable(error: Exception) -> EngineUnavailable:
+def unreachable_error(error: Exception) -> EngineUnavailable:
     return EngineUnavailable(f"the provider cannot be reached: {error or type(error).__name__}")
 
 
-def _unreadable(error: Exception) -> UpstreamRefused:
-    return UpstreamRefused(502, f"The provider's answer cannot be read: {error}", code="bad_gateway")
+def _unreadable(error: Exception) -> UpstreamError:
+    return UpstreamError(502, f"The provider's answer cannot be read: {error}", code="bad_gateway")

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from instar.backends.base import Backend
 from instar.config import OffPolicyConfig
-from instar.data.batcher import Batch
-from instar.data.off_policy import decouple, importance
+from instar.data.batcher import StepBatch
+from instar.data.off_policy import compute_importance, decouple
 from instar.types import Json
 
 
-async def correct(batch: Batch, backend: Backend, config: OffPolicyConfig) -> tuple[Batch, Json]:
+async def apply_off_policy(
+    batch: StepBatch, backend: Backend, config: OffPolicyConfig
+) -> tuple[StepBatch, Json]:
     """The batch as the loss is to see it, and what to report. Samples that have no token left to train are
     not in it."""
     if config.proximal == "behavior":
@@ -24,5 +26,5 @@ async def correct(batch: Batch, backend: Backend, config: OffPolicyConfig) -> tu
     corrected = replace(
         batch, samples=[samples[place] for place in kept], scales=[scales[place] for place in kept]
     )
-    figures = importance(batch.samples, proximal)
+    figures = compute_importance(batch.samples, proximal)
     return corrected, {**told, **figures, "proximal_seconds": time.monotonic() - began}

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from instar.record.chain import SIZE, Chain, Hasher, is_prompt, unpack, unpack_prompt
+from instar.record.hashing import (
+    DIGEST_SIZE,
+    HashChain,
+    MessageHasher,
+    is_prompt_digest,
+    unpack_digests,
+    unpack_prompt_digest,
+)
 from instar.types import Message, Tool, ToolCall
 
-HASHER = Hasher(b"key")
+HASHER = MessageHasher(b"key")
 TOOL = Tool(name="f", description="d", parameters={"type": "object", "properties": {}})
 
 
@@ -27,11 +34,11 @@ def reply(text: str = "", *arguments: str, ids: str = "c", **more: Any) -> Messa
 
 
 def said(message: Message) -> bytes:
-    return HASHER.message(message)[:SIZE]
+    return HASHER.hash_message(message)[:DIGEST_SIZE]
 
 
 def exact(message: Message) -> bytes:
-    return HASHER.message(message)[SIZE:]
+    return HASHER.hash_message(message)[DIGEST_SIZE:]
 
 
 SAME = [
@@ -86,17 +93,17 @@ def test_what_is_another_message(one: Message, two: Message) -> None:
     ],
 )
 def test_odd_messages_have_hashes_that_stay(message: Message) -> None:
-    assert len(HASHER.message(message)) == 2 * SIZE
-    assert HASHER.message(message) == Hasher(b"key").message(json.loads(json.dumps(message)))
+    assert len(HASHER.hash_message(message)) == 2 * DIGEST_SIZE
+    assert HASHER.hash_message(message) == MessageHasher(b"key").hash_message(json.loads(json.dumps(message)))
 
 
 def test_hashes_are_keyed() -> None:
-    other = Hasher(b"another")
-    assert HASHER.message(user("hi"))[:SIZE] not in other.message(user("hi"))
-    assert HASHER.tools([TOOL]) != other.tools([TOOL])
-    assert HASHER.tools([]) != other.tools([])
-    assert HASHER.text("hi") != other.text("hi")
-    assert HASHER.prompt("a", "b") != other.prompt("a", "b")
+    other = MessageHasher(b"another")
+    assert HASHER.hash_message(user("hi"))[:DIGEST_SIZE] not in other.hash_message(user("hi"))
+    assert HASHER.hash_tools([TOOL]) != other.hash_tools([TOOL])
+    assert HASHER.hash_tools([]) != other.hash_tools([])
+    assert HASHER.hash_text("hi") != other.hash_text("hi")
+    assert HASHER.pack_prompt("a", "b") != other.pack_prompt("a", "b")
 
 
 def random_message(rng: random.Random) -> Message:
@@ -109,7 +116,7 @@ def test_equal_prefixes_and_no_others_have_equal_links() -> None:
     seen: dict[bytes, str] = {}
     for _ in range(300):
         messages = [random_message(rng) for _ in range(rng.randint(1, 6))]
-        chain = HASHER.chain(messages, [TOOL] if rng.random() < 0.5 else [])
+        chain = HASHER.hash_messages(messages, [TOOL] if rng.random() < 0.5 else [])
         assert len(chain) == len(messages)
         for count, link in enumerate(chain.exact):
             prefix = json.dumps(messages[:count])
@@ -121,27 +128,27 @@ def test_a_chain_can_be_cut_and_continued() -> None:
     rng = random.Random(2)
     for _ in range(100):
         messages = [random_message(rng) for _ in range(8)]
-        whole, cut = HASHER.chain(messages, [TOOL]), rng.randint(0, 8)
-        again = whole.upto(cut).then(map(HASHER.message, messages[cut:]))
+        whole, cut = HASHER.hash_messages(messages, [TOOL]), rng.randint(0, 8)
+        again = whole.prefix(cut).extend(map(HASHER.hash_message, messages[cut:]))
         assert again == whole
-        assert whole.with_tools(HASHER.tools([])) == HASHER.chain(messages)
+        assert whole.with_tools(HASHER.hash_tools([])) == HASHER.hash_messages(messages)
 
 
 def test_the_key_stands_for_messages_and_tools() -> None:
-    assert HASHER.chain([user("a")]).key != HASHER.chain([user("a")], [TOOL]).key
-    assert HASHER.chain([user("a")]).key == HASHER.chain([user("a")]).key
+    assert HASHER.hash_messages([user("a")]).key != HASHER.hash_messages([user("a")], [TOOL]).key
+    assert HASHER.hash_messages([user("a")]).key == HASHER.hash_messages([user("a")]).key
     changed = Tool(name="f", description="D", parameters={"type": "object", "properties": {}})
-    assert HASHER.chain([user("a")], [TOOL]).key != HASHER.chain([user("a")], [changed]).key
+    assert HASHER.hash_messages([user("a")], [TOOL]).key != HASHER.hash_messages([user("a")], [changed]).key
 
 
 def test_what_is_stored_is_read_back() -> None:
     messages = [user("a"), reply("b"), user("c"), reply("d")]
-    whole: Chain = HASHER.chain(messages, [TOOL])
+    whole: HashChain = HASHER.hash_messages(messages, [TOOL])
     for since in range(5):
-        packed = whole.packed(since)
-        assert not is_prompt(packed)
-        tools, digests = unpack(packed)
-        assert whole.upto(since).with_tools(tools).then(digests) == whole
-    packed = HASHER.prompt("once", " upon")
-    assert is_prompt(packed)
-    assert unpack_prompt(packed) == (HASHER.text("once"), (9, HASHER.text("once upon")))
+        packed = whole.pack(since)
+        assert not is_prompt_digest(packed)
+        tools, digests = unpack_digests(packed)
+        assert whole.prefix(since).with_tools(tools).extend(digests) == whole
+    packed = HASHER.pack_prompt("once", " upon")
+    assert is_prompt_digest(packed)
+    assert unpack_prompt_digest(packed) == (HASHER.hash_text("once"), (9, HASHER.hash_text("once upon")))
