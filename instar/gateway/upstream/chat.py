@@ -2,116 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from instar.gateway.dialects.base import ModelRequest, ReplyChoice
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, build_choices, parse_error
 from instar.types import Json, Message
-
-# --- what it answers: only what is read of it ---------------------------------------------------
-
-
-class Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | dict[str, Any] | None = None
-
-
-class WireCall(msgspec.Struct):
-    function: Function = msgspec.field(default_factory=Function)
-    id: str | None = None
-    index: int | None = None
-
-
-class Part(msgspec.Struct):
-    type: str = "text"
-    text: str | None = None
-
-
-class WireMessage(msgspec.Struct):
-    content: str | list[Part] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    tool_calls: list[WireCall] | None = None
-
-
-class Logprob(msgspec.Struct):
-    logprob: float | None = None
-
-
-class Logprobs(msgspec.Struct):
-    content: list[Logprob] | None = None
-    token_logprobs: list[float | None] | None = None
-    """Of a completion."""
-
-    def chosen(self) -> list[float | None]:
-        return self.token_logprobs or [token.logprob for token in self.content or ()]
-
-
-class WireChoice(msgspec.Struct):
-    """Of a chat, whole (``message``) or streamed (``delta``), or of a completion (``text``)."""
-
-    index: int = 0
-    message: WireMessage | None = None
-    delta: WireMessage | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    """vLLM: the stop string that ended it."""
-
-
-class ExactChoice(WireChoice):
-    token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    """Of a completion; a chat has them outside its choices."""
-
-
-class CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class WireUsage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: CachedTokens | None = None
-
-    def read(self) -> TokenUsage:
-        details = self.prompt_tokens_details
-        return TokenUsage(
-            self.prompt_tokens or 0, self.completion_tokens or 0, details.cached_tokens if details else None
-        )
-
-
-class WireAnswer(msgspec.Struct):
-    id: Any = None
-    choices: list[WireChoice] | None = None
-    usage: WireUsage | None = None
-    error: Any = None
-
-
-class ExactAnswer(msgspec.Struct):
-    id: Any = None
-    choices: list[ExactChoice] | None = None
-    usage: WireUsage | None = None
-    error: Any = None
-    prompt_token_ids: list[int] | None = None
-
+from instar.wire.openai import (
+    ChatLogprobs,
+    ChatReplyMessage,
+    ChatReplyPart,
+    ChatReplyToolCall,
+    ChatResponse,
+    ChatResponseChoice,
+    ChatResponseChoiceWithTokens,
+    ChatResponseWithTokens,
+    ChatUsage,
+)
 
 _CUT = ("length", "max_tokens")
-_decode = msgspec.json.Decoder(WireAnswer).decode
-_decode_exact = msgspec.json.Decoder(ExactAnswer).decode
+_decode = msgspec.json.Decoder(ChatResponse).decode
+_decode_exact = msgspec.json.Decoder(ChatResponseWithTokens).decode
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _usage(usage: ChatUsage) -> TokenUsage:
+    details = usage.prompt_tokens_details
+    cached = details.cached_tokens if details else None
+    return TokenUsage(usage.prompt_tokens or 0, usage.completion_tokens or 0, cached)
+
+
+def _logprobs(logprobs: ChatLogprobs) -> list[float | None]:
+    return logprobs.token_logprobs or [token.logprob for token in logprobs.content or ()]
+
+
+def _text(content: str | list[ChatReplyPart] | None) -> str:
     if isinstance(content, list):
         return "".join(part.text or "" for part in content if part.type == "text")
     return content or ""
 
 
-def _add(draft: ReplyDraft, message: WireMessage) -> None:
+def _add(draft: ReplyDraft, message: ChatReplyMessage) -> None:
     if reasoning := message.reasoning_content or message.reasoning:
         draft.add_reasoning(reasoning)
     if text := _text(message.content) or message.refusal:
@@ -120,7 +49,7 @@ def _add(draft: ReplyDraft, message: WireMessage) -> None:
         _add_call(draft, call)
 
 
-def _add_call(draft: ReplyDraft, call: WireCall) -> None:
+def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
     """By its index; where a provider leaves that out, an id begins a call and what has none continues it."""
     at = call.index
     if at is None:
@@ -154,13 +83,13 @@ class ChatReader(ReplyReader):
             raise parse_error(data)
         self.set_response_id(chunk.id)
         if chunk.usage:
-            self.usage = chunk.usage.read()
-        if isinstance(chunk, ExactAnswer) and chunk.prompt_token_ids is not None:
+            self.usage = _usage(chunk.usage)
+        if isinstance(chunk, ChatResponseWithTokens) and chunk.prompt_token_ids is not None:
             self._prompt_ids = chunk.prompt_token_ids
         for choice in chunk.choices or ():
             self._take(choice)
 
-    def _take(self, choice: WireChoice) -> None:
+    def _take(self, choice: ChatResponseChoice) -> None:
         draft = self._by_index.get(choice.index)
         if draft is None:
             draft = self._by_index[choice.index] = ReplyDraft(choice.index, self.deltas)
@@ -170,18 +99,18 @@ class ChatReader(ReplyReader):
             draft.add_text(choice.text)
         if isinstance(choice.stop_reason, str):
             draft.stop_string = choice.stop_reason
-        if isinstance(choice, ExactChoice):
+        if isinstance(choice, ChatResponseChoiceWithTokens):
             self._take_tokens(draft, choice)
         if choice.finish_reason is not None and draft.finish_reason is None:
             draft.finish_reason = "length" if choice.finish_reason in _CUT else "stop"
             self._open -= 1
             self.has_ended = self.has_ended or self._open <= 0
 
-    def _take_tokens(self, draft: ReplyDraft, choice: ExactChoice) -> None:
+    def _take_tokens(self, draft: ReplyDraft, choice: ChatResponseChoiceWithTokens) -> None:
         if choice.prompt_token_ids is not None:
             self._prompt_ids = choice.prompt_token_ids
         if choice.token_ids is not None:
-            draft.add_tokens(choice.token_ids, choice.logprobs.chosen() if choice.logprobs else ())
+            draft.add_tokens(choice.token_ids, _logprobs(choice.logprobs) if choice.logprobs else ())
 
     @property
     def is_complete(self) -> bool:

@@ -12,61 +12,23 @@ from instar.gateway.base import bad_request
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
 from instar.types import Json, Message, ToolCall
+from instar.wire.anthropic import (
+    MessagesDelta,
+    MessagesEvent,
+    MessagesReplyBlock,
+    MessagesResponse,
+    MessagesUsage,
+)
 
 DEFAULT_MAX_TOKENS = 8192
 """The limit of a reply, which this API demands, when the agent named none."""
 
-# --- what it answers ----------------------------------------------------------------------------
-
-
-class Block(msgspec.Struct):
-    type: str = ""
-    text: str = ""
-    thinking: str = ""
-    id: str = ""
-    name: str = ""
-    input: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-class WireUsage(msgspec.Struct):
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
-class WireAnswer(msgspec.Struct):
-    id: Any = None
-    content: list[Block] | None = None
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    usage: WireUsage | None = None
-
-
-class WireDelta(msgspec.Struct):
-    type: str = ""
-    text: str = ""
-    thinking: str = ""
-    partial_json: str = ""
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-
-
-class WireEvent(msgspec.Struct):
-    type: str
-    index: int = 0
-    message: WireAnswer | None = None
-    content_block: Block | None = None
-    delta: WireDelta | None = None
-    usage: WireUsage | None = None
-
-
 _CUT = ("max_tokens", "model_context_window_exceeded")
-_decode = msgspec.json.Decoder(WireAnswer).decode
-_decode_event = msgspec.json.Decoder(WireEvent).decode
+_decode = msgspec.json.Decoder(MessagesResponse).decode
+_decode_event = msgspec.json.Decoder(MessagesEvent).decode
 
 
-def _add_usage(usage: TokenUsage, wire: WireUsage | None) -> None:
+def _add_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
     """Counts that are said again, in a stream, are those that hold."""
     if wire is None:
         return
@@ -121,15 +83,15 @@ class MessagesReader(ReplyReader):
         self._draft.finish_reason = "length" if reason in _CUT else "stop"
         self._draft.stop_string = sequence
 
-    def _begin(self, index: int, block: Block) -> None:
+    def _begin(self, index: int, block: MessagesReplyBlock) -> None:
         if block.type == "tool_use":
-            self._calls[index] = self._draft.open_call(block.id, block.name)
+            self._calls[index] = self._draft.open_call(block.id or "", block.name or "")
         elif block.type == "text":
-            self._draft.add_text(block.text)
+            self._draft.add_text(block.text or "")
         elif block.type == "thinking":
-            self._draft.add_reasoning(block.thinking)
+            self._draft.add_reasoning(block.thinking or "")
 
-    def _take(self, index: int, delta: WireDelta) -> None:
+    def _take(self, index: int, delta: MessagesDelta) -> None:
         if delta.type == "text_delta":
             self._draft.add_text(delta.text)
         elif delta.type == "thinking_delta":

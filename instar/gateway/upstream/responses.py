@@ -2,61 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
+from instar.wire.openai import ResponsesEvent, ResponsesOutputItem, ResponsesResponse, ResponsesUsage
 
-
-class Part(msgspec.Struct):
-    type: str = ""
-    text: str = ""
-    refusal: str = ""
-
-
-class Item(msgspec.Struct):
-    type: str = ""
-    content: list[Part] | None = None
-    summary: list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: Any = ""
-    input: Any = ""
-
-
-class CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class WireUsage(msgspec.Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
-    input_tokens_details: CachedTokens | None = None
-
-
-class Incomplete(msgspec.Struct):
-    reason: str | None = None
-
-
-class WireResponse(msgspec.Struct):
-    id: str | None = None
-    status: str | None = None
-    output: list[Item] | None = None
-    usage: WireUsage | None = None
-    incomplete_details: Incomplete | None = None
-
-
-class WireEvent(msgspec.Struct):
-    type: str
-    output_index: int = 0
-    delta: Any = ""
-    item: Item | None = None
-    response: WireResponse | None = None
-
-
-_decode = msgspec.json.Decoder(WireResponse).decode
-_decode_event = msgspec.json.Decoder(WireEvent).decode
+_decode = msgspec.json.Decoder(ResponsesResponse).decode
+_decode_event = msgspec.json.Decoder(ResponsesEvent).decode
 
 _ENDS = frozenset({"response.completed", "response.incomplete", "response.failed", "response.cancelled"})
 _CALLS = ("function_call", "custom_tool_call")
@@ -65,14 +17,14 @@ _REASONING = frozenset({"response.reasoning_text.delta", "response.reasoning_sum
 _ARGUMENTS = frozenset({"response.function_call_arguments.delta", "response.custom_tool_call_input.delta"})
 
 
-def _arguments(item: Item) -> str:
+def _arguments(item: ResponsesOutputItem) -> str:
     """A custom tool takes text that is no JSON: one string, named ``input``."""
     if item.type == "custom_tool_call":
         return msgspec.json.encode({"input": item.input}).decode()
     return str(item.arguments)
 
 
-def _add(draft: ReplyDraft, item: Item) -> None:
+def _add(draft: ReplyDraft, item: ResponsesOutputItem) -> None:
     if item.type == "message":
         draft.add_text("".join(part.text or part.refusal for part in item.content or ()))
     elif item.type == "reasoning":
@@ -81,7 +33,7 @@ def _add(draft: ReplyDraft, item: Item) -> None:
         draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), _arguments(item))
 
 
-def _draft(response: WireResponse, output: list[Item]) -> ReplyDraft:
+def _draft(response: ResponsesResponse, output: list[ResponsesOutputItem]) -> ReplyDraft:
     draft = ReplyDraft()
     for item in output:
         _add(draft, item)
@@ -92,12 +44,12 @@ def _draft(response: WireResponse, output: list[Item]) -> ReplyDraft:
     return draft
 
 
-def _cut(response: WireResponse) -> bool:
+def _cut(response: ResponsesResponse) -> bool:
     details = response.incomplete_details
     return response.status == "incomplete" and (details is None or details.reason == "max_output_tokens")
 
 
-def _usage(wire: WireUsage | None) -> TokenUsage:
+def _usage(wire: ResponsesUsage | None) -> TokenUsage:
     if wire is None:
         return TokenUsage()
     details = wire.input_tokens_details
@@ -111,7 +63,7 @@ class ResponsesReader(ReplyReader):
         super().__init__(emit_deltas=emit_deltas)
         self._so_far = ReplyDraft(0, self.deltas)
         self._calls: dict[int, int] = {}  # output index → place among the tool calls
-        self._done: list[Item] = []
+        self._done: list[ResponsesOutputItem] = []
         self._final: ReplyDraft | None = None
 
     def read(self, body: bytes) -> None:
@@ -138,15 +90,15 @@ class ResponsesReader(ReplyReader):
         elif kind == "error":
             raise parse_error(data)
         elif kind in _ENDS:
-            response = event.response or WireResponse()
+            response = event.response or ResponsesResponse()
             response.status = response.status or kind.removeprefix("response.")
             self._end(response)
 
-    def _begin(self, index: int, item: Item) -> None:
+    def _begin(self, index: int, item: ResponsesOutputItem) -> None:
         if item.type in _CALLS:
             self._calls[index] = self._so_far.open_call(item.call_id or "", item.name or "")
 
-    def _end(self, response: WireResponse) -> None:
+    def _end(self, response: ResponsesResponse) -> None:
         self.has_ended = self.is_done = True
         self.set_response_id(response.id)
         self.usage = _usage(response.usage)

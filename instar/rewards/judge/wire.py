@@ -20,6 +20,8 @@ from yarl import URL
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ConfigError, ScoreError
 from instar.types import Json
+from instar.wire.anthropic import MessagesResponse, MessagesUsage
+from instar.wire.openai import ChatResponse, ChatUsage
 
 T = TypeVar("T")
 
@@ -144,32 +146,6 @@ def parse_retry_after(header: str | None) -> float | None:
 # --- OpenAI's chat completions ------------------------------------------------------------------
 
 
-class _Part(msgspec.Struct):
-    text: str | None = None
-
-
-class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None
-    refusal: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-
-
-class _Chat(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
 def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
     # OpenAI's newer models refuse the name that everyone else goes by.
     own = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
@@ -187,11 +163,11 @@ def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema
 
 
 def parse_chat_response(raw: bytes) -> JudgeReply:
-    answer = _decode(raw, _Chat)
-    if not answer.choices:
+    response = _decode(raw, ChatResponse)
+    if not response.choices or response.choices[0].message is None:
         raise ScoreError("the judge's answer is empty", again=True)
-    choice, usage = answer.choices[0], answer.usage or _Usage()
-    content = choice.message.content or choice.message.refusal or ""
+    choice, usage = response.choices[0], response.usage or ChatUsage()
+    content = response.choices[0].message.content or response.choices[0].message.refusal or ""
     return JudgeReply(
         content if isinstance(content, str) else "".join(part.text or "" for part in content),
         input_tokens=usage.prompt_tokens or 0,
@@ -201,18 +177,6 @@ def parse_chat_response(raw: bytes) -> JudgeReply:
 
 
 # --- Anthropic's messages -----------------------------------------------------------------------
-
-
-class _Block(msgspec.Struct):
-    type: str
-    text: str | None = None
-    input: Any = None
-
-
-class _Messages(msgspec.Struct):
-    content: list[_Block]
-    stop_reason: str | None = None
-    usage: _Usage | None = None
 
 
 def build_messages_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
@@ -231,17 +195,17 @@ def build_messages_request(config: JudgeRewardConfig, system: str, user: str, sc
 
 
 def parse_messages_response(raw: bytes) -> JudgeReply:
-    answer = _decode(raw, _Messages)
-    usage = answer.usage or _Usage()
-    given = next(
-        (b.input for b in answer.content if b.type == "tool_use" and isinstance(b.input, dict)), None
-    )
+    response = _decode(raw, MessagesResponse)
+    if response.content is None:
+        raise ScoreError("the judge's answer is empty", again=True)
+    usage = response.usage or MessagesUsage()
+    inputs = (msgspec.json.decode(block.input) for block in response.content if block.type == "tool_use")
     return JudgeReply(
-        "".join(block.text or "" for block in answer.content if block.type == "text"),
-        cast(Json | None, given),
+        "".join(block.text or "" for block in response.content if block.type == "text"),
+        next((cast(Json, value) for value in inputs if isinstance(value, dict)), None),
         usage.input_tokens or 0,
         usage.output_tokens or 0,
-        answer.stop_reason == "max_tokens",
+        response.stop_reason == "max_tokens",
     )
 
 
