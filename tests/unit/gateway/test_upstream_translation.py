@@ -163,7 +163,7 @@ async def test_what_anthropic_cannot_do_is_refused_by_name(upstream: Make, name:
 
 async def test_what_canonical_words_cannot_say_is_refused(upstream: Make) -> None:
     with pytest.raises(ApiError, match="images"):
-        await ask(upstream("chat"), "messages", asked(refusal=bad_request("No images.")))
+        await ask(upstream("chat"), "messages", asked(unsupported_error=bad_request("No images.")))
 
 
 @pytest.mark.parametrize(
