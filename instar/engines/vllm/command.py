@@ -16,7 +16,7 @@ SERVED_NAME = "instar-base"
 """What the base model is called at a server that Instar starts."""
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 """What receives weights inside the server's workers."""
-MIDDLEWARE = "instar.engines.vllm.key.RequireKey"
+MIDDLEWARE = "instar.engines.vllm.auth.RequireKey"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has kernels for."""
 LIVE_ADAPTERS = 4

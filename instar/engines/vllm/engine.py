@@ -15,9 +15,9 @@ import numpy as np
 from instar.config import ModelConfig, VllmEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
 from instar.engines.checks import as_ids, check_request, check_scored
-from instar.engines.vllm.address import VllmAddress
+from instar.engines.vllm.external import VllmAddress
 from instar.engines.vllm.command import Launch, find_vllm, fitting_rank
-from instar.engines.vllm.offers import Offers
+from instar.engines.vllm.capabilities import Offers
 from instar.engines.vllm.process import VllmProcess
 from instar.engines.vllm.reply import Reply
 from instar.engines.vllm.serving import AdapterServing, BaseServing, Lease, MergedServing, Serving

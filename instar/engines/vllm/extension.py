@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instar.engines.vllm.ahead import AdapterReader
+from instar.engines.vllm.adapter_prefetch import AdapterReader
 
 RAY_SECONDS = 60.0
 """Deadline of one chunk from Ray's object store."""

@@ -35,7 +35,7 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 from instar.types import SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.engines.pretend_vllm import END, PretendVllm, event
+from tests.unit.engines.fake_vllm import END, PretendVllm, event
 from tests.unit.engines.test_conformance import local_engine, scripted_engine
 
 TOKENIZER = make_tiny_tokenizer()

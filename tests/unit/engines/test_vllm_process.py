@@ -15,11 +15,11 @@ import pytest
 from instar.config import VllmEngineConfig
 from instar.engines.vllm import process as module
 from instar.engines.vllm.command import MIDDLEWARE, Launch
-from instar.engines.vllm.key import RequireKey
+from instar.engines.vllm.auth import RequireKey
 from instar.engines.vllm.process import VllmProcess
 from instar.errors import EngineError, EngineUnavailable
 from tests.unit.engines.test_vllm import launch
-from tests.unit.engines.test_vllm_given import until
+from tests.unit.engines.test_vllm_external import until
 
 SERVER = """
 import http.server, os, sys, time
@@ -141,7 +141,7 @@ def test_a_server_is_started_with_the_guard_which_needs_only_python() -> None:
     root = Path(module.__file__).parents[3]
     program = (
         f"import sys; sys.path.insert(0, {str(root)!r}); before = set(sys.modules)\n"
-        "from instar.engines.vllm.key import RequireKey\n"
+        "from instar.engines.vllm.auth import RequireKey\n"
         "print({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)"
     )
     told = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from instar.engines.vllm import weights as module
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.weights import NOTHING, Weights
 from instar.errors import EngineUnavailable
-from tests.unit.engines.pretend_vllm import StatefulVllm, event
+from tests.unit.engines.fake_vllm import StatefulVllm, event
 from tests.unit.engines.test_vllm import begin
 
 

@@ -13,7 +13,7 @@ from instar.sync.factory import create_sync
 from instar.sync.files import FileSync
 from instar.sync.nccl import meeting
 from instar.sync.shared import SharedSync
-from tests.unit.sync.receiving import HandingBackend, ReceivingEngine
+from tests.unit.sync.fakes import HandingBackend, ReceivingEngine
 
 
 class AdapterBackend(HandingBackend):

@@ -16,7 +16,7 @@ from instar.engines.base import Transfer
 from instar.errors import EngineError
 from instar.sync import nccl
 from instar.types import Artifact, Json, Policy
-from tests.unit.sync.receiving import HandingBackend, ReceivingEngine, holds
+from tests.unit.sync.fakes import HandingBackend, ReceivingEngine, holds
 
 
 class Group:

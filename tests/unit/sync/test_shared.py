@@ -15,7 +15,7 @@ from instar.errors import EngineError, EngineUnavailable, SyncError
 from instar.sync.base import WayError
 from instar.sync.shared import SharedBuffer, SharedSync, reaches_memory
 from instar.types import Artifact, Policy
-from tests.unit.sync.receiving import FusedModel, HandingBackend, ReceivingEngine, holds
+from tests.unit.sync.fakes import FusedModel, HandingBackend, ReceivingEngine, holds
 
 
 def policy(version: int) -> Policy:

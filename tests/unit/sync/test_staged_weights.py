@@ -17,7 +17,7 @@ from instar.engines.vllm.weights import Weights
 from instar.errors import EngineError
 from instar.types import Artifact, Policy
 from tests.tiny import make_tiny_model
-from tests.unit.engines.pretend_vllm import StatefulVllm
+from tests.unit.engines.fake_vllm import StatefulVllm
 
 
 def test_a_policy_that_is_sent_again_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

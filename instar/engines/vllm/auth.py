@@ -1,6 +1,6 @@
 """What runs in front of vLLM's server: its own key guards what samples, not what pauses it or swaps weights.
 
-Servers are started with ``--middleware instar.engines.vllm.key.RequireKey``. Needs nothing but Python: vLLM
+Servers are started with ``--middleware instar.engines.vllm.auth.RequireKey``. Needs nothing but Python: vLLM
 lives in an environment of its own.
 """
 

@@ -12,12 +12,12 @@ import pytest
 
 from instar.config import ModelConfig, VllmEngineConfig
 from instar.engines.base import Transfer
-from instar.engines.vllm import address
-from instar.engines.vllm.address import VllmAddress
+from instar.engines.vllm import external
+from instar.engines.vllm.external import VllmAddress
 from instar.engines.vllm.engine import VllmEngine
 from instar.errors import EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
-from tests.unit.engines.pretend_vllm import END, PretendVllm, StatefulVllm, event
+from tests.unit.engines.fake_vllm import END, PretendVllm, StatefulVllm, event
 
 
 @pytest.fixture(autouse=True)
