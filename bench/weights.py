@@ -154,7 +154,7 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
         for name, kind, host in zip(("lora", "full"), configs, hosts, strict=True):
             console.print(f"{shape}: {options.updates} updates of {name}")
             sync = await create_sync(configs[kind], trainer.backend, [host.engine])
-            console.print(f"{shape}: {sync.route}")
+            console.print(f"{shape}: {sync.description}")
             updates = await _update(trainer, sync, host, options, folder, SHAPES[shape].vocab)
             console.print(f"{shape}: pauses, ms: {' '.join(f'{1e3 * p:.0f}' for p in updates.pauses())}")
             found |= {f"{name}_{key}": value for key, value in updates.figures().items()}

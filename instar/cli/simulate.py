@@ -26,7 +26,7 @@ from instar.config import (
     SimulateConfig,
     VllmEngineConfig,
 )
-from instar.engines.factory import settle_vllm
+from instar.engines.factory import resolve_vllm_config
 from instar.errors import ConfigError
 from instar.simulate import pipeline
 from instar.simulate.base import ClusterSpec, EngineSpeed, SimulationResult, Workload
@@ -128,7 +128,7 @@ def versions_per_token(config: RunConfig) -> bool:
         case LocalEngineConfig():
             return not isinstance(config.backend, CloudConfig)  # which samples itself then
         case VllmEngineConfig() as engine:
-            policy = settle_vllm(engine, config).policy
+            policy = resolve_vllm_config(engine, config).policy
             return policy == "merged" or (policy == "auto" and config.model.device == "cpu")
         case MixedEngineConfig(parts=parts):
             return all(versions_per_token(config.model_copy(update={"engine": part})) for part in parts)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from instar.cluster.base import RoleHandle
 from instar.cluster.context import HEARTBEAT_SECONDS
 from instar.engines.base import Engine
-from instar.engines.pool import EnginePool, Newest
+from instar.engines.pool import EnginePool, PolicySource
 from instar.engines.remote import RemoteEngine
 from instar.errors import EngineUnavailable, InstarError
 from instar.store.base import Store
@@ -133,9 +133,14 @@ class DiscoveredEnginePool(EnginePool):
     """The engines of a run as one, wherever they are."""
 
     def __init__(
-        self, directory: EndpointDirectory, token: str, *, role: str = "engine", newest: Newest | None = None
+        self,
+        directory: EndpointDirectory,
+        token: str,
+        *,
+        role: str = "engine",
+        newest: PolicySource | None = None,
     ) -> None:
-        super().__init__([], newest=newest)
+        super().__init__([], newest_policy=newest)
         self._directory = directory
         self._role = role
         self._token = token

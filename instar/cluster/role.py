@@ -47,7 +47,7 @@ from instar.types import Channel, GroupStatus, Policy
 
 if TYPE_CHECKING:
     from instar.engines.base import Engine
-    from instar.engines.pool import Newest
+    from instar.engines.pool import PolicySource
     from instar.trainer.loop import Trainer
 
 FINISHED = "finished"
@@ -150,11 +150,11 @@ async def _serve_engine(
     """Until the role is stopped. ``other``: the role that it shares the cores with. ``among``: its processes.
     While one of several is drained, the others take what comes; what comes to the only one waits at the
     socket."""
-    from instar.engines.server import Gate, create_engine_app
+    from instar.engines.server import DrainGate, create_engine_app
     from instar.gateway.serve import serve
 
     listener = context.socket()
-    gate = Gate()
+    gate = DrainGate()
     status = await served.status()
     away = ""
 
@@ -169,7 +169,7 @@ async def _serve_engine(
         await context.announce(store, doing())
         await asyncio.sleep(HEARTBEAT_SECONDS)  # who had not read that yet has connected, and is answered
         gate.close()
-        await gate.empty.wait()
+        await gate.drained.wait()
         context.stop.set()
         await wait_forever()
 
@@ -240,7 +240,7 @@ async def gateway(context: RoleContext) -> None:
 
 
 async def _connect(
-    context: RoleContext, store: Store, role: str, *, newest: Newest | None = None
+    context: RoleContext, store: Store, role: str, *, newest: PolicySource | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
     """The run's engines as one, and what is to run meanwhile so that they are found where they go, and when
     they return."""
@@ -299,7 +299,7 @@ async def trainer(context: RoleContext) -> None:
         context.log(f"warning: {warning}")
         monitor.record("warning", 0, {"text": warning})
     sync = await create_sync(config, backend, known)
-    context.log(f"weights reach the engines by {sync.route}")
+    context.log(f"weights reach the engines by {sync.description}")
     loop = Trainer(
         config,
         context.run_id,

@@ -20,15 +20,15 @@ Prompt = Sequence[int] | Ids
 """Token ids. An int32 array is passed on as it is."""
 
 
-Route = Literal["ipc", "nccl", "ray"]
+LiveRoute = Literal["ipc", "nccl", "ray"]
 """How weights reach an engine without files."""
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class WeightTransfer(msgspec.Struct, frozen=True):
     """A part of a policy's weights, or a word about how they come, on the way to an engine."""
 
     policy: Policy
-    route: Route
+    route: LiveRoute
     body: Json
     """What the two ends of the route have agreed on: `instar.sync` writes it, the engine's end reads it."""
 
@@ -48,7 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """False: a whole reply is stamped with one version."""
     scores: bool = False
     """Whether ``logprobs`` works."""
-    routes: tuple[Route, ...] = ()
+    routes: tuple[LiveRoute, ...] = ()
     """Ways that ``stage`` takes weights on."""
 
 
@@ -67,7 +67,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Engine(ABC):
-    async def bring_up(self, log: Path, say: Callable[[str], None]) -> None:  # noqa: B027 - most need none
+    async def bring_up(self, log_path: Path, say: Callable[[str], None]) -> None:  # noqa: B027 - most need none
         """Bring it up: called once, before anything else. ``log`` is the file that its process writes to; a
         process that it starts itself has one beside it. ``say`` writes a line."""
 
@@ -86,7 +86,7 @@ class Engine(ABC):
         many tokens as the context holds. Cancelling the caller gives it up."""
         raise EngineError(f"the {self.info.kind} engine does not tell the logprobs of given tokens")
 
-    def route(self, session: str) -> Engine:
+    def for_session(self, session: str) -> Engine:
         """What should sample for this session: one that has computed its earlier turns, if any has."""
         return self
 
@@ -99,11 +99,11 @@ class Engine(ABC):
         """Serve this policy from the next token on. Requests in flight go on under it; keys and
         values computed under the old weights are never read by a request that begins later."""
 
-    async def bring(self, policy: Policy) -> Policy:
+    async def upload_files(self, policy: Policy) -> Policy:
         """The policy as the engine can load it: files on a machine that it does not see are sent to it."""
         return policy
 
-    async def stage(self, transfer: Transfer) -> Json:
+    async def stage(self, transfer: WeightTransfer) -> Json:
         """Take in a part of a policy's weights beside those that are served; requests notice nothing. Parts
         of another policy that were staged before are given up. Returns what the sender is to know."""
         raise EngineError(f"the {self.info.kind} engine does not take weights over {transfer.route}")

@@ -13,7 +13,7 @@ from instar.types import Ids, SamplingParams
 INT32 = np.iinfo(np.int32)
 
 
-def as_ids(prompt: Prompt) -> Ids:
+def to_ids(prompt: Prompt) -> Ids:
     """The prompt as an array; itself, where it is one. Raises EngineError where a number does not fit."""
     if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32:
         return prompt
@@ -45,7 +45,7 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
         )
 
 
-def check_scored(info: EngineInfo, token_ids: Ids) -> None:
+def check_score_request(info: EngineInfo, token_ids: Ids) -> None:
     """Raise EngineError, or PromptTooLong, for tokens whose logprobs cannot be told."""
     _check_ids(info, token_ids)
     if len(token_ids) > info.max_context:

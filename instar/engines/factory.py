@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from instar.config import CloudEngineConfig, LocalClusterConfig, RunConfig, VllmEngineConfig
 from instar.engines.base import Engine
-from instar.engines.pool import EnginePool, Newest
+from instar.engines.pool import EnginePool, PolicySource
 from instar.engines.remote import RemoteEngine
 from instar.registry import resolve_section
 from instar.types import Json
@@ -17,12 +17,14 @@ def create_engine(config: RunConfig) -> Engine:
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
-        settle_vllm(config.engine, config) if isinstance(config.engine, VllmEngineConfig) else config.engine
+        resolve_vllm_config(config.engine, config)
+        if isinstance(config.engine, VllmEngineConfig)
+        else config.engine
     )
     return resolve_section("engines", section)(config.model, section)
 
 
-def settle_vllm(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
+def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
     """With what follows from the rest of the run: how policies come, and what else is on the GPU."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
@@ -37,13 +39,17 @@ def settle_vllm(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfi
 
 
 async def connect_engines(
-    urls: Sequence[str], token: str | None = None, *, timeout: float = 60.0, newest: Newest | None = None
+    urls: Sequence[str],
+    token: str | None = None,
+    *,
+    timeout: float = 60.0,
+    newest_policy: PolicySource | None = None,
 ) -> Engine:
     """What is behind these addresses, as one engine. Waits until one of them answers. ``newest`` is the
     policy that an engine which was away is given when it returns."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
-    pool = EnginePool([RemoteEngine(url, token) for url in urls], newest=newest)
+    pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)
     try:
         await pool.start(timeout)
     except BaseException:  # cancelled too: nobody else would close it

@@ -19,21 +19,21 @@ from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError
 from instar.types import Floats, Policy, SamplingParams, TokenChunk
 
-Newest = Callable[[], Awaitable[Policy | None]]
+PolicySource = Callable[[], Awaitable[Policy | None]]
 
-FAILURES = 2
+MAX_MISSED_CHECKS = 2
 """Health checks in a row that an engine may miss before it is left out."""
-KEPT_SESSIONS = 65_536
+MAX_SESSIONS = 65_536
 """Sessions whose engine is remembered; the ones that were silent longest are forgotten."""
-BUSIER = 2
-SLACK = 8
+LOAD_FACTOR = 2
+LOAD_SLACK = 8
 """A session leaves its engine where that has more than BUSIER times the requests of the idlest, and SLACK."""
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class PoolMember:
     engine: Engine
-    place: int
+    index: int
     healthy: bool = False
     reason: str = "it has not answered yet"
     """Why it is not healthy."""
@@ -41,33 +41,33 @@ class Member:
     draining: bool = False
     """Whether it takes no further request, healthy as it is."""
     in_flight: int = 0
-    elsewhere: int = 0
+    other_requests: int = 0
     """Requests that others have there, as of the last check."""
-    served: int = 0
-    loaded: int | None = None
+    total_requests: int = 0
+    loaded_version: int | None = None
     """The version that the pool itself made it serve."""
-    doubted: asyncio.Event = field(default_factory=asyncio.Event)
+    check_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Something failed: it is to be looked at now."""
-    unanswered: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+    first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
     """Requests that wait for their first token."""
 
     @property
     def load(self) -> int:
-        return self.in_flight + self.elsewhere
+        return self.in_flight + self.other_requests
 
     @property
     def is_open(self) -> bool:
         return self.healthy and not self.draining
 
-    def doubt(self, reason: str) -> None:
+    def mark_unhealthy(self, reason: str) -> None:
         self.healthy = False
         self.reason = reason
-        self.doubted.set()
+        self.check_requested.set()
 
-    def give_up(self) -> None:
+    def release_waiting(self) -> None:
         """What it has not begun to answer is for others."""
-        while self.unanswered:
-            self.unanswered.pop().reschedule(asyncio.get_running_loop().time())
+        while self.first_token_timeouts:
+            self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
 
 class EnginePool(Engine):
@@ -80,17 +80,17 @@ class EnginePool(Engine):
         *,
         period: float = 1.0,
         timeout: float = 3.0,
-        newest: Newest | None = None,
+        newest_policy: PolicySource | None = None,
     ) -> None:
         """``period``: seconds between two health checks of an engine. ``timeout``: deadline of one."""
-        self.members = [Member(engine, place) for place, engine in enumerate(engines)]
+        self.members = [PoolMember(engine, place) for place, engine in enumerate(engines)]
         self._period = period
         self._timeout = timeout
-        self._newest = newest
+        self._newest = newest_policy
         self._policy: Policy | None = None
         self._info: EngineInfo | None = None
-        self._sessions: OrderedDict[str, Member] = OrderedDict()
-        self._watchers: dict[Member, asyncio.Task[None]] | None = None
+        self._sessions: OrderedDict[str, PoolMember] = OrderedDict()
+        self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
         """Those who look after each member, once the pool is started."""
 
     async def start(self, timeout: float = 60.0) -> None:
@@ -121,21 +121,21 @@ class EnginePool(Engine):
             raise EngineUnavailable("no engine has answered yet")
         return self._info
 
-    def route(self, session: str) -> Engine:
-        return _Routed(self, session)
+    def for_session(self, session: str) -> Engine:
+        return _SessionEngine(self, session)
 
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        return self.generate_for(None, prompt_ids, params)
+        return self.generate_for_session(None, prompt_ids, params)
 
-    async def generate_for(
+    async def generate_for_session(
         self, session: str | None, prompt_ids: Prompt, params: SamplingParams
     ) -> AsyncGenerator[TokenChunk, None]:
-        tried: list[Member] = []
+        tried: list[PoolMember] = []
         while True:
             member = self._pick(tried, session)
             tried.append(member)
             member.in_flight += 1
-            member.served += 1
+            member.total_requests += 1
             began = False
             try:
                 async with aclosing(member.engine.generate(prompt_ids, params)) as chunks:
@@ -146,14 +146,14 @@ class EnginePool(Engine):
                         yield chunk
                 return
             except EngineUnavailable as error:
-                member.doubt(str(error))
+                member.mark_unhealthy(str(error))
                 if began:
                     raise
             finally:
                 member.in_flight -= 1
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        tried: list[Member] = []
+        tried: list[PoolMember] = []
         while True:
             member = self._pick(tried)
             tried.append(member)
@@ -161,7 +161,7 @@ class EnginePool(Engine):
             try:
                 return await member.engine.logprobs(token_ids)
             except EngineUnavailable as error:
-                member.doubt(str(error))
+                member.mark_unhealthy(str(error))
             finally:
                 member.in_flight -= 1
 
@@ -184,28 +184,28 @@ class EnginePool(Engine):
         of it are closed: a reply that one had begun breaks off, any other goes to another engine."""
         gone = [member for member in self.members if member.engine not in engines]
         known = {member.engine for member in self.members}
-        place = max((member.place for member in self.members), default=-1)
+        place = max((member.index for member in self.members), default=-1)
         self.members = [member for member in self.members if member not in gone]
         for engine in engines:
             if engine not in known:
                 place += 1
-                self._add(Member(engine, place))
+                self._add(PoolMember(engine, place))
         for member in gone:
             await self._remove(member)
 
-    def _add(self, member: Member) -> None:
+    def _add(self, member: PoolMember) -> None:
         self.members.append(member)
         if self._watchers is not None:
-            member.doubted.set()
+            member.check_requested.set()
             self._watchers[member] = asyncio.create_task(self._watch(member))
 
-    async def _remove(self, member: Member) -> None:
+    async def _remove(self, member: PoolMember) -> None:
         if self._watchers is not None:
             watcher = self._watchers.pop(member)
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
         member.healthy, member.reason = False, "it is no longer there"
-        member.give_up()
+        member.release_waiting()
         await member.engine.close()
 
     async def status(self) -> EngineStatus:
@@ -236,29 +236,29 @@ class EnginePool(Engine):
 
     # --- one request -------------------------------------------------------------------------------
 
-    def _pick(self, tried: Iterable[Member], session: str | None = None) -> Member:
+    def _pick(self, tried: Iterable[PoolMember], session: str | None = None) -> PoolMember:
         open_to = [member for member in self.members if member.is_open and member not in tried]
         if not open_to:
             raise self._nobody()
-        idlest = min(open_to, key=lambda member: (member.load, member.served, member.place))
+        idlest = min(open_to, key=lambda member: (member.load, member.total_requests, member.index))
         if session is None:
             return idlest
         used = self._sessions.get(session)
-        chosen = used if used in open_to and used.load <= BUSIER * idlest.load + SLACK else idlest
+        chosen = used if used in open_to and used.load <= LOAD_FACTOR * idlest.load + LOAD_SLACK else idlest
         self._sessions[session] = chosen
         self._sessions.move_to_end(session)
-        if len(self._sessions) > KEPT_SESSIONS:
+        if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return chosen
 
-    async def _first(self, member: Member, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
+    async def _first(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
         """Raises EngineUnavailable also where the engine is left out meanwhile, or has been started again
         and does not serve what it was given."""
-        expected = member.loaded
+        expected = member.loaded_version
         waiting = asyncio.timeout(None)
         try:
             async with waiting:
-                member.unanswered.add(waiting)
+                member.first_token_timeouts.add(waiting)
                 chunk = await anext(chunks)
         except TimeoutError:
             if not waiting.expired():
@@ -267,14 +267,14 @@ class EnginePool(Engine):
         except StopAsyncIteration:
             raise EngineUnavailable("the engine ended a reply before its first token") from None
         finally:
-            member.unanswered.discard(waiting)
+            member.first_token_timeouts.discard(waiting)
         if expected is not None and chunk.versions and chunk.versions[0] < expected:
             raise EngineUnavailable(f"it serves version {chunk.versions[0]} and was given {expected}")
         return chunk
 
     def _nobody(self) -> EngineUnavailable:
         reasons = "; ".join(
-            f"engine {member.place}: {'it is being drained' if member.healthy else member.reason}"
+            f"engine {member.index}: {'it is being drained' if member.healthy else member.reason}"
             for member in self.members
             if not member.is_open
         )
@@ -283,40 +283,40 @@ class EnginePool(Engine):
 
     # --- health ------------------------------------------------------------------------------------
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: PoolMember) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period):
-                    await member.doubted.wait()
-            member.doubted.clear()
+                    await member.check_requested.wait()
+            member.check_requested.clear()
             await self._check(member)
 
-    async def _check(self, member: Member) -> None:
+    async def _check(self, member: PoolMember) -> None:
         try:
             status = await self._ask(member)
             member.draining = status.draining
-            if member.loaded is not None and status.version < member.loaded:
+            if member.loaded_version is not None and status.version < member.loaded_version:
                 member.healthy = False
             if not member.healthy:
                 await self._admit(member)
         except InstarError as error:
             member.failures += 1
-            if not member.healthy or member.failures >= FAILURES:
+            if not member.healthy or member.failures >= MAX_MISSED_CHECKS:
                 member.healthy = False
                 member.reason = str(error)
-                member.give_up()
+                member.release_waiting()
             return
         member.failures = 0
-        member.elsewhere = max(0, status.running + status.waiting - member.in_flight)
+        member.other_requests = max(0, status.running + status.waiting - member.in_flight)
 
-    async def _ask(self, member: Member) -> EngineStatus:
+    async def _ask(self, member: PoolMember) -> EngineStatus:
         try:
             async with asyncio.timeout(self._timeout):
                 return await member.engine.status()
         except TimeoutError as error:
             raise EngineUnavailable(f"it did not answer within {self._timeout:g} s") from error
 
-    async def _admit(self, member: Member) -> None:
+    async def _admit(self, member: PoolMember) -> None:
         """Healthy again, once it serves what the others do."""
         info = await member.engine.refresh()
         if self._info is None:
@@ -336,14 +336,14 @@ class EnginePool(Engine):
             await self._load(member, policy)
         member.healthy = True
 
-    async def _load(self, member: Member, policy: Policy) -> None:
+    async def _load(self, member: PoolMember, policy: Policy) -> None:
         try:
             await member.engine.load(policy)
         except EngineUnavailable as error:
-            member.doubt(str(error))
+            member.mark_unhealthy(str(error))
             raise
         if self._newest is None:
-            member.loaded = policy.version
+            member.loaded_version = policy.version
 
     def _refuse_mixed(self) -> None:
         infos = [info for member in self.members if (info := _info_of(member)) is not None]
@@ -351,7 +351,7 @@ class EnginePool(Engine):
             raise ConfigError(f"engines of one pool differ: {' and '.join(sorted(set(map(_told, infos))))}")
 
 
-class _Routed(Engine):
+class _SessionEngine(Engine):
     """The pool, as one session sees it."""
 
     def __init__(self, pool: EnginePool, session: str) -> None:
@@ -363,7 +363,7 @@ class _Routed(Engine):
         return self._pool.info
 
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        return self._pool.generate_for(self._session, prompt_ids, params)
+        return self._pool.generate_for_session(self._session, prompt_ids, params)
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         return await self._pool.logprobs(token_ids)
@@ -378,7 +378,7 @@ class _Routed(Engine):
         """Nothing: the pool is for others too."""
 
 
-def _info_of(member: Member) -> EngineInfo | None:
+def _info_of(member: PoolMember) -> EngineInfo | None:
     try:
         return member.engine.info
     except EngineUnavailable:

@@ -13,10 +13,16 @@ import aiohttp
 import msgspec
 
 from instar import errors
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
-from instar.engines.checks import as_ids
-from instar.engines.uploads import Seen, SeenBody, Taken, files_of, pieces
-from instar.engines.wire import decode_line, joined, pack_ids, pack_request, unpack_floats
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
+from instar.engines.checks import to_ids
+from instar.engines.uploads import (
+    FolderCheck,
+    FolderCheckResult,
+    UploadResult,
+    encode_folder,
+    read_file_stats,
+)
+from instar.engines.wire import decode_line, join_chunks, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.http.plain import PlainClient, PlainResponse
 from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
@@ -81,7 +87,7 @@ class RemoteEngine(Engine):
         return self._info
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        body = pack_request(as_ids(prompt_ids), params)
+        body = pack_request(to_ids(prompt_ids), params)
         finished = False
         response: PlainResponse | None = None
         try:
@@ -108,29 +114,29 @@ class RemoteEngine(Engine):
             raise EngineUnavailable(f"the engine at {self._url} broke off in the middle of a reply")
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = as_ids(token_ids)
+        ids = to_ids(token_ids)
         body = await self._call("POST", "/logprobs", SCORE_SECONDS, pack_ids(ids))
         return unpack_floats(body, len(ids))
 
     async def load(self, policy: Policy) -> None:
         await self._call("POST", "/load", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
 
-    async def bring(self, policy: Policy) -> Policy:
+    async def upload_files(self, policy: Policy) -> Policy:
         if policy.artifact.kind not in ("adapter", "weights"):
             return policy
         folder = Path(policy.artifact.path)
         try:
-            files = await asyncio.to_thread(files_of, folder)
+            files = await asyncio.to_thread(read_file_stats, folder)
         except OSError:
             return policy  # not here either; the engine says what it makes of that
-        asked = msgspec.json.encode(SeenBody(str(folder), files))
-        if self._decoded(await self._call("POST", "/seen", STATUS_SECONDS, asked), Seen).seen:
+        asked = msgspec.json.encode(FolderCheck(str(folder), files))
+        if self._decoded(await self._call("POST", "/seen", STATUS_SECONDS, asked), FolderCheckResult).seen:
             return policy
-        told = await self._call("POST", "/upload", LOAD_SECONDS, pieces(folder, files))
-        artifact = msgspec.structs.replace(policy.artifact, path=self._decoded(told, Taken).path)
+        told = await self._call("POST", "/upload", LOAD_SECONDS, encode_folder(folder, files))
+        artifact = msgspec.structs.replace(policy.artifact, path=self._decoded(told, UploadResult).path)
         return msgspec.structs.replace(policy, artifact=artifact)
 
-    async def stage(self, transfer: Transfer) -> Json:
+    async def stage(self, transfer: WeightTransfer) -> Json:
         told = await self._call("POST", "/stage", LOAD_SECONDS, msgspec.json.encode(transfer))
         return self._decoded(told, Json)
 
@@ -194,7 +200,7 @@ def _read(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None
             error = _error(line, 500)
             break
         chunks.append(decode_line(line))
-    return joined(chunks) if chunks else None, error
+    return join_chunks(chunks) if chunks else None, error
 
 
 def _error(body: bytes, status: int) -> EngineError:

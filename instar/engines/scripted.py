@@ -16,7 +16,7 @@ import numpy as np
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import as_ids, check_request, check_scored
+from instar.engines.checks import check_request, check_score_request, to_ids
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
@@ -24,7 +24,7 @@ from instar.registry import load_object
 from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
-BURST = 64
+MAX_BURST_TOKENS = 64
 """Tokens played without a pause, where no delay is asked for; then others have their turn."""
 KEPT_REPLIES = 256
 """Replies of a function whose tokens are kept at hand."""
@@ -60,7 +60,7 @@ class ScriptedEngine(Engine):
         return self._info
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = as_ids(prompt_ids)
+        prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
         self._check_open()
         stop = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
@@ -71,7 +71,7 @@ class ScriptedEngine(Engine):
         self._running += 1
         try:
             for position, token in enumerate(reply):
-                if delay or position % BURST == 0:
+                if delay or position % MAX_BURST_TOKENS == 0:
                     await asyncio.sleep(delay)
                     self._check_open()
                 state = _next_state(state, token)
@@ -92,8 +92,8 @@ class ScriptedEngine(Engine):
             self._running -= 1
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = as_ids(token_ids)
-        check_scored(self._info, ids)
+        ids = to_ids(token_ids)
+        check_score_request(self._info, ids)
         self._check_open()
         state = _state(ids[:1].tobytes(), None)
         values = np.full(len(ids), np.nan, np.float32)

@@ -33,10 +33,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from instar.engines.base import Engine, Transfer
-from instar.engines.checks import check_request, check_scored
-from instar.engines.uploads import Uploads
-from instar.engines.wire import encode_line, joined, pack_floats, unpack_ids, unpack_request
+from instar.engines.base import Engine, WeightTransfer
+from instar.engines.checks import check_request, check_score_request
+from instar.engines.uploads import UploadStore
+from instar.engines.wire import encode_line, join_chunks, pack_floats, unpack_ids, unpack_request
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
 from instar.types import Policy, TokenChunk
 
@@ -45,7 +45,7 @@ HEADERS = [(b"content-type", b"application/x-ndjson")]
 T = TypeVar("T")
 
 
-class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
     policy: Policy
 
 
@@ -58,13 +58,13 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
-class Gate:
+class DrainGate:
     """Through it go the requests that sample or score. Closed, it lets no more in; ``empty`` is set once it
     is closed and all are out."""
 
     def __init__(self) -> None:
         self.closed = False
-        self.empty = asyncio.Event()
+        self.drained = asyncio.Event()
         self._inside = 0
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Gate:
         self._leave(0)
 
     @contextmanager
-    def passing(self) -> Generator[None]:
+    def admit(self) -> Generator[None]:
         if self.closed:
             raise EngineUnavailable("it is being drained and takes no further request")
         self._inside += 1
@@ -84,23 +84,23 @@ class Gate:
     def _leave(self, count: int) -> None:
         self._inside -= count
         if self.closed and not self._inside:
-            self.empty.set()
+            self.drained.set()
 
 
-def create_engine_app(engine: Engine, token: str | None = None, gate: Gate | None = None) -> Starlette:
+def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate | None = None) -> Starlette:
     """The app. With a token, every route but /healthz asks for it as a bearer token."""
-    gate = gate or Gate()
-    uploads = Uploads()
-    routes = _Routes(engine, gate, uploads)
+    gate = gate or DrainGate()
+    uploads = UploadStore()
+    routes = _Handlers(engine, gate, uploads)
     return Starlette(
         routes=[
-            Route("/generate", _Generate(engine, gate), methods=["POST"]),
+            Route("/generate", _GenerateEndpoint(engine, gate), methods=["POST"]),
             Route("/logprobs", _answer(routes.logprobs), methods=["POST"]),
             Route("/load", _answer(routes.load), methods=["POST"]),
             Route("/stage", _answer(routes.stage), methods=["POST"]),
             Route("/commit", _answer(routes.commit), methods=["POST"]),
-            Route("/seen", _answer(uploads.seen), methods=["POST"]),
-            Route("/upload", _answer(uploads.take), methods=["POST"]),
+            Route("/seen", _answer(uploads.check_folder), methods=["POST"]),
+            Route("/upload", _answer(uploads.receive_folder), methods=["POST"]),
             Route("/info", _answer(routes.info)),
             Route("/status", _answer(routes.status)),
             Route("/healthz", _answer(routes.healthz)),
@@ -109,10 +109,10 @@ def create_engine_app(engine: Engine, token: str | None = None, gate: Gate | Non
     )
 
 
-class _Generate:
+class _GenerateEndpoint:
     """A plain ASGI app: what Starlette's responses would add costs more than playing a short reply."""
 
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    def __init__(self, engine: Engine, gate: DrainGate) -> None:
         self._engine = engine
         self._gate = gate
 
@@ -126,15 +126,15 @@ class _Generate:
             await _error(400, error)(scope, receive, send)
             return
         try:
-            with self._gate.passing():
-                refused = await _Reply(self._engine.generate(prompt, params), receive, send).run()
+            with self._gate.admit():
+                refused = await _ReplyStream(self._engine.generate(prompt, params), receive, send).run()
         except EngineUnavailable as error:
             refused = error
         if refused is not None:
             await _error(_status_of(refused), refused)(scope, receive, send)
 
 
-class _Reply:
+class _ReplyStream:
     """One reply on its way: what the engine has sampled while the last line was sent goes out as the next
     one. A client that goes away, also one that still waits for its first token, closes the engine's iterator.
     """
@@ -190,7 +190,7 @@ class _Reply:
         return None
 
     def _take(self, error: InstarError | None) -> bytes:
-        lines = encode_line(joined(self._ready)) if self._ready else b""
+        lines = encode_line(join_chunks(self._ready)) if self._ready else b""
         self._ready.clear()
         return lines if error is None else lines + msgspec.json.encode(_error_body(error)) + b"\n"
 
@@ -200,35 +200,35 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class _Routes:
-    def __init__(self, engine: Engine, gate: Gate, uploads: Uploads) -> None:
+class _Handlers:
+    def __init__(self, engine: Engine, gate: DrainGate, uploads: UploadStore) -> None:
         self._engine = engine
         self._gate = gate
         self._uploads = uploads
 
     async def load(self, request: Request) -> Response:
-        body = await _decoded(request, LoadBody)
+        body = await _decoded(request, LoadRequest)
         if body.policy.artifact.kind not in self._engine.info.artifacts:
             taken = ", ".join(self._engine.info.artifacts)
             return _error(400, EngineError(f"this engine loads {taken}, not {body.policy.artifact.kind}"))
         await self._engine.load(body.policy)
-        self._uploads.loaded = body.policy.artifact.path
+        self._uploads.loaded_path = body.policy.artifact.path
         return _json({})
 
     async def stage(self, request: Request) -> Response:
-        return _json(await self._engine.stage(await _decoded(request, Transfer)))
+        return _json(await self._engine.stage(await _decoded(request, WeightTransfer)))
 
     async def commit(self, request: Request) -> Response:
-        await self._engine.commit((await _decoded(request, LoadBody)).policy)
+        await self._engine.commit((await _decoded(request, LoadRequest)).policy)
         return _json({})
 
     async def logprobs(self, request: Request) -> Response:
         try:
             ids = unpack_ids(await _read_body(request.receive))
-            check_scored(self._engine.info, ids)
+            check_score_request(self._engine.info, ids)
         except EngineError as error:
             return _error(400, error)
-        with self._gate.passing():
+        with self._gate.admit():
             values = await self._engine.logprobs(ids)
         return Response(pack_floats(values), media_type="application/octet-stream")
 

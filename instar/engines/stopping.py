@@ -8,7 +8,7 @@ from typing import Protocol
 from instar.types import FinishReason, SamplingParams
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
@@ -19,7 +19,7 @@ class StopStrings:
     starts a few tokens back, because some tokenizers write a token differently at the start.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._keep = max(map(len, stop)) - 1
@@ -49,10 +49,10 @@ class StopRule:
     """Judges every sampled token of one reply."""
 
     def __init__(
-        self, params: SamplingParams, room: int, eos_ids: Collection[int], tokenizer: Decoder
+        self, params: SamplingParams, context_left: int, eos_ids: Collection[int], tokenizer: TokenDecoder
     ) -> None:
         """``room`` is what the context has left for the reply."""
-        self._left = min(params.max_tokens, room)
+        self._left = min(params.max_tokens, context_left)
         self._ids = {*eos_ids, *params.stop_token_ids}
         self._strings = StopStrings(tokenizer, params.stop) if params.stop else None
 

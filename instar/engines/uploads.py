@@ -28,22 +28,22 @@ from instar.errors import EngineError, EngineUnavailable
 LENGTH_BYTES = 4
 PIECE = 4 * 2**20
 LARGEST_HEAD = 2**20
-KEPT = 3
+MAX_UPLOADS = 3
 """Uploads that are kept: replies under an older policy may still need its files."""
-Files = dict[str, tuple[int, int]]
+FileStats = dict[str, tuple[int, int]]
 """Size and time of change, by name."""
 
 
-class SeenBody(msgspec.Struct, forbid_unknown_fields=True):
+class FolderCheck(msgspec.Struct, forbid_unknown_fields=True):
     path: str
-    files: Files
+    files: FileStats
 
 
-class Seen(msgspec.Struct):
+class FolderCheckResult(msgspec.Struct):
     seen: bool
 
 
-class Taken(msgspec.Struct):
+class UploadResult(msgspec.Struct):
     path: str
 
 
@@ -51,16 +51,16 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
     files: list[tuple[str, int]]
 
 
-def files_of(folder: Path) -> Files:
+def read_file_stats(folder: Path) -> FileStats:
     """Raises OSError where there is no such folder."""
-    found: Files = {}
+    found: FileStats = {}
     for entry in sorted(folder.iterdir()):
         told = entry.stat()
         found[entry.name] = (told.st_size, told.st_mtime_ns)
     return found
 
 
-async def pieces(folder: Path, files: Files) -> AsyncGenerator[bytes, None]:
+async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes, None]:
     """The body of /upload."""
     head = msgspec.json.encode(_Head([(name, size) for name, (size, _) in files.items()]))
     yield len(head).to_bytes(LENGTH_BYTES, "little") + head
@@ -73,27 +73,27 @@ async def pieces(folder: Path, files: Files) -> AsyncGenerator[bytes, None]:
     yield digest.digest()
 
 
-class Uploads:
+class UploadStore:
     """What was sent to this process. It is gone with it."""
 
     def __init__(self) -> None:
         self._root: str | None = None
         self._taken: list[Path] = []
-        self.loaded = ""
+        self.loaded_path = ""
         """The folder that was loaded last: it is kept, and read again when its server is started again."""
 
-    async def seen(self, request: Request) -> Response:
+    async def check_folder(self, request: Request) -> Response:
         try:
-            asked = msgspec.json.decode(await request.body(), type=SeenBody)
+            asked = msgspec.json.decode(await request.body(), type=FolderCheck)
         except msgspec.DecodeError as error:
             raise EngineError(f"the body cannot be read: {error}") from error
         try:
-            seen = await asyncio.to_thread(files_of, Path(asked.path)) == asked.files
+            seen = await asyncio.to_thread(read_file_stats, Path(asked.path)) == asked.files
         except OSError:
             seen = False
-        return _json(Seen(seen))
+        return _json(FolderCheckResult(seen))
 
-    async def take(self, request: Request) -> Response:
+    async def receive_folder(self, request: Request) -> Response:
         if self._root is None:
             self._root = tempfile.mkdtemp(prefix="instar-policies-")
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
@@ -109,11 +109,11 @@ class Uploads:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         self._taken.append(whole)
-        while len(self._taken) > KEPT:
-            oldest = next(folder for folder in self._taken if str(folder) != self.loaded)
+        while len(self._taken) > MAX_UPLOADS:
+            oldest = next(folder for folder in self._taken if str(folder) != self.loaded_path)
             self._taken.remove(oldest)
             await asyncio.to_thread(shutil.rmtree, oldest, ignore_errors=True)
-        return _json(Taken(str(whole)))
+        return _json(UploadResult(str(whole)))
 
 
 async def _receive(body: _Body, folder: Path) -> None:

@@ -70,7 +70,7 @@ def unpack_floats(body: bytes, length: int) -> Floats:
     return np.frombuffer(body, FLOAT_TYPE).astype(np.float32)
 
 
-def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
     """Neighbouring chunks of one reply as one."""
     if len(chunks) == 1:
         return chunks[0]

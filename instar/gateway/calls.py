@@ -210,7 +210,7 @@ class EngineCall:
 
     async def _one(self, index: int, reply: SampledReply, placement: Placement, emit: Emit | None) -> None:
         parser = self._parsers[index]
-        engine = self._calls.engine.route(self.session_id)
+        engine = self._calls.engine.for_session(self.session_id)
         stream = engine.generate(placement.prompt_ids, reply.params)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:

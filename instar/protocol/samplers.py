@@ -15,7 +15,7 @@ import msgspec
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import EngineInfo
-from instar.engines.checks import as_ids, check_request, check_scored
+from instar.engines.checks import check_request, check_score_request, to_ids
 from instar.engines.local.engine import LocalEngine, default_kv_tokens
 from instar.engines.local.model import EngineModel
 from instar.errors import EngineError
@@ -83,14 +83,14 @@ class SamplerPool:
                     reply.cancel()
 
     async def logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
-        ids = self._checked(tokens, lambda ids: check_scored(self.info, ids))
+        ids = self._checked(tokens, lambda ids: check_score_request(self.info, ids))
         async with self._engine(key, adapter) as engine:
             return await engine.logprobs(ids)
 
     def _checked(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
         """What an engine refuses of a request is the client's mistake; later errors are ours."""
         try:
-            ids = as_ids(tokens)
+            ids = to_ids(tokens)
             check(ids)
         except EngineError as error:
             raise ProtocolError(str(error)) from error
@@ -148,13 +148,13 @@ class SamplerPool:
         """One more is at work."""
         for seat in self._seats.values():
             if seat.users == 0:
-                seat.engine.rest()
+                seat.engine.release_memory()
         self._divide_memory()
 
     def _divide_memory(self) -> None:
         at_work = [seat.engine for seat in self._seats.values() if seat.users]
         for engine in at_work:
-            engine.use_kv_tokens(max(self.info.max_context, self._kv_tokens // len(at_work)))
+            engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(at_work)))
 
     async def _seat(self, key: str, adapter: Path | None) -> None:
         """Those who need a seat come in turn."""

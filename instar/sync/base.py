@@ -10,7 +10,7 @@ from instar.errors import ConfigError, SyncError
 from instar.types import ArtifactKind, Policy
 
 
-class WayError(SyncError):
+class RouteError(SyncError):
     """The way itself failed: neither an engine nor the backend."""
 
 
@@ -21,7 +21,7 @@ class Sync(ABC):
 
     @property
     @abstractmethod
-    def route(self) -> str:
+    def description(self) -> str:
         """What it is and how it was come to, for the log."""
 
     @abstractmethod

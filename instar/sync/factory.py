@@ -15,7 +15,7 @@ from instar.sync.base import Sync, choose_artifact
 
 
 @dataclass(frozen=True)
-class Ends:
+class RouteEndpoints:
     """What the two ends of a route are."""
 
     config: RunConfig
@@ -32,34 +32,36 @@ class Ends:
         return isinstance(self.config.cluster, RayClusterConfig)
 
     @property
-    def all_weights(self) -> bool:
+    def publishes_weights(self) -> bool:
         """Whether a policy is more than an adapter, so that its files would be as large as the model."""
         return "weights" in self.backend.capabilities.artifacts
 
 
 @dataclass(frozen=True)
-class Way:
-    lacks: Callable[[Ends], str | None]
+class Route:
+    find_obstacle: Callable[[RouteEndpoints], str | None]
     """Why the ends cannot take it, as far as they say; None: they can."""
-    make: Callable[[Ends], Awaitable[Sync]]
+    create: Callable[[RouteEndpoints], Awaitable[Sync]]
     """Raises ConfigError, saying why, where it turns out that they cannot."""
-    chosen: Callable[[Ends], bool]
+    is_automatic: Callable[[RouteEndpoints], bool]
     """Whether it is tried when nothing is said about the route. The first that can be made is taken."""
 
 
 async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> Sync:
     """Raises ConfigError when there is no way, or not the one that the config asks for."""
-    ends = Ends(config, backend, engines)
+    ends = RouteEndpoints(config, backend, engines)
     asked = config.sync.route
     if asked != "auto":
         try:
             return await _take(ROUTES[asked], ends)
         except ConfigError as error:
-            others = [name for name, way in ROUTES.items() if name != asked and way.lacks(ends) is None]
+            others = [
+                name for name, way in ROUTES.items() if name != asked and way.find_obstacle(ends) is None
+            ]
             supported = ", ".join(others) or "none"
             raise ConfigError(f"sync.route: given {asked!r}; {error}. Supported here: {supported}") from error
     for way in ROUTES.values():
-        if way.chosen(ends):
+        if way.is_automatic(ends):
             try:
                 return await _take(way, ends)
             except ConfigError:
@@ -68,32 +70,32 @@ async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Eng
     raise AssertionError("files are always tried")
 
 
-async def _take(way: Way, ends: Ends) -> Sync:
-    if (lack := way.lacks(ends)) is not None:
+async def _take(way: Route, ends: RouteEndpoints) -> Sync:
+    if (lack := way.find_obstacle(ends)) is not None:
         raise ConfigError(lack)
-    return await way.make(ends)
+    return await way.create(ends)
 
 
 # --- the ways -----------------------------------------------------------------------------------
 
 
-async def _ipc(ends: Ends) -> Sync:
-    from instar.sync.shared import SharedSync, own_gpu, reaches_memory
+async def _ipc(ends: RouteEndpoints) -> Sync:
+    from instar.sync.shared import SharedSync, current_gpu_uuid, probe_shared_memory
 
     device = device_and_dtype(ends.config.model)[0]
     for engine in ends.engines:
         try:
-            found = await reaches_memory(engine)
+            found = await probe_shared_memory(engine)
         except EngineError as error:
             raise ConfigError(f"an engine cannot map the trainer's memory: {error}") from error
         if not found["shared"]:
             raise ConfigError("an engine does not share the trainer's memory: it is on another machine")
-        if device == "cuda" and found["gpus"] != [own_gpu()]:
+        if device == "cuda" and found["gpus"] != [current_gpu_uuid()]:
             raise ConfigError("an engine is not on the trainer's GPU")
     return SharedSync(ends.backend, device=device, deadline=ends.config.sync.deadline)
 
 
-async def _nccl(ends: Ends) -> Sync:
+async def _nccl(ends: RouteEndpoints) -> Sync:
     from instar.sync.nccl import NcclSync, require_vllm
 
     require_vllm()
@@ -105,7 +107,7 @@ async def _nccl(ends: Ends) -> Sync:
     return NcclSync(ends.backend, host=host, deadline=ends.config.sync.deadline)
 
 
-async def _ray(ends: Ends) -> Sync:
+async def _ray(ends: RouteEndpoints) -> Sync:
     from instar.sync.ray import RaySync
 
     cluster, settings = ends.config.cluster, ends.config.sync
@@ -125,13 +127,13 @@ async def _ray(ends: Ends) -> Sync:
     return sync
 
 
-async def _files(ends: Ends) -> Sync:
+async def _files(ends: RouteEndpoints) -> Sync:
     from instar.sync.files import FileSync
 
     return FileSync(deadline=ends.config.sync.deadline)
 
 
-def _no_files(ends: Ends) -> str | None:
+def _no_files(ends: RouteEndpoints) -> str | None:
     try:
         for engine in ends.engines:
             choose_artifact(ends.backend.capabilities.artifacts, engine.info.artifacts)
@@ -140,8 +142,8 @@ def _no_files(ends: Ends) -> str | None:
     return None
 
 
-def _not_live(route: str) -> Callable[[Ends], str | None]:
-    def lacks(ends: Ends) -> str | None:
+def _not_live(route: str) -> Callable[[RouteEndpoints], str | None]:
+    def lacks(ends: RouteEndpoints) -> str | None:
         if not ends.backend.capabilities.live:
             return f"the {ends.config.backend.type} backend does not hand out its weights"
         for engine in ends.engines:
@@ -154,9 +156,9 @@ def _not_live(route: str) -> Callable[[Ends], str | None]:
     return lacks
 
 
-ROUTES: dict[RouteName, Way] = {
-    "ipc": Way(_not_live("ipc"), _ipc, chosen=lambda ends: ends.on_gpu),
-    "nccl": Way(_not_live("nccl"), _nccl, chosen=lambda ends: ends.on_gpu),
-    "ray": Way(_not_live("ray"), _ray, chosen=lambda ends: ends.on_ray and ends.all_weights),
-    "files": Way(_no_files, _files, chosen=lambda ends: True),
+ROUTES: dict[RouteName, Route] = {
+    "ipc": Route(_not_live("ipc"), _ipc, is_automatic=lambda ends: ends.on_gpu),
+    "nccl": Route(_not_live("nccl"), _nccl, is_automatic=lambda ends: ends.on_gpu),
+    "ray": Route(_not_live("ray"), _ray, is_automatic=lambda ends: ends.on_ray and ends.publishes_weights),
+    "files": Route(_no_files, _files, is_automatic=lambda ends: True),
 }

@@ -28,7 +28,7 @@ class FileSync(Sync):
         self._random = random.Random(seed)
 
     @property
-    def route(self) -> str:
+    def description(self) -> str:
         return "files: the engines read what is published, or are sent it where they do not see it"
 
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
@@ -41,12 +41,12 @@ class FileSync(Sync):
             async with asyncio.timeout(self._deadline):
                 for attempt in range(self._attempts):
                     try:
-                        await engine.load(await engine.bring(policy))
+                        await engine.load(await engine.upload_files(policy))
                         return None
                     except TRANSIENT as error:
                         last = error
                     if attempt + 1 < self._attempts:
-                        await asyncio.sleep(self.wait(attempt))
+                        await asyncio.sleep(self.backoff(attempt))
         except TimeoutError:
             reason = f"; last error: {last}" if last else ""
             return SyncError(f"{where} was not loaded within {self._deadline:g} s{reason}")
@@ -54,7 +54,7 @@ class FileSync(Sync):
             return _caused(SyncError(f"{where} could not be loaded: {error}"), error)
         return _caused(SyncError(f"{where} could not be loaded in {self._attempts} attempts: {last}"), last)
 
-    def wait(self, attempt: int) -> float:
+    def backoff(self, attempt: int) -> float:
         """Exponential, with jitter so that engines do not come back all at once."""
         return self._first_wait * 2**attempt * self._random.uniform(0.5, 1.5)
 

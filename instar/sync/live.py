@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from instar.backends.base import Backend
 from instar.engines.base import Engine
 from instar.errors import InstarError, SyncError
-from instar.sync.base import Sync, WayError
+from instar.sync.base import RouteError, Sync
 from instar.sync.files import FileSync
 from instar.types import Policy
 
 
-class Fleet:
+class PushTargets:
     """The engines of one push, each with its outcome. One that fails is left out of what follows."""
 
     def __init__(self, policy: Policy, engines: Sequence[Engine]) -> None:
@@ -29,7 +29,7 @@ class Fleet:
         """Those that have not failed."""
         return [engine for engine, failed in zip(self._engines, self.outcomes, strict=True) if not failed]
 
-    async def each(self, doing: str, work: Callable[[Engine], Awaitable[object]]) -> None:
+    async def run(self, doing: str, work: Callable[[Engine], Awaitable[object]]) -> None:
         async def one(place: int) -> None:
             try:
                 await work(self._engines[place])
@@ -38,7 +38,7 @@ class Fleet:
 
         await asyncio.gather(*(one(i) for i, failed in enumerate(self.outcomes) if failed is None))
 
-    async def serve(self, work: Callable[[Engine], Awaitable[object]]) -> None:
+    async def commit(self, work: Callable[[Engine], Awaitable[object]]) -> None:
         """The last that each is asked for: one that has answered serves the policy, whatever becomes of the
         others."""
         places = {id(engine): place for place, engine in enumerate(self._engines)}
@@ -47,9 +47,9 @@ class Fleet:
             await work(engine)
             self._served.add(places[id(engine)])
 
-        await self.each("served", one)
+        await self.run("served", one)
 
-    def fail(self, doing: str, error: Exception) -> None:
+    def fail_remaining(self, doing: str, error: Exception) -> None:
         """For all that have neither failed yet nor come to serve the policy."""
         for place, failed in enumerate(self.outcomes):
             if failed is None and place not in self._served:
@@ -76,31 +76,31 @@ class LiveSync(Sync):
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         if policy.artifact.kind == "base":
             return await self._files.push(policy, engines)
-        fleet = Fleet(policy, engines)
+        fleet = PushTargets(policy, engines)
         try:
             async with asyncio.timeout(self._deadline):
                 await self._stage(policy, fleet)
                 if fleet.engines:
                     await self._commit(policy, fleet)
         except TimeoutError:
-            fleet.fail("served", SyncError(f"it took longer than {self._deadline:g} s"))
-        except WayError as error:
-            fleet.fail("carried", error)
+            fleet.fail_remaining("served", SyncError(f"it took longer than {self._deadline:g} s"))
+        except RouteError as error:
+            fleet.fail_remaining("carried", error)
         return fleet.outcomes
 
     @abstractmethod
-    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
         """Bring the weights to every engine."""
 
-    async def _commit(self, policy: Policy, fleet: Fleet) -> None:
-        await fleet.serve(lambda engine: engine.commit(policy))
+    async def _commit(self, policy: Policy, fleet: PushTargets) -> None:
+        await fleet.commit(lambda engine: engine.commit(policy))
 
 
 @contextmanager
-def on_the_way(*kinds: type[Exception]) -> Generator[None]:
+def route_errors(*kinds: type[Exception]) -> Generator[None]:
     """Within, what torch, CUDA or the system refuse, or one of these, is the way's failure. What the backend
     raises while it hands out weights is not for here: it is the trainer's."""
     try:
         yield
     except (RuntimeError, OSError, *kinds) as error:
-        raise WayError(f"{type(error).__name__}: {error}") from error
+        raise RouteError(f"{type(error).__name__}: {error}") from error

@@ -17,9 +17,9 @@ import socket
 from typing import Any
 
 from instar.backends.base import Backend
-from instar.engines.base import Engine, Transfer
+from instar.engines.base import Engine, WeightTransfer
 from instar.errors import ConfigError, SyncError
-from instar.sync.live import Fleet, LiveSync, on_the_way
+from instar.sync.live import LiveSync, PushTargets, route_errors
 from instar.types import Json, Policy
 
 
@@ -44,22 +44,22 @@ class NcclSync(LiveSync):
         self._update: Json | None = None
 
     @property
-    def route(self) -> str:
+    def description(self) -> str:
         return "nccl: broadcast from the trainer's GPU to the engines'"
 
-    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
         if self._update is None:
             self._update = await self._metadata()
         if self._group is None or self._members != fleet.engines:
             await self._meet(policy, fleet)
         body: Json = {"update": self._update}
-        await fleet.each("announced", lambda engine: engine.stage(Transfer(policy, "nccl", body)))
+        await fleet.run("announced", lambda engine: engine.stage(WeightTransfer(policy, "nccl", body)))
         if fleet.engines != self._members:
             # Who is not there would be waited for: those that are meet again at the next try.
             await self._leave()
-            fleet.fail("broadcast", SyncError("another engine of its group is gone"))
+            fleet.fail_remaining("broadcast", SyncError("another engine of its group is gone"))
 
-    async def _commit(self, policy: Policy, fleet: Fleet) -> None:
+    async def _commit(self, policy: Policy, fleet: PushTargets) -> None:
         broken = asyncio.Event()
 
         async def commit(engine: Engine) -> None:
@@ -70,7 +70,7 @@ class NcclSync(LiveSync):
                 raise
 
         sending = asyncio.create_task(self._send())
-        serving = asyncio.create_task(fleet.serve(commit))
+        serving = asyncio.create_task(fleet.commit(commit))
         breaking = asyncio.create_task(broken.wait())
         try:
             await asyncio.wait({sending, breaking}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,12 +87,12 @@ class NcclSync(LiveSync):
             await asyncio.gather(*tasks, return_exceptions=True)
             if broken.is_set():
                 await self._leave()
-        fleet.fail("served", SyncError("another engine of its group failed"))
+        fleet.fail_remaining("served", SyncError("another engine of its group failed"))
 
     async def _send(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for _, tensor in tensors:
-                with on_the_way():
+                with route_errors():
                     await asyncio.to_thread(_broadcast, self._group, tensor)
 
     async def _leave(self) -> None:
@@ -113,25 +113,25 @@ class NcclSync(LiveSync):
             shapes.append(list(tensor.shape))
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
-    async def _meet(self, policy: Policy, fleet: Fleet) -> None:
+    async def _meet(self, policy: Policy, fleet: PushTargets) -> None:
         """Ask every engine for the size of its own world, then all join one group at the same time."""
         await self._leave()
         sizes: dict[int, int] = {}
 
         async def ask(engine: Engine) -> None:
-            sizes[id(engine)] = (await engine.stage(Transfer(policy, "nccl", {})))["world_size"]
+            sizes[id(engine)] = (await engine.stage(WeightTransfer(policy, "nccl", {})))["world_size"]
 
-        await fleet.each("announced", ask)
-        plan = meeting([sizes[id(engine)] for engine in fleet.engines], self._host, _free_port(self._host))
+        await fleet.run("announced", ask)
+        plan = plan_group([sizes[id(engine)] for engine in fleet.engines], self._host, _free_port(self._host))
         invited = dict(zip(map(id, fleet.engines), plan, strict=True))
 
         async def invite(engine: Engine) -> None:
-            await engine.stage(Transfer(policy, "nccl", {"init": invited[id(engine)]}))
+            await engine.stage(WeightTransfer(policy, "nccl", {"init": invited[id(engine)]}))
 
         self._members = fleet.engines
-        joining = asyncio.create_task(fleet.each("met", invite))
+        joining = asyncio.create_task(fleet.run("met", invite))
         try:
-            with on_the_way():
+            with route_errors():
                 self._group = await asyncio.to_thread(_join, plan[0]) if plan else None
             await joining
         finally:
@@ -139,7 +139,7 @@ class NcclSync(LiveSync):
             await asyncio.gather(joining, return_exceptions=True)
 
 
-def meeting(sizes: list[int], host: str, port: int) -> list[Json]:
+def plan_group(sizes: list[int], host: str, port: int) -> list[Json]:
     """What each engine is told: rank 0 is the trainer, the engines' workers follow one after another."""
     world, told, offset = 1 + sum(sizes), list[Json](), 1
     for size in sizes:

@@ -18,11 +18,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instar.backends.base import Backend
-from instar.engines.base import Engine, Transfer
+from instar.engines.base import Engine, WeightTransfer
 from instar.errors import ConfigError, EngineUnavailable
-from instar.sync.base import WayError
-from instar.sync.live import Fleet, LiveSync, on_the_way
-from instar.sync.shared import PROBE
+from instar.sync.base import RouteError
+from instar.sync.live import LiveSync, PushTargets, route_errors
+from instar.sync.shared import PROBE_POLICY
 from instar.types import Json, Policy
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ CALL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class RayChunk:
     references: list[Any]
     layout: list[tuple[str, str, list[int]]]
     """Name, dtype and shape of each."""
@@ -56,7 +56,7 @@ class RaySync(LiveSync):
         self._joined = False
 
     @property
-    def route(self) -> str:
+    def description(self) -> str:
         return f"ray: through the object store of the Ray cluster at {self._names['address']}"
 
     async def start(self) -> None:
@@ -65,13 +65,13 @@ class RaySync(LiveSync):
 
     async def check(self, engine: Engine) -> None:
         """Raises EngineError where the engine's workers cannot join the cluster."""
-        await engine.stage(Transfer(PROBE, "ray", {"probe": self._names}))
+        await engine.stage(WeightTransfer(PROBE_POLICY, "ray", {"probe": self._names}))
 
     async def close(self) -> None:
         if self._mailbox is not None:
             await asyncio.to_thread(self._end)
 
-    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
         bringing: asyncio.Task[None] | None = None
         index = 0
         try:
@@ -92,28 +92,28 @@ class RaySync(LiveSync):
                 bringing.cancel()
                 await asyncio.gather(bringing, return_exceptions=True)
             # The next push writes over what stays; what went wrong before is what is told.
-            with contextlib.suppress(WayError):
+            with contextlib.suppress(RouteError):
                 await self._ask("clear")
 
-    async def _bring(self, policy: Policy, fleet: Fleet, index: int, layout: list[Any]) -> None:
+    async def _bring(self, policy: Policy, fleet: PushTargets, index: int, layout: list[Any]) -> None:
         body = {**self._names, "chunk": index, "layout": layout}
 
         async def to(engine: Engine) -> None:
-            told = await engine.stage(Transfer(policy, "ray", body))
+            told = await engine.stage(WeightTransfer(policy, "ray", body))
             if any(worker["chunks"] != index + 1 for worker in told["workers"]):
                 raise EngineUnavailable("it was started again in the middle")
 
-        await fleet.each("brought", to)
+        await fleet.run("brought", to)
         await self._ask("drop", index)
 
-    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
-        chunk, size = Chunk([], []), 0
+    async def _chunks(self) -> AsyncGenerator[RayChunk, None]:
+        chunk, size = RayChunk([], []), 0
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for name, tensor in tensors:
                 if chunk.layout and size + tensor.nbytes > self._chunk_bytes:
                     yield chunk
-                    chunk, size = Chunk([], []), 0
-                chunk.references.append(await _off_the_loop(_put, tensor))
+                    chunk, size = RayChunk([], []), 0
+                chunk.references.append(await _run_in_thread(_put, tensor))
                 chunk.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
                 size += tensor.nbytes
         if chunk.layout:
@@ -125,7 +125,7 @@ class RaySync(LiveSync):
         def call() -> None:
             ray.get(getattr(self._mailbox, method).remote(*arguments), timeout=CALL_SECONDS)
 
-        await _off_the_loop(call)
+        await _run_in_thread(call)
 
     # --- Ray itself; these block -----------------------------------------------------------------
 
@@ -190,11 +190,11 @@ def _mailbox_class() -> type:
     return Mailbox
 
 
-async def _off_the_loop(work: Callable[..., T], *arguments: Any) -> T:
+async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """In a thread. What Ray refuses is the way's failure."""
     from ray.exceptions import RayError
 
-    with on_the_way(RayError):
+    with route_errors(RayError):
         return await asyncio.to_thread(work, *arguments)
 
 

@@ -15,9 +15,9 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from instar.backends.base import Backend
-from instar.engines.base import Engine, Transfer
+from instar.engines.base import Engine, WeightTransfer
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.live import Fleet, LiveSync, on_the_way
+from instar.sync.live import LiveSync, PushTargets, route_errors
 from instar.types import Artifact, Json, Policy
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ALIGNED = 256
 """Every weight begins at a multiple of so many bytes."""
-PROBE = Policy("probe", 0, Artifact("live"))
+PROBE_POLICY = Policy("probe", 0, Artifact("live"))
 
 
 class SharedSync(LiveSync):
@@ -39,14 +39,14 @@ class SharedSync(LiveSync):
         """The one before, until the engines have opened the present one."""
 
     @property
-    def route(self) -> str:
+    def description(self) -> str:
         where = "the GPU's memory" if self._device == "cuda" else "the machine's memory"
         return f"ipc: the engines copy the weights out of a buffer of the trainer's, in {where}"
 
-    async def _stage(self, policy: Policy, fleet: Fleet) -> None:
+    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
         buffer = await self._free_buffer()
         await self._fill(buffer)
-        await fleet.each("brought", lambda engine: _offer(engine, policy, buffer))
+        await fleet.run("brought", lambda engine: _offer(engine, policy, buffer))
         if self._old is not None:
             self._old.close()
             self._old = None
@@ -57,13 +57,13 @@ class SharedSync(LiveSync):
         if before is not None and not self._copying:
             return before
         layout = await self._layout() if before is None else before.layout
-        with on_the_way():
+        with route_errors():
             self._buffer = SharedBuffer(layout, self._device)
         self._old = before
         self._copying.clear()
         return self._buffer
 
-    async def _commit(self, policy: Policy, fleet: Fleet) -> None:
+    async def _commit(self, policy: Policy, fleet: PushTargets) -> None:
         self._copying.update(fleet.engines)
 
         async def commit(engine: Engine) -> None:
@@ -76,11 +76,11 @@ class SharedSync(LiveSync):
                 raise
             self._copying.discard(engine)
 
-        await fleet.serve(commit)
+        await fleet.commit(commit)
 
-    async def _layout(self) -> list[Place]:
+    async def _layout(self) -> list[WeightPlacement]:
         """Where each weight will lie: known once all were seen."""
-        layout: list[Place] = []
+        layout: list[WeightPlacement] = []
         end = 0
         async for name, tensor in self._backend.tensors():
             layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
@@ -93,12 +93,12 @@ class SharedSync(LiveSync):
             target = left.pop(name, None)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
                 raise SyncError(f"the backend's {name} is not what it was when the buffer was made")
-            with on_the_way():
+            with route_errors():
                 target.copy_(tensor)
         if left:
             raise SyncError(f"the backend handed out {len(left)} weights less than before")
-        with on_the_way():
-            buffer.settle()
+        with route_errors():
+            buffer.synchronize()
 
     async def close(self) -> None:
         for buffer in (self._buffer, self._old):
@@ -107,12 +107,12 @@ class SharedSync(LiveSync):
         self._buffer = self._old = None
 
 
-Place = tuple[str, str, list[int], int]
+WeightPlacement = tuple[str, str, list[int], int]
 """Name, dtype, shape, first byte."""
 
 
 class SharedBuffer:
-    def __init__(self, layout: list[Place], device: str) -> None:
+    def __init__(self, layout: list[WeightPlacement], device: str) -> None:
         import torch
 
         self.layout = layout
@@ -146,9 +146,9 @@ class SharedBuffer:
         _, parts = reduce_tensor(self._bytes)
         # After the class, size, stride, offset, storage class, dtype and the device's number here.
         given = [_plain(part) for part in parts[7:]]
-        return {"kind": "cuda", "gpu": own_gpu(), "parts": given}
+        return {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": given}
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Everything written is there for other processes."""
         if self._bytes.is_cuda:
             import torch
@@ -162,14 +162,14 @@ class SharedBuffer:
             self._descriptor = None
 
 
-async def reaches_memory(engine: Engine) -> Json:
+async def probe_shared_memory(engine: Engine) -> Json:
     """``shared``: whether the engine can map this process's memory; ``gpus``: those that it computes on."""
     secret = secrets.token_bytes(16)
     descriptor = os.memfd_create("instar-probe")
     try:
         os.write(descriptor, secret)
         probe = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "size": len(secret)}
-        told = await engine.stage(Transfer(PROBE, "ipc", {"probe": probe}))
+        told = await engine.stage(WeightTransfer(PROBE_POLICY, "ipc", {"probe": probe}))
     finally:
         os.close(descriptor)
     workers: list[Json] = told["workers"]
@@ -179,7 +179,7 @@ async def reaches_memory(engine: Engine) -> Json:
     }
 
 
-def own_gpu() -> str:
+def current_gpu_uuid() -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -188,10 +188,10 @@ def own_gpu() -> str:
 async def _offer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
     """The whole layout only to an engine that has not opened the buffer yet."""
     body: Json = {"buffer": buffer.name}
-    told = await engine.stage(Transfer(policy, "ipc", body))
+    told = await engine.stage(WeightTransfer(policy, "ipc", body))
     if not all(worker["known"] for worker in told["workers"]):
         await engine.stage(
-            Transfer(policy, "ipc", {**body, "handle": buffer.handle, "layout": buffer.layout})
+            WeightTransfer(policy, "ipc", {**body, "handle": buffer.handle, "layout": buffer.layout})
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, InstarError
-from instar.sync.base import Sync, WayError
+from instar.sync.base import RouteError, Sync
 from instar.types import Policy
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class PolicyPublisher:
 def _is_refusal(failure: Exception) -> bool:
     """Whether the engine was there and said no, or there was no way to it."""
     cause = failure.__cause__
-    return isinstance(cause, EngineError | WayError) and not isinstance(cause, EngineUnavailable)
+    return isinstance(cause, EngineError | RouteError) and not isinstance(cause, EngineUnavailable)
 
 
 async def _served_version(engine: Engine) -> int | None:

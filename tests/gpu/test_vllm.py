@@ -89,7 +89,7 @@ async def test_serves_what_the_trainer_has(engine: VllmEngine, model: ModelConfi
         assert np.abs(theirs - await engine.logprobs(whole))[1:].mean() < MEAN_GAP
     live += [chunk async for chunk in stream]
     assert versions_of(live) == sorted(versions_of(live))
-    assert engine.misstamped == 0
+    assert engine.mislabelled_tokens == 0
     await backend.close()
 
 

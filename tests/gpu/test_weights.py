@@ -65,7 +65,7 @@ def test_another_process_sees_what_is_written_into_a_buffer_that_it_opened_once(
         for value in (1.0, 2.0):
             buffer.views["a"].fill_(value)
             buffer.views["b"].fill_(10 * value)
-            buffer.settle()
+            buffer.synchronize()
             reader.stdin.write("look\n")
             reader.stdin.flush()
             assert json.loads(reader.stdout.readline()) == {"a": 6 * value, "b": 40 * value}
@@ -114,7 +114,7 @@ async def test_weights_go_from_gpu_to_gpu_and_the_server_serves_them(
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=4)))
     config = config.model_copy(update={"sync": SyncConfig.model_validate({"route": asked})})
     sync = await create_sync(config, backend, [engine])
-    assert sync.route.startswith("ipc" if asked == "auto" else "nccl")
+    assert sync.description.startswith("ipc" if asked == "auto" else "nccl")
     ids = np.random.default_rng(0).integers(3, 300, 40).tolist()
     sample = make_sample("s", ids, 1, advantages=np.ones(40, np.float32))
     (before,) = await backend.forward([sample])

@@ -20,7 +20,7 @@ import numpy as np
 from instar.clouds.errors import CloudError
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import as_ids, check_request, check_scored
+from instar.engines.checks import check_request, check_score_request, to_ids
 from instar.engines.stopping import StopRule
 from instar.errors import EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_tokenizer
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class CloudReply:
     """A reply as a service returned it."""
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedPolicy:
     """A policy with the client that samples from it."""
 
     version: int
@@ -70,7 +70,7 @@ class CloudEngine(Engine):
         )
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._changing = asyncio.Lock()
-        self._served: Served | None = None
+        self._served: ServedPolicy | None = None
         self._wanted = (0, cast("str | None", None))
         """Version and path that `_served` is, or will be."""
         self._running = self._waiting = self._generated = self._prompted = 0
@@ -84,7 +84,7 @@ class CloudEngine(Engine):
         there is no connection."""
 
     @abstractmethod
-    async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> Sampled:
+    async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
         """One reply. ``params.stop`` and ``stop_token_ids`` spare tokens where the service heeds them; the
         reply is cut here all the same."""
 
@@ -106,11 +106,11 @@ class CloudEngine(Engine):
     def eos_ids(self) -> frozenset[int]:
         return self._eos
 
-    def text_of(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = as_ids(prompt_ids)
+        prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
         async with self._slot():
             chunk = await self._reply(prompt, params)
@@ -119,8 +119,8 @@ class CloudEngine(Engine):
             yield chunk
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = as_ids(token_ids)
-        check_scored(self._info, ids)
+        ids = to_ids(token_ids)
+        check_score_request(self._info, ids)
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         async with self._slot():
@@ -146,7 +146,7 @@ class CloudEngine(Engine):
     async def _reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
         room = self._info.max_context - len(prompt)
 
-        async def ask(served: Served) -> tuple[Sampled, Served]:
+        async def ask(served: ServedPolicy) -> tuple[CloudReply, ServedPolicy]:
             return await self.sample(served.client, prompt, params), served
 
         sampled, served = await self._try(ask)
@@ -165,7 +165,7 @@ class CloudEngine(Engine):
         )
 
     def _cut(
-        self, sampled: Sampled, params: SamplingParams, room: int
+        self, sampled: CloudReply, params: SamplingParams, room: int
     ) -> tuple[list[int], FinishReason, str | None]:
         """The reply up to where it ends by our own rules: services differ in what they stop at."""
         rule = StopRule(params, room, self._eos, self._tokenizer)
@@ -176,7 +176,7 @@ class CloudEngine(Engine):
         return sampled.token_ids, sampled.finish_reason, None
 
     async def _logprobs_of_truncated(
-        self, served: Served, prompt: Ids, ids: list[int], params: SamplingParams
+        self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
         """(of the full softmax, of the distribution sampled from). A service does not say which one its
         numbers are of, so they are not used. A greedy reply's are known by scoring it, and can be trained
@@ -187,7 +187,7 @@ class CloudEngine(Engine):
         scores = await self.score(served.client, whole)
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
-    async def _try(self, work: Callable[[Served], Awaitable[T]]) -> T:
+    async def _try(self, work: Callable[[ServedPolicy], Awaitable[T]]) -> T:
         """With the policy served now; once more, on a new connection, where the service lost it."""
         served = await self._current()
         try:
@@ -197,7 +197,7 @@ class CloudEngine(Engine):
                 raise
         return await work(await self._current(instead_of=served))
 
-    async def _current(self, instead_of: Served | None = None) -> Served:
+    async def _current(self, instead_of: ServedPolicy | None = None) -> ServedPolicy:
         async with self._changing:
             if self._closed:
                 raise EngineUnavailable("the engine is closed")
@@ -206,7 +206,7 @@ class CloudEngine(Engine):
             if instead_of is not None:
                 await self.disconnect()
             version, path = self._wanted
-            self._served = Served(version, path, await self.open_sampler(path))
+            self._served = ServedPolicy(version, path, await self.open_sampler(path))
             return self._served
 
     async def load(self, policy: Policy) -> None:
@@ -224,7 +224,7 @@ class CloudEngine(Engine):
             except CloudError as failure:
                 raise failure.to_engine_error() from None
             self._wanted = (policy.version, path)
-            self._served = Served(policy.version, path, client)
+            self._served = ServedPolicy(policy.version, path, client)
 
     async def _opened(self, path: str | None) -> Any:
         try:

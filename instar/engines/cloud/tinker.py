@@ -8,12 +8,12 @@ from typing import Any
 
 from instar.clouds.errors import CloudError
 from instar.clouds.tinker import TinkerConnection, align_prompt_logprobs, build_model_input
-from instar.engines.cloud.base import CloudEngine, Sampled
+from instar.engines.cloud.base import CloudEngine, CloudReply
 from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class TinkerSamplingClient:
     """The SDK's sampling client, with the connection that it goes by."""
 
     cloud: TinkerConnection
@@ -23,13 +23,13 @@ class Opened:
 class TinkerSampler(CloudEngine):
     _cloud: TinkerConnection | None = None
 
-    async def open_sampler(self, path: str | None) -> Opened:
+    async def open_sampler(self, path: str | None) -> TinkerSamplingClient:
         cloud = self._cloud = self._cloud or await TinkerConnection.connect(self.section, self.model)
         named = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
         opening = cloud.client.create_sampling_client_async(**named)
-        return Opened(cloud, await cloud.await_result("opening a sampler", opening))
+        return TinkerSamplingClient(cloud, await cloud.await_result("opening a sampler", opening))
 
-    async def sample(self, client: Opened, prompt: Ids, params: SamplingParams) -> Sampled:
+    async def sample(self, client: TinkerSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
         cloud = client.cloud
         asked = cloud.sdk.types.SamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
@@ -49,17 +49,17 @@ class TinkerSampler(CloudEngine):
         if len(logprobs) != len(ids):
             raise CloudError("broken", f"sampling: {len(logprobs)} logprobs came back for {len(ids)} tokens")
         reason: FinishReason = "length" if sequence.stop_reason == "length" else "stop"
-        return Sampled(ids, logprobs, reason)
+        return CloudReply(ids, logprobs, reason)
 
     def _stops(self, params: SamplingParams) -> list[str] | list[int] | None:
         """The SDK takes strings or ids, not both, and either replaces the end of sequence: that is among
         them. None stops at that alone."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
-            return [*params.stop, *filter(None, map(self.text_of, ids))]
+            return [*params.stop, *filter(None, map(self.decode_token, ids))]
         return ids if params.stop_token_ids else None
 
-    async def score(self, client: Opened, token_ids: Ids) -> Floats:
+    async def score(self, client: TinkerSamplingClient, token_ids: Ids) -> Floats:
         cloud = client.cloud
         asked = client.client.compute_logprobs_async(build_model_input(cloud.sdk, token_ids))
         return align_prompt_logprobs(await cloud.await_result("scoring", asked), len(token_ids))

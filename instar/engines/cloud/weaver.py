@@ -18,7 +18,7 @@ from instar.clouds.weaver import (
     malformed_response,
 )
 from instar.config import CloudEngineConfig, ModelConfig, WeaverBackendConfig
-from instar.engines.cloud.base import CloudEngine, Sampled
+from instar.engines.cloud.base import CloudEngine, CloudReply
 from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 MODEL_OF_PATH = re.compile(r"weaver://([^/]+)/")
@@ -49,7 +49,7 @@ class WeaverSampler(CloudEngine):
             ),
         )
 
-    async def sample(self, client: AsyncSamplingClient, prompt: Ids, params: SamplingParams) -> Sampled:
+    async def sample(self, client: AsyncSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
         handle = await self._patience.call(
             "sample",
             lambda: client.sample(
@@ -77,7 +77,7 @@ class WeaverSampler(CloudEngine):
             await service.aclose()
 
 
-def _sampled(result: Any) -> Sampled:
+def _sampled(result: Any) -> CloudReply:
     """A reply without logprobs can be served, and not trained on."""
     inner = result.get("result", result) if isinstance(result, dict) else None
     try:
@@ -90,4 +90,4 @@ def _sampled(result: Any) -> Sampled:
     if len(logprobs) != len(ids):
         raise malformed_response(f"sample: {len(logprobs)} logprobs for {len(ids)} tokens")
     reason: FinishReason = "length" if sequence.get("stop_reason") == "length" else "stop"
-    return Sampled(ids, logprobs, reason)
+    return CloudReply(ids, logprobs, reason)

@@ -46,7 +46,7 @@ class PrefillPiece:
 
 
 @dataclass(slots=True)
-class SharedPart:
+class SharedPrefix:
     """Rows whose first keys are the same: those of ``source`` serve them all."""
 
     rows: Tensor
@@ -64,9 +64,9 @@ class StepPlan:
     decoding: int
     """The first so many tokens are one each of rows 0, 1, ..."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
-    shared: int = 0
+    shared_length: int = 0
     """Keys at the beginning of every decoding row that are attended to by `parts`; blocks see the rest."""
-    parts: list[SharedPart] = field(default_factory=list[SharedPart])
+    prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
@@ -100,9 +100,9 @@ def attend(
     query = query[0].view(kv_heads, heads // kv_heads, -1, head_dim)
 
     outputs: list[Tensor] = []
-    if plan.parts:
+    if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
-    for block in plan.blocks if not plan.parts else ():
+    for block in plan.blocks if not plan.prefixes else ():
         # The heads that share keys stand in the query-length axis: keys are read once, never copied.
         attended = F.scaled_dot_product_attention(
             query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
@@ -126,7 +126,7 @@ def attend(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 
-def can_share(device: str) -> bool:
+def can_share_prefixes(device: str) -> bool:
     """Whether attention can be split by keys here: it takes a kernel that tells its log-sum-exp. On a GPU
     the plain kernels are fast enough."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
@@ -144,24 +144,24 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
         output_R[block.start : block.stop], lse_R[block.start : block.stop] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query_R[block.start : block.stop],
-                keys[block.start : block.stop, :, plan.shared : block.length],
-                values[block.start : block.stop, :, plan.shared : block.length],
-                attn_mask=block.mask[..., plan.shared :],
+                keys[block.start : block.stop, :, plan.shared_length : block.length],
+                values[block.start : block.stop, :, plan.shared_length : block.length],
+                attn_mask=block.mask[..., plan.shared_length :],
                 scale=scaling,
             )
         )
-    for part in plan.parts:
+    for part in plan.prefixes:
         # [kv heads, rows × heads per kv head, head dim]
         asked = query_R[part.rows].transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
         scores = torch.baddbmm(
             asked.new_empty(()),
             asked,
-            keys[part.source, :, : plan.shared].float().transpose(1, 2),
+            keys[part.source, :, : plan.shared_length].float().transpose(1, 2),
             beta=0,
             alpha=scaling,
         )
         lse = scores.logsumexp(-1, keepdim=True)
-        found = torch.bmm(scores.sub_(lse).exp_(), values[part.source, :, : plan.shared].float())
+        found = torch.bmm(scores.sub_(lse).exp_(), values[part.source, :, : plan.shared_length].float())
         shape = (kv_heads, len(part.rows), -1, head_dim)
         lse = lse.view(*shape[:3]).transpose(0, 1)
         # How much of the whole softmax lies in the shared keys.

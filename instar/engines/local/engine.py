@@ -17,16 +17,16 @@ import torch
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import as_ids, check_request, check_scored
+from instar.engines.checks import check_request, check_score_request, to_ids
 from instar.engines.local.model import EngineModel
 from instar.engines.local.rows import KVShape
-from instar.engines.local.scheduler import Emission, Request, Scheduler
+from instar.engines.local.scheduler import Emission, Scheduler, SchedulerRequest
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import load_tokenizer
 from instar.types import Floats, Policy, SamplingParams, TokenChunk
 
-Inbox = asyncio.Queue[TokenChunk | EngineError]
+ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
@@ -64,7 +64,7 @@ class LocalEngine(Engine):
             artifacts=("adapter", "weights", "base"),
             scores=True,
         )
-        self._inboxes: dict[Request, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
+        self._inboxes: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: EngineError | None = None
         self._loading = threading.Lock()
@@ -76,17 +76,17 @@ class LocalEngine(Engine):
         return self._info
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = as_ids(prompt_ids)
+        prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
         room = self._info.max_context - len(prompt)
-        request = Request(
+        request = SchedulerRequest(
             prompt=prompt,
             params=params,
             stop=StopRule(params, room, self._eos, self._tokenizer),
             rng=Random(params.seed),
             length_limit=len(prompt) + min(params.max_tokens, room),
         )
-        inbox: Inbox = asyncio.Queue()
+        inbox: ReplyQueue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         # Before the command: a failure wakes every inbox that is there, and posting sees later ones.
         self._inboxes[request] = (loop, inbox)
@@ -104,11 +104,11 @@ class LocalEngine(Engine):
                 self._commands.put(lambda: self._cancel(request))
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = as_ids(token_ids)
-        check_scored(self._info, ids)
+        ids = to_ids(token_ids)
+        check_score_request(self._info, ids)
         params = SamplingParams(max_tokens=1)
         scores = np.full(len(ids), np.nan, np.float32)
-        request = Request(
+        request = SchedulerRequest(
             prompt=ids,
             params=params,
             stop=StopRule(params, 1, (), self._tokenizer),
@@ -116,7 +116,7 @@ class LocalEngine(Engine):
             length_limit=len(ids),
             scores=scores,
         )
-        inbox: Inbox = asyncio.Queue()
+        inbox: ReplyQueue = asyncio.Queue()
         self._inboxes[request] = (asyncio.get_running_loop(), inbox)
         self._post(lambda: self._scheduler.add(request))
         try:
@@ -141,13 +141,13 @@ class LocalEngine(Engine):
         if self._threads is None:
             self._commands.put(lambda: torch.set_num_threads(count))
 
-    def use_kv_tokens(self, count: int) -> None:
+    def set_kv_tokens(self, count: int) -> None:
         """How many tokens the KV cache may hold from now on: at least those of one context."""
-        self._commands.put(lambda: self._scheduler.limit(count))
+        self._commands.put(lambda: self._scheduler.set_kv_tokens(count))
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give the KV cache's memory back, unless there is something to do."""
-        self._commands.put(self._scheduler.rest)
+        self._commands.put(self._scheduler.release_memory)
 
     async def close(self) -> None:
         self._commands.put(None)
@@ -186,7 +186,7 @@ class LocalEngine(Engine):
         try:
             with torch.inference_mode():
                 while self._run_commands():
-                    if self._scheduler.busy:
+                    if self._scheduler.is_busy:
                         self._deliver(self._scheduler.step())
             self._failure = EngineUnavailable("the engine is closed")
         except Exception as error:  # noqa: BLE001 - whatever stops the loop must reach every caller
@@ -198,20 +198,20 @@ class LocalEngine(Engine):
         """Take what callers asked for; waits for them when there is nothing else to do. False: stop."""
         while True:
             try:
-                command = self._commands.get(block=not self._scheduler.busy)
+                command = self._commands.get(block=not self._scheduler.is_busy)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
 
-    def _cancel(self, request: Request) -> None:
+    def _cancel(self, request: SchedulerRequest) -> None:
         if self._inboxes.pop(request, None) is not None:
             self._scheduler.cancel(request)
 
     def _deliver(self, emissions: list[Emission]) -> None:
         """Wake each event loop once per step, however many replies it waits for."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, TokenChunk | EngineError]]] = {}
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
             loop, inbox = self._inboxes[request]
             if request.finished:
@@ -235,7 +235,7 @@ def _resolve(done: Future[None], work: Callable[[], None]) -> None:
     done.set_result(None)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[Inbox, TokenChunk | EngineError]]) -> None:
+def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]) -> None:
     def put() -> None:
         for inbox, item in batch:
             inbox.put_nowait(item)

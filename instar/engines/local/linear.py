@@ -30,7 +30,7 @@ class EngineLinear(nn.Linear):
     packed: Tensor | None
 
     @classmethod
-    def over(cls, base: nn.Linear) -> EngineLinear:
+    def from_linear(cls, base: nn.Linear) -> EngineLinear:
         wrapped = cls(1, 1, bias=False, device="meta")
         wrapped.in_features, wrapped.out_features = base.in_features, base.out_features
         wrapped.weight, wrapped.bias = base.weight, base.bias
@@ -55,17 +55,17 @@ def replace_linears(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, EngineLinear.over(child))
+                setattr(parent, name, EngineLinear.from_linear(child))
 
 
-def install(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
+def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
     """Put the adapter, by module name, in place of the one before; an empty one leaves the base model."""
     for name, module in model.named_modules():
         if isinstance(module, EngineLinear):
             module.pair = adapter.get(name)
 
 
-def pack(model: nn.Module) -> None:
+def pack_weights(model: nn.Module) -> None:
     """Lay bf16 weights out once as the CPU kernels want them, which else happens in every call: the
     same numbers, in 0.4 to 0.9 of the time at the few rows of a decoding step. A second copy in memory."""
     for module in model.modules():

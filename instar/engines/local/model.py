@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from instar.config import ModelConfig
 from instar.engines.local import attention
-from instar.engines.local.linear import LoraPair, install, pack, replace_linears
+from instar.engines.local.linear import LoraPair, install_adapter, pack_weights, replace_linears
 from instar.engines.local.lora import read_adapter
 from instar.engines.local.rows import KVShape
 from instar.errors import EngineError
@@ -25,7 +25,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PolicyUpdate:
     """A policy read from disk and ready to go live between two steps."""
 
     version: int
@@ -45,10 +45,10 @@ class EngineModel:
         self.dtype = DTYPES[dtype]
         self.folder = resolve_model(config.name)
         self._source = self.folder
-        self._model = _read(self.folder, self.dtype) if base is None else _served(base)
+        self._model = _load_model(self.folder, self.dtype) if base is None else _prepare_shared_model(base)
         self._model.to(self.device)
         replace_linears(self._model)
-        pack(self._model)
+        pack_weights(self._model)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         text_config = self._model.config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
@@ -80,7 +80,7 @@ class EngineModel:
             instar_plan=plan,
         ).logits[0]
 
-    def read(self, policy: Policy) -> Change:
+    def read(self, policy: Policy) -> PolicyUpdate:
         """Read a policy's files. Touches nothing in use, so it may run beside ``forward``."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         if kind not in ("base", "adapter", "weights"):
@@ -89,18 +89,18 @@ class EngineModel:
         adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
         # Full weights are read again even from a folder in use: its files may have changed.
         state = self._read_state(source) if kind == "weights" or source != self._source else None
-        return Change(policy.version, adapter, source, state)
+        return PolicyUpdate(policy.version, adapter, source, state)
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: PolicyUpdate) -> None:
         if change.state is not None:
             self._model.load_state_dict(change.state)
             self._source = change.source
-            pack(self._model)
-        install(self._model, change.adapter)
+            pack_weights(self._model)
+        install_adapter(self._model, change.adapter)
 
     def _read_state(self, folder: Path) -> dict[str, Tensor]:
         try:
-            state: dict[str, Tensor] = _read(folder, self.dtype).state_dict()
+            state: dict[str, Tensor] = _load_model(folder, self.dtype).state_dict()
         except (OSError, ValueError) as error:
             raise EngineError(f"cannot read the weights in {folder}: {error}") from error
         ours: dict[str, Tensor] = self._model.state_dict()
@@ -121,14 +121,14 @@ class EngineModel:
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
 
 
-def _served(base: Any) -> Any:
+def _prepare_shared_model(base: Any) -> Any:
     """A model loaded for something else, with this engine's attention."""
     model = share_weights(base)
     model.set_attn_implementation(attention.NAME)
     return model.eval().requires_grad_(False)
 
 
-def _read(folder: Path, dtype: torch.dtype) -> Any:
+def _load_model(folder: Path, dtype: torch.dtype) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
     )

@@ -13,12 +13,12 @@ from instar.types import Ids
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class PrefixNode:
     ids: Ids
     kv: Tensor | None
     """[layers, 2, kv heads, len(ids), head dim]; None at the root."""
-    parent: Node | None
-    children: dict[int, Node] = field(default_factory=dict[int, "Node"])
+    parent: PrefixNode | None
+    children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
     used: int = 0
 
 
@@ -31,7 +31,7 @@ def common_length(a: Ids, b: Ids) -> int:
 
 class PrefixCache:
     def __init__(self) -> None:
-        self._root = Node(np.empty(0, np.int32), None, None)
+        self._root = PrefixNode(np.empty(0, np.int32), None, None)
         self._clock = 0
         self.tokens = 0
 
@@ -46,7 +46,7 @@ class PrefixCache:
             pieces.append((node.kv, count))
         return pieces
 
-    def matched(self, ids: Ids) -> int:
+    def match_length(self, ids: Ids) -> int:
         """How long the cached prefix of ``ids`` is."""
         return sum(count for _, count in self._walk(ids))
 
@@ -63,7 +63,7 @@ class PrefixCache:
         if done == len(ids):
             return
         kept = row[:, :, :, done : len(ids)].clone()
-        parent.children[int(ids[done])] = Node(ids[done:].copy(), kept, parent, used=self._clock)
+        parent.children[int(ids[done])] = PrefixNode(ids[done:].copy(), kept, parent, used=self._clock)
         self.tokens += len(ids) - done
 
     def trim(self, tokens: int) -> None:
@@ -78,7 +78,7 @@ class PrefixCache:
         self._root.children.clear()
         self.tokens = 0
 
-    def _walk(self, ids: Ids) -> Iterator[tuple[Node, int]]:
+    def _walk(self, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
         """Nodes along ``ids`` with how many tokens of each agree; only the last may agree in part."""
         node, done = self._root, 0
         while done < len(ids) and (child := node.children.get(int(ids[done]))):
@@ -89,17 +89,19 @@ class PrefixCache:
                 return
             node, done = child, done + count
 
-    def _split(self, node: Node, count: int) -> Node:
+    def _split(self, node: PrefixNode, count: int) -> PrefixNode:
         """Part a node in two; returns the upper one."""
         assert node.parent is not None
         assert node.kv is not None
-        upper = Node(node.ids[:count].copy(), node.kv[:, :, :, :count].clone(), node.parent, used=node.used)
+        upper = PrefixNode(
+            node.ids[:count].copy(), node.kv[:, :, :, :count].clone(), node.parent, used=node.used
+        )
         node.parent.children[int(node.ids[0])] = upper
         node.ids, node.kv, node.parent = node.ids[count:].copy(), node.kv[:, :, :, count:].clone(), upper
         upper.children[int(node.ids[0])] = node
         return upper
 
-    def _leaves(self) -> Iterator[Node]:
+    def _leaves(self) -> Iterator[PrefixNode]:
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()

@@ -25,7 +25,7 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def zeros(shape: KVShape, rows: int, capacity: int) -> Tensor:
+def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
     """[layers, 2, rows, kv heads, capacity, head dim]. What lies beyond a row's length is masked, but
     still multiplied by zero, so it must be finite from the start. On the CPU the pages come from
     calloc: zero without being touched."""
@@ -43,14 +43,14 @@ class KVRows:
         self.shape = shape
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self.kv = zeros(shape, 0, 0)
+        self.kv = allocate_kv(shape, 0, 0)
 
     @property
     def tokens(self) -> int:
         """Tokens that the allocated rows could hold."""
         return self.kv.shape[2] * self.kv.shape[4]
 
-    def grown(self, rows: int, length: int) -> tuple[int, int]:
+    def grown_size(self, rows: int, length: int) -> tuple[int, int]:
         """The size to allocate so that ``rows`` rows of ``length`` tokens fit."""
         have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
         new_length = max(have_length, -(-length // STEP) * STEP)
@@ -59,31 +59,31 @@ class KVRows:
         ample = min(max(8, 2 * have_rows), self._max_rows)
         return (ample if rows <= ample and ample * new_length <= self._max_tokens else rows), new_length
 
-    def fits(self, rows: int, length: int) -> bool:
+    def can_fit(self, rows: int, length: int) -> bool:
         """Whether there is, or may be made, room. One row always fits."""
-        new_rows, new_length = self.grown(rows, length)
+        new_rows, new_length = self.grown_size(rows, length)
         return rows == 1 or new_rows * new_length <= self._max_tokens
 
-    def oversized(self, length: int) -> bool:
+    def is_oversized(self, length: int) -> bool:
         """Whether what is allocated is too much to keep for a first row of ``length`` tokens."""
-        rows, capacity = self.grown(1, length)
+        rows, capacity = self.grown_size(1, length)
         return rows * capacity > self._max_tokens or self.tokens > 4 * self._max_rows * length
 
-    def limit(self, max_tokens: int) -> None:
+    def set_max_tokens(self, max_tokens: int) -> None:
         """What is allocated already stays until it is empty."""
         self._max_tokens = max_tokens
 
     def ensure(self, rows: int, length: int) -> None:
         have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
-        new_rows, new_length = self.grown(rows, length)
+        new_rows, new_length = self.grown_size(rows, length)
         if (new_rows, new_length) == (have_rows, have_length):
             return
-        old, self.kv = self.kv, zeros(self.shape, new_rows, new_length)
+        old, self.kv = self.kv, allocate_kv(self.shape, new_rows, new_length)
         self.kv[:, :, :have_rows, :, :have_length].copy_(old)
 
     def reset(self) -> None:
         """Give everything back; nothing is in use."""
-        self.kv = zeros(self.shape, 0, 0)
+        self.kv = allocate_kv(self.shape, 0, 0)
 
     def row(self, index: int) -> Tensor:
         """[layers, 2, kv heads, capacity, head dim]"""

@@ -18,7 +18,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """Index i speaks of row i. ``behavior`` is None for rows drawn from the full softmax at temperature 1."""
 
     ids: list[int]
@@ -34,7 +34,9 @@ class Sampler:
         self._logits = torch.empty(0, 0)
         self._weights = torch.empty(0, 0)
 
-    def draw(self, logits_N_V: Tensor, params: Sequence[SamplingParams], rngs: Sequence[Random]) -> Drawn:
+    def draw(
+        self, logits_N_V: Tensor, params: Sequence[SamplingParams], rngs: Sequence[Random]
+    ) -> SampledTokens:
         rows, vocab = logits_N_V.shape
         logits, weights = self._buffers(rows, vocab)
         logits[:, :vocab].copy_(logits_N_V)
@@ -52,7 +54,7 @@ class Sampler:
         drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
         if any(math.isnan(row[1]) for row in drawn):
             raise EngineError("the model's logits are not finite")
-        return Drawn(
+        return SampledTokens(
             ids=[int(row[0]) for row in drawn],
             logprobs=[row[1] for row in drawn],
             behavior=[row[2] if p.truncates else None for row, p in zip(drawn, params, strict=True)],
@@ -96,7 +98,7 @@ class Sampler:
         return self._logits[:rows], self._weights[:rows]
 
 
-def logprobs_of(logits_N_V: Tensor, ids: Ids) -> Floats:
+def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
     """The logprob of ``ids[i]`` in row i."""
     index = torch.from_numpy(ids.astype(np.int64))[:, None].to(logits_N_V.device)
     parts: list[Tensor] = []

@@ -15,23 +15,29 @@ import numpy as np
 import torch
 
 from instar.engines.base import EngineStatus
-from instar.engines.local.attention import DecodeBlock, PrefillPiece, SharedPart, StepPlan, can_share
-from instar.engines.local.model import Change, EngineModel
+from instar.engines.local.attention import (
+    DecodeBlock,
+    PrefillPiece,
+    SharedPrefix,
+    StepPlan,
+    can_share_prefixes,
+)
+from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.prefix import PrefixCache, common_length
 from instar.engines.local.rows import KVRows
-from instar.engines.local.sampling import Drawn, Sampler, logprobs_of
-from instar.engines.local.sharing import LEAST_ROWS, shared_beginnings
+from instar.engines.local.sampling import SampledTokens, Sampler, gather_logprobs
+from instar.engines.local.sharing import MIN_SHARED_ROWS, find_shared_prefixes
 from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
-WORTH_WAITING = 16
+MIN_SAVED_TOKENS = 16
 """A request waits for another one's prefill if that saves it at least so many tokens."""
 BLOCK_OVERHEAD = 2048
 """Row × key cells of attention that cost as much as starting another block."""
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class SchedulerRequest:
     prompt: Ids
     params: SamplingParams
     stop: StopRule
@@ -42,22 +48,22 @@ class Request:
     computed: int = 0
     """Tokens whose keys and values are in its row."""
     row: int = -1
-    turn: int = 0
+    admission_order: int = 0
     """Order of admission."""
-    tainted: bool = False
+    has_mixed_versions: bool = False
     """Its keys and values were computed under more than one version: not for others to read."""
-    weights: int = 0
+    weights_epoch: int = 0
     """What its prompt was computed under: the number of changes before, or one of its own if mixed."""
     finished: bool = False
     scores: Floats | None = None
     """Takes the logprobs of the prompt's own tokens, where these are wanted in the place of a reply."""
 
-    def known_ids(self) -> Ids:
+    def computed_ids(self) -> Ids:
         """The ids whose keys and values are in its row."""
         return np.concatenate([self.prompt, np.asarray(self.sampled, np.int32)])[: self.computed]
 
 
-Emission = tuple[Request, TokenChunk]
+Emission = tuple[SchedulerRequest, TokenChunk]
 
 
 class Scheduler:
@@ -69,19 +75,19 @@ class Scheduler:
         self._rows = KVRows(model.kv_shape, max_batch, kv_tokens)
         self._prefixes = PrefixCache()
         self._sampler = Sampler(model.device)
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[SchedulerRequest] = deque()
+        self._running: list[SchedulerRequest] = []
         self._decoding = 0
         self._version = 0
         self._changes = 0
-        self._can_share = can_share(model.device)
+        self._can_share = can_share_prefixes(model.device)
         self._admitted = 0
         self._generated = self._prompted = self._reused = 0
 
     # --- what the engine calls between steps ---
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return bool(self._running or self._waiting)
 
     def status(self) -> EngineStatus:
@@ -94,35 +100,37 @@ class Scheduler:
             cached_tokens=self._reused,
         )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SchedulerRequest) -> None:
         self._waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: SchedulerRequest) -> None:
         if request.row >= 0:
             self._release(request)
         elif not request.finished:
             self._waiting.remove(request)
         request.finished = True
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: PolicyUpdate) -> None:
         """Serve other weights. What was computed under the old ones serves only the rows it is in."""
         self._model.apply(change)
         self._version = change.version
         self._prefixes.clear()
         for request in self._running:
-            request.tainted = request.computed > 0
+            request.has_mixed_versions = request.computed > 0
         for request in self._running[self._decoding :]:
-            request.weights = -request.turn  # the rest of its prompt is computed under others
+            request.weights_epoch = (
+                -request.admission_order
+            )  # the rest of its prompt is computed under others
             if request.scores is not None:
                 request.computed = 0
         self._changes += 1
 
-    def limit(self, kv_tokens: int) -> None:
+    def set_kv_tokens(self, kv_tokens: int) -> None:
         self._kv_tokens = kv_tokens
-        self._rows.limit(kv_tokens)
+        self._rows.set_max_tokens(kv_tokens)
 
-    def rest(self) -> None:
-        if not self.busy:
+    def release_memory(self) -> None:
+        if not self.is_busy:
             self._rows.reset()
             self._prefixes.clear()
 
@@ -151,11 +159,11 @@ class Scheduler:
     # --- admission ---
 
     def _admit(self) -> None:
-        deferred: list[Request] = []
+        deferred: list[SchedulerRequest] = []
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting.popleft()
             length = max([request.length_limit, *(r.length_limit for r in self._running)])
-            if not self._rows.fits(len(self._running) + 1, length):
+            if not self._rows.can_fit(len(self._running) + 1, length):
                 self._waiting.appendleft(request)
                 break
             # The last prompt token is always computed: its logits are what the reply begins from.
@@ -169,21 +177,21 @@ class Scheduler:
     def _would_share(self, ids: Ids) -> bool:
         """Whether a prompt being computed will leave a longer prefix than is cached: one that is only scored
         leaves none."""
-        cached = self._prefixes.matched(ids)
+        cached = self._prefixes.match_length(ids)
         return any(
-            not other.tainted
+            not other.has_mixed_versions
             and other.scores is None
-            and common_length(other.prompt, ids) >= cached + WORTH_WAITING
+            and common_length(other.prompt, ids) >= cached + MIN_SAVED_TOKENS
             for other in self._running[self._decoding :]
         )
 
-    def _start(self, request: Request, reusable: Ids, length: int) -> None:
-        if not self._running and self._rows.oversized(length):
+    def _start(self, request: SchedulerRequest, reusable: Ids, length: int) -> None:
+        if not self._running and self._rows.is_oversized(length):
             self._rows.reset()
         request.row = len(self._running)
         self._admitted += 1
-        request.turn = self._admitted
-        request.weights = self._changes
+        request.admission_order = self._admitted
+        request.weights_epoch = self._changes
         self._rows.ensure(request.row + 1, length)
         row = self._rows.row(request.row)
         for kv, count in self._prefixes.match(reusable):
@@ -196,7 +204,7 @@ class Scheduler:
 
     # --- one step ---
 
-    def _plan(self) -> tuple[StepPlan, torch.Tensor, torch.Tensor, list[Request]]:
+    def _plan(self) -> tuple[StepPlan, torch.Tensor, torch.Tensor, list[SchedulerRequest]]:
         """The plan, the token ids, which of them need logits, and for whom a token is sampled. The logits of
         prompts that are scored come last."""
         decoding = self._running[: self._decoding]
@@ -208,7 +216,7 @@ class Scheduler:
         scored_at: list[int] = []
         budget = self._prefill_tokens
         # In the order they came, which moving rows about does not keep.
-        for request in sorted(self._running[self._decoding :], key=lambda r: r.turn):
+        for request in sorted(self._running[self._decoding :], key=lambda r: r.admission_order):
             count = min(len(request.prompt) - request.computed, budget)
             if count == 0:
                 break
@@ -237,12 +245,12 @@ class Scheduler:
     def _share(self, plan: StepPlan) -> None:
         """Find the beginning that decoding rows have in common."""
         decoding = self._running[: self._decoding]
-        if not self._can_share or len(decoding) < LEAST_ROWS:
+        if not self._can_share or len(decoding) < MIN_SHARED_ROWS:
             return
-        found = shared_beginnings([r.prompt for r in decoding], [r.weights for r in decoding])
+        found = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
         if found is not None:
-            plan.shared, groups = found
-            plan.parts = [SharedPart(torch.tensor(rows), rows[0]) for rows in groups]
+            plan.shared_length, groups = found
+            plan.prefixes = [SharedPrefix(torch.tensor(rows), rows[0]) for rows in groups]
 
     def _blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[DecodeBlock]:
         blocks: list[DecodeBlock] = []
@@ -262,7 +270,7 @@ class Scheduler:
             mask = torch.arange(length, device=positions_T.device) <= positions_T[start:stop, None]
         return PrefillPiece(start, stop, row, length, mask)
 
-    def _finish_prefill(self, request: Request) -> None:
+    def _finish_prefill(self, request: SchedulerRequest) -> None:
         """The prompt is computed: share it, and join the decoding rows."""
         self._keep(request)
         first = self._running[self._decoding]
@@ -272,9 +280,9 @@ class Scheduler:
             first.row, request.row = request.row, first.row
         self._decoding += 1
 
-    def _score(self, plan: StepPlan, logits: torch.Tensor) -> list[Request]:
+    def _score(self, plan: StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
         """Put down what the step tells of the prompts that are scored; returns those that are done."""
-        done: list[Request] = []
+        done: list[SchedulerRequest] = []
         start = 0
         for piece in plan.pieces:
             request = self._running[piece.row]
@@ -282,19 +290,19 @@ class Scheduler:
                 continue
             first = piece.length - (piece.stop - piece.start) + 1
             targets = request.prompt[first : piece.length + 1]
-            found = logprobs_of(logits[start : start + len(targets)], targets)
+            found = gather_logprobs(logits[start : start + len(targets)], targets)
             request.scores[first : first + len(targets)] = found
             start += len(targets)
             if piece.length == len(request.prompt):
                 done.append(request)
         return done
 
-    def _end_scoring(self, request: Request) -> Emission:
+    def _end_scoring(self, request: SchedulerRequest) -> Emission:
         self._release(request)
         request.finished = True
         return request, TokenChunk(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
 
-    def _accept(self, request: Request, index: int, drawn: Drawn) -> Emission:
+    def _accept(self, request: SchedulerRequest, index: int, drawn: SampledTokens) -> Emission:
         token, behavior = drawn.ids[index], drawn.behavior[index]
         request.sampled.append(token)
         self._generated += 1
@@ -313,13 +321,13 @@ class Scheduler:
             request.finished = True
         return request, chunk
 
-    def _keep(self, request: Request) -> None:
+    def _keep(self, request: SchedulerRequest) -> None:
         """Put a row's keys and values where later requests find them."""
-        if not request.tainted:
-            self._prefixes.insert(request.known_ids(), self._rows.row(request.row))
+        if not request.has_mixed_versions:
+            self._prefixes.insert(request.computed_ids(), self._rows.row(request.row))
             self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: SchedulerRequest) -> None:
         """Free a row; the last decoding row and the last row of all close the gaps."""
         hole = request.row
         request.row = -1

@@ -11,25 +11,27 @@ from collections.abc import Sequence
 from instar.engines.local.prefix import common_length
 from instar.types import Ids
 
-LEAST_TOKENS = 64
+MIN_SHARED_TOKENS = 64
 """A shorter beginning is not worth sharing."""
-LEAST_ROWS = 4
+MIN_SHARED_ROWS = 4
 """Rows that must share one on average."""
 
 
-def shared_beginnings(prompts: Sequence[Ids], weights: Sequence[int]) -> tuple[int, list[list[int]]] | None:
+def find_shared_prefixes(
+    prompts: Sequence[Ids], weights: Sequence[int]
+) -> tuple[int, list[list[int]]] | None:
     """The length of the beginnings, and the rows that share each; None where too little is shared.
 
     ``weights`` names what a row's beginning was computed under: rows share only what is the same.
     """
     groups: dict[tuple[int, bytes], list[int]] = {}
     for row, (prompt, computed_under) in enumerate(zip(prompts, weights, strict=True)):
-        groups.setdefault((computed_under, prompt[:LEAST_TOKENS].tobytes()), []).append(row)
-    if len(prompts) < LEAST_ROWS * len(groups):
+        groups.setdefault((computed_under, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)
+    if len(prompts) < MIN_SHARED_ROWS * len(groups):
         return None
     length = min(
         min(common_length(prompts[rows[0]], prompts[row]) for row in rows) for rows in groups.values()
     )
     # Each row keeps a key of its own, so that no block of attention is empty.
     length = min(length, min(len(prompt) for prompt in prompts) - 1)
-    return (length, list(groups.values())) if length >= LEAST_TOKENS else None
+    return (length, list(groups.values())) if length >= MIN_SHARED_TOKENS else None

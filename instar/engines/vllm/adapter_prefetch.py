@@ -22,7 +22,7 @@ SWITCH_SECONDS = 0.0002
 seen in every token."""
 
 
-class AdapterReader:
+class AdapterPrefetcher:
     """Mixed into vLLM's worker class; its names must be none of the worker's."""
 
     device: torch.device
@@ -31,11 +31,11 @@ class AdapterReader:
     def instar_read_adapter(self, path: str) -> dict[str, Any]:
         """Begin to read; whether it is ``done`` is answered when it is asked for again."""
         if "instar_ahead" not in self.__dict__:
-            self.__dict__["instar_ahead"] = _Ahead(self.model_runner.lora_manager, self.device)
+            self.__dict__["instar_ahead"] = _AdapterPrefetch(self.model_runner.lora_manager, self.device)
         return self.__dict__["instar_ahead"].read(path)
 
 
-class _Ahead:
+class _AdapterPrefetch:
     """Holds one adapter that was read, or is being."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""What runs in front of vLLM's server: its own key guards what samples, not what pauses it or swaps weights.
+"""Middleware for vLLM's server, which itself checks its key only on sampling routes, not on weight changes.
 
-Servers are started with ``--middleware instar.engines.vllm.auth.RequireKey``. Needs nothing but Python: vLLM
-lives in an environment of its own.
+Servers are started with ``--middleware instar.engines.vllm.auth.RequireKeyMiddleware``. This module imports
+only the standard library because vLLM runs in its own environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPEN = ("/health",)
 REFUSAL = b'{"error": {"message": "a bearer token is required"}}'
 
 
-class RequireKey:
+class RequireKeyMiddleware:
     """Asks for the key in `VLLM_API_KEY` on every path but /health."""
 
     def __init__(self, app: App) -> None:

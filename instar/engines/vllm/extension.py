@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instar.engines.vllm.adapter_prefetch import AdapterReader
+from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
 RAY_SECONDS = 60.0
 """Deadline of one chunk from Ray's object store."""
@@ -34,7 +34,7 @@ PLAIN_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEm
 """What vLLM calls the handling of layers whose parameters are as a model's files have them."""
 
 
-class WeightReceiver(AdapterReader):
+class WeightReceiver(AdapterPrefetcher):
     """Mixed into vLLM's worker class; its names must be none of the worker's."""
 
     device: torch.device
@@ -51,7 +51,7 @@ class WeightReceiver(AdapterReader):
         of this one where it is sent again from the start."""
         body: dict[str, Any] = json.loads(text)
         try:
-            return self._instar_inbox.take(body, self.device)
+            return self._instar_inbox.receive(body, self.device)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the sender, and the worker lives
             return {"error": f"{type(error).__name__}: {error}"}
 
@@ -61,18 +61,18 @@ class WeightReceiver(AdapterReader):
         if inbox.key != key or not inbox.weights:
             return {"error": f"nothing is staged for {key}", "touched": False}
         try:
-            inbox.put(self.model_runner.get_model(), self.model_config, self.device)
+            inbox.load_into(self.model_runner.get_model(), self.model_config, self.device)
         except Exception as error:  # noqa: BLE001 - as above
             return {"error": f"{type(error).__name__}: {error}", "touched": True}
         finally:
-            inbox.forget()
+            inbox.clear()
         return {}
 
     def instar_reload(self, text: str) -> dict[str, Any]:
         """Put the full weights of a folder in place. The server is paused meanwhile."""
-        model, weights = self.model_runner.get_model(), from_folder(Path(json.loads(text)["path"]))
+        model, weights = self.model_runner.get_model(), read_folder(Path(json.loads(text)["path"]))
         try:
-            if self.device.type == "cuda" and is_plain(model):
+            if self.device.type == "cuda" and has_file_layout(model):
                 load_in_place(model, weights, None)
             else:
                 load_through_layers(model, self.model_config, weights)
@@ -81,14 +81,14 @@ class WeightReceiver(AdapterReader):
         return {}
 
     @property
-    def _instar_inbox(self) -> Inbox:
+    def _instar_inbox(self) -> StagedWeights:
         if "instar_inbox" not in self.__dict__:
-            self.__dict__["instar_inbox"] = Inbox()
+            self.__dict__["instar_inbox"] = StagedWeights()
         return self.__dict__["instar_inbox"]
 
 
 @dataclass
-class Mapped:
+class MappedBuffer:
     """A buffer of the trainer's, open here, and the weights that lie in it."""
 
     name: str
@@ -98,19 +98,19 @@ class Mapped:
 
 
 @dataclass
-class Inbox:
+class StagedWeights:
     """What has come so far for one policy."""
 
     key: str = ""
     weights: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
     chunks: set[int] = field(default_factory=set[int])
-    mapped: Mapped | None = None
+    mapped: MappedBuffer | None = None
 
-    def take(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    def receive(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if "probe" in body:
             return _probe(body["probe"], device)
         if body["key"] != self.key or body.get("chunk") == 0:
-            self.forget()
+            self.clear()
             self.key = body["key"]
         if "buffer" in body:
             return self._map(body, device)
@@ -125,15 +125,15 @@ class Inbox:
                 return {"known": False}
             self.mapped = None
             buffer = open_buffer(body["handle"], device)
-            self.mapped = Mapped(body["buffer"], buffer, views(buffer, body["layout"]))
+            self.mapped = MappedBuffer(body["buffer"], buffer, buffer_views(buffer, body["layout"]))
         self.weights = self.mapped.weights
         return {"known": True}
 
-    def put(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+    def load_into(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         mapped = self.mapped if self.mapped and self.mapped.weights is self.weights else None
         if mapped and mapped.plan:
             mapped.plan.run()
-        elif device.type == "cuda" and is_plain(model):
+        elif device.type == "cuda" and has_file_layout(model):
             plan = load_in_place(model, self.weights, mapped.buffer if mapped else None)
             if mapped:
                 mapped.plan = plan
@@ -142,7 +142,7 @@ class Inbox:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """A buffer stays open: it is written again for the next policy."""
         self.key, self.weights = "", []
         self.chunks.clear()
@@ -163,7 +163,7 @@ class CopyPlan:
         torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore
 
 
-class _Recorder(TorchDispatchMode):
+class _CopyRecorder(TorchDispatchMode):
     """Notes every copy while a model loads its weights."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def load_in_place(
     be told: a weight was changed on its way, split among several workers, or went to a place that is no
     parameter's."""
     needed = {name for name, _ in model.named_parameters()}
-    with torch.no_grad(), _Recorder() as recorder:
+    with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
     _require_all(needed, loaded)
     if buffer is None:
@@ -244,7 +244,7 @@ def _give_up(model: nn.Module) -> None:
         info.reset()
 
 
-def is_plain(model: nn.Module) -> bool:
+def has_file_layout(model: nn.Module) -> bool:
     """Whether the parameters are as a model's files have them, so that loading is copying."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     return methods <= PLAIN_METHODS
@@ -255,7 +255,7 @@ def _require_all(needed: set[str], loaded: set[str] | None) -> None:
         raise ValueError(f"{len(missing)} parameters did not come, {missing[0]} for one")
 
 
-def from_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of a folder, one after another."""
     from safetensors import safe_open
 
@@ -283,7 +283,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
     )
 
 
-def views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
+def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
     """The named tensors that lie in a buffer: (name, dtype, shape, first byte) each."""
     found: list[tuple[str, Tensor]] = []
     for name, dtype_name, shape, start in layout:

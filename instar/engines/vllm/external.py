@@ -16,7 +16,7 @@ STARTED = "process_start_time_seconds "
 """The metric that tells one process of a server from the next."""
 
 
-class VllmAddress:
+class ExternalVllm:
     """As VllmProcess, for the address in ``config.servers``."""
 
     def __init__(
@@ -48,7 +48,7 @@ class VllmAddress:
         await self._up()
         self._watcher = asyncio.create_task(self._watch())
 
-    async def life(self) -> str | None:
+    async def process_start(self) -> str | None:
         """Another one for every process of the server. None: it does not tell."""
         lines = str(await self.client.get("/metrics", timeout=CHECK_SECONDS)).splitlines()
         return next((line for line in lines if line.startswith(STARTED)), None)

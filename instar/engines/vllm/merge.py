@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @contextmanager
-def merged(base: Path, adapter: Path, dtype: str, *, beside: bool = False) -> Generator[Path]:
+def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside: bool = False) -> Generator[Path]:
     """A folder of full weights, gone at the end: in memory where there is room, else on disk, or ``beside``
     the adapter. The adapted ones are computed in fp32 and kept in ``dtype`` (`bf16` or `fp32`), the others
     are as the base has them."""
@@ -84,7 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
     raise EngineError(f"{folder} has no weights in safetensors files")
 
 
-def shapes(folder: Path) -> Shapes:
+def read_shapes(folder: Path) -> Shapes:
     """Of all weights in a folder. Reads their files' headers alone."""
     found: Shapes = {}
     try:
@@ -99,10 +99,10 @@ def shapes(folder: Path) -> Shapes:
     return found
 
 
-def check_same_shape(folder: Path, base: Path) -> None:
+def check_same_shapes(folder: Path, base: Path) -> None:
     """Raise EngineError where a folder does not hold weights of the base model's architecture. One may have
     tied weights written out that the other leaves out."""
-    ours, theirs = shapes(base), shapes(folder)
+    ours, theirs = read_shapes(base), read_shapes(folder)
     if any(theirs[name] != ours[name] for name in theirs.keys() & ours.keys()) or (
         set(ours) ^ set(theirs)
     ) - {"lm_head.weight"}:

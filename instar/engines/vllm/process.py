@@ -12,7 +12,7 @@ from pathlib import Path
 
 import instar
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.command import IDLE_SECONDS, Launch
+from instar.engines.vllm.command import IDLE_SECONDS, VllmLaunch
 from instar.errors import EngineError
 from instar.subprocess_guard import guard_command
 
@@ -34,7 +34,7 @@ class VllmProcess:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: VllmLaunch,
         log: Path,
         *,
         up: Callable[[], Awaitable[None]],

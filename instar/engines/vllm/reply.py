@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from instar.engines.vllm.client import VllmClient, refusal
-from instar.engines.vllm.wire import Choice, Usage, decode_event, logprobs_of
+from instar.engines.vllm.client import VllmClient, response_error
+from instar.engines.vllm.wire import Choice, Usage, choice_logprobs, decode_event
 from instar.errors import EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk
@@ -21,7 +21,7 @@ END_SECONDS = 10.0
 """For the words behind the last token."""
 
 
-class Reply:
+class VllmReply:
     """``version`` tells what is served at the moment. ``fence`` is called at every change of that, when all
     that was sampled before has come."""
 
@@ -32,7 +32,7 @@ class Reply:
         *,
         client: VllmClient,
         version: Callable[[], int],
-        ends: Collection[int],
+        end_ids: Collection[int],
         tokenizer: Any,
     ) -> None:
         """``ends``: ids that end a reply."""
@@ -40,7 +40,7 @@ class Reply:
         self._params = params
         self._client = client
         self._version = version
-        self._ends = ends
+        self._ends = end_ids
         self._tokenizer = tokenizer
         self._rest = b""
         self._read = 0
@@ -50,18 +50,18 @@ class Reply:
         self._ids: list[int] = []
         self._stamps: list[int] = []
         self.usage: Usage | None = None
-        self.misstamped = 0
+        self.mislabelled_tokens = 0
         """Tokens that another version has sampled than was said, as vLLM from 0.27 on tells at the end."""
 
     @property
-    def received(self) -> int:
+    def received_bytes(self) -> int:
         return self._response.received
 
-    def fence(self, version: int) -> None:
+    def mark_version(self, version: int) -> None:
         """What has come until now was sampled by this version."""
         self._older.append((self._response.received, version))
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self._response.close()
 
     async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
@@ -83,7 +83,7 @@ class Reply:
             if last is not None:
                 yield last
             else:
-                raise self._client.unreachable(error) from error
+                raise self._client.unreachable_error(error) from error
         finally:
             self._response.close()
 
@@ -106,12 +106,12 @@ class Reply:
                 continue  # [DONE]
             event = decode_event(text[6:])
             if event.error is not None:
-                raise refusal(int(event.error.get("code") or 500), text[6:])
+                raise response_error(int(event.error.get("code") or 500), text[6:])
             self.usage = event.usage or self.usage
             for choice in event.choices:
                 new = choice.token_ids or []
                 ids += new
-                logprobs += logprobs_of(choice) if new else []
+                logprobs += choice_logprobs(choice) if new else []
                 versions += [self._stamp()] * len(new)
                 if choice.finish_reason is not None:
                     finish, stop = self._finish(choice, [*self._ids, *ids])
@@ -132,7 +132,7 @@ class Reply:
         for span in choice.weight_versions or []:
             if span.version.isdigit():
                 told = int(span.version)
-                self.misstamped += sum(stamp != told for stamp in stamps[span.start : span.end])
+                self.mislabelled_tokens += sum(stamp != told for stamp in stamps[span.start : span.end])
 
     def _behavior(self, count: int) -> list[float] | None:
         """A greedy token was certain; of another distribution than the full softmax vLLM tells nothing."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.command import KEPT_ADAPTERS
-from instar.engines.vllm.merge import check_same_shape, merged
-from instar.engines.vllm.transfer import read_ahead
-from instar.engines.vllm.weights import Weights
+from instar.engines.vllm.command import MAX_LOADED_ADAPTERS
+from instar.engines.vllm.merge import check_same_shapes, merge_adapter
+from instar.engines.vllm.transfer import prefetch_adapter
+from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Json, Policy
 
@@ -26,7 +26,7 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class PolicyLease:
     """What one request is sampled with."""
 
     model: str | None
@@ -35,9 +35,9 @@ class Lease:
     """Of what is sampled at the moment."""
 
 
-class Serving(ABC):
+class PolicyServing(ABC):
     artifacts: tuple[ArtifactKind, ...]
-    per_token: bool
+    switches_mid_reply: bool
     """Whether a reply goes on under a policy that is loaded meanwhile."""
 
     @property
@@ -48,11 +48,11 @@ class Serving(ABC):
     async def load(self, policy: Policy) -> None:
         """As Engine.load. One at a time."""
 
-    def took(self, policy: Policy) -> None:  # noqa: B027 - where weights are never replaced
+    def set_policy(self, policy: Policy) -> None:  # noqa: B027 - where weights are never replaced
         """The server's weights are this policy's now; others have put them in place."""
 
     @abstractmethod
-    def lease(self) -> AbstractContextManager[Lease]:
+    def lease(self) -> AbstractContextManager[PolicyLease]:
         """For as long as a request runs."""
 
     @abstractmethod
@@ -63,11 +63,11 @@ class Serving(ABC):
         """Take away from the server what nobody will use any more."""
 
 
-class BaseServing(Serving):
+class BaseServing(PolicyServing):
     """A server that cannot be given anything. ``lacks`` says what that would take."""
 
     artifacts = ("base",)
-    per_token = False
+    switches_mid_reply = False
 
     def __init__(self, lacks: str) -> None:
         self._lacks = lacks
@@ -83,16 +83,16 @@ class BaseServing(Serving):
         self._version = policy.version
 
     @contextmanager
-    def lease(self) -> Generator[Lease]:
+    def lease(self) -> Generator[PolicyLease]:
         version = self._version
-        yield Lease(None, lambda: version)
+        yield PolicyLease(None, lambda: version)
 
     def reset(self) -> None:
         self._version = 0
 
 
 @dataclass(eq=False, slots=True)
-class _Adapter:
+class _LoadedAdapter:
     name: str | None
     version: int
     users: int = 0
@@ -101,20 +101,20 @@ class _Adapter:
     """Whether its server may have been started again without it."""
 
 
-class AdapterServing(Serving):
+class AdapterServing(PolicyServing):
     """Every version is an adapter with a name of its own: vLLM keeps what it has computed apart by that name,
     and a request ends under the one it began with. An old one goes when its last request has ended."""
 
     artifacts = ("adapter", "base")
-    per_token = False
+    switches_mid_reply = False
 
     def __init__(self, client: VllmClient, max_rank: int | None, say: Callable[[str], None]) -> None:
         """``max_rank``: the largest that the server takes, where it is known."""
         self._client = client
         self._max_rank = max_rank
         self._say = say
-        self._current = _Adapter(None, 0)
-        self._held: set[_Adapter] = set()
+        self._current = _LoadedAdapter(None, 0)
+        self._held: set[_LoadedAdapter] = set()
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
@@ -122,7 +122,7 @@ class AdapterServing(Serving):
         return self._current.version
 
     async def load(self, policy: Policy) -> None:
-        adapter = _Adapter(None, policy.version)
+        adapter = _LoadedAdapter(None, policy.version)
         if policy.artifact.kind == "adapter":
             adapter.name = await self._upload(policy)
         elif policy.artifact.kind != "base":
@@ -136,26 +136,26 @@ class AdapterServing(Serving):
     async def _upload(self, policy: Policy) -> str:
         folder = Path(policy.artifact.path)
         _check_rank(folder, self._max_rank)
-        if len(self._held) >= KEPT_ADAPTERS:
+        if len(self._held) >= MAX_LOADED_ADAPTERS:
             raise EngineUnavailable(f"requests still run under {len(self._held)} versions of the policy")
         # The same version may be loaded again, from other files, and by another process after this one.
         name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
-        await read_ahead(self._client, str(folder))
+        await prefetch_adapter(self._client, str(folder))
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         return name
 
     @contextmanager
-    def lease(self) -> Generator[Lease]:
+    def lease(self) -> Generator[PolicyLease]:
         adapter = self._current
         adapter.users += 1
         try:
-            yield Lease(adapter.name, lambda: adapter.version)
+            yield PolicyLease(adapter.name, lambda: adapter.version)
         finally:
             adapter.users -= 1
             self._drop_unused(adapter)
 
     def reset(self) -> None:
-        self._current = _Adapter(None, 0)
+        self._current = _LoadedAdapter(None, 0)
         for adapter in [*self._held]:
             adapter.retired = adapter.doubtful = True
             self._drop_unused(adapter)
@@ -166,17 +166,17 @@ class AdapterServing(Serving):
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=CLOSE_SECONDS)
 
-    def _drop_unused(self, adapter: _Adapter) -> None:
+    def _drop_unused(self, adapter: _LoadedAdapter) -> None:
         if adapter.retired and adapter.users == 0 and adapter in self._held:
             self._drop(adapter)
 
-    def _drop(self, adapter: _Adapter) -> None:
+    def _drop(self, adapter: _LoadedAdapter) -> None:
         self._held.remove(adapter)
         task = asyncio.get_running_loop().create_task(self._unload(adapter))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _unload(self, adapter: _Adapter) -> None:
+    async def _unload(self, adapter: _LoadedAdapter) -> None:
         try:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         except EngineUnavailable:
@@ -186,14 +186,14 @@ class AdapterServing(Serving):
                 self._say(f"{adapter.name} was not unloaded: {error}")
 
 
-class MergedServing(Serving):
+class MergedServing(PolicyServing):
     """The server's own weights are replaced; requests in flight go on under the new ones."""
 
-    per_token = True
+    switches_mid_reply = True
 
     def __init__(
         self,
-        weights: Weights,
+        weights: ServerWeights,
         base: Path,
         served_base: str,
         dtype: str,
@@ -230,7 +230,7 @@ class MergedServing(Serving):
                 raise
         self._policy = policy
 
-    def took(self, policy: Policy) -> None:
+    def set_policy(self, policy: Policy) -> None:
         self._policy = policy
 
     @asynccontextmanager
@@ -240,10 +240,10 @@ class MergedServing(Serving):
         if kind == "base":
             yield self._served_base
         elif kind == "weights":
-            await asyncio.to_thread(check_same_shape, path, self._base)
+            await asyncio.to_thread(check_same_shapes, path, self._base)
             yield str(path)
         elif kind == "adapter":
-            merging = merged(self._base, path, self._dtype, beside=self._shared)
+            merging = merge_adapter(self._base, path, self._dtype, beside=self._shared)
             folder = await asyncio.to_thread(merging.__enter__)
             try:
                 yield str(folder)
@@ -254,12 +254,12 @@ class MergedServing(Serving):
 
     async def _reload(self, folder: str, version: int) -> None:
         async with self._weights.paused() as change:
-            change.begins()
+            change.start()
             if self._extended:
                 await _tell_workers(self._weights.client, "instar_reload", {"path": folder})
             else:
                 await self._weights.client.rpc("reload_weights", {"weights_path": folder})
-            change.serves(version)
+            change.finish(version)
 
     async def _restore(self) -> None:
         """What was served before, from its files. Where they are gone, nothing is served."""
@@ -271,9 +271,9 @@ class MergedServing(Serving):
                     await self._reload(folder, self._policy.version)
 
     @contextmanager
-    def lease(self) -> Generator[Lease]:
-        self._weights.check()
-        yield Lease(None, lambda: self._weights.version)
+    def lease(self) -> Generator[PolicyLease]:
+        self._weights.require_served()
+        yield PolicyLease(None, lambda: self._weights.version)
 
     def reset(self) -> None:
         self._weights.reset()

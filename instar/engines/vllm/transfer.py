@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from instar.engines.base import Route, Transfer
+from instar.engines.base import LiveRoute, WeightTransfer
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.merge import Shapes, shapes
-from instar.engines.vllm.weights import Weights
+from instar.engines.vllm.merge import Shapes, read_shapes
+from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Json, Policy
 
@@ -22,13 +22,13 @@ TIED = "lm_head.weight"
 """Some files hold it although it is the input's."""
 
 
-async def find_routes(client: VllmClient) -> tuple[Route, ...]:
+async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
     """The ways on which this server takes weights; none where it was started without our worker extension."""
     try:
         ends: list[Json] = await client.rpc("instar_ends")
     except EngineError:
         return ()
-    routes: list[Route] = ["ipc"]
+    routes: list[LiveRoute] = ["ipc"]
     if all(end["nccl"] and end["gpu"] for end in ends):
         routes.append("nccl")
     if all(end["ray"] for end in ends):
@@ -36,7 +36,7 @@ async def find_routes(client: VllmClient) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-async def read_ahead(client: VllmClient, folder: str) -> None:
+async def prefetch_adapter(client: VllmClient, folder: str) -> None:
     """Have the workers read an adapter while they go on sampling. A server without our worker extension reads
     it when it is told to load it, and its streams wait."""
     try:
@@ -52,10 +52,10 @@ async def read_ahead(client: VllmClient, folder: str) -> None:
         return
 
 
-class Receiver:
+class TransferReceiver:
     """Stages and commits on one server. Every worker of it takes in all the weights."""
 
-    def __init__(self, weights: Weights, base: Path) -> None:
+    def __init__(self, weights: ServerWeights, base: Path) -> None:
         """``base``: the model's folder. What is not of its shapes is refused before anything is touched."""
         self._weights = weights
         self._client = weights.client
@@ -67,7 +67,7 @@ class Receiver:
         self._update: Json | None = None
         """What comes over NCCL at the next commit."""
 
-    async def stage(self, transfer: Transfer) -> Json:
+    async def stage(self, transfer: WeightTransfer) -> Json:
         if transfer.route == "nccl":
             return await self._agree(transfer.body)
         self._update = None
@@ -81,7 +81,7 @@ class Receiver:
 
     async def _check(self, key: str, layout: Sequence[Sequence[Any]], *, first: bool) -> None:
         if self._shapes is None:
-            self._shapes = await asyncio.to_thread(shapes, self._base)
+            self._shapes = await asyncio.to_thread(read_shapes, self._base)
         if first or key != self._key:
             self._key, self._missing = key, self._shapes.keys() - {TIED}
         for name, _, shape, *_ in layout:
@@ -94,7 +94,7 @@ class Receiver:
             raise EngineError(f"{len(self._missing)} weights did not come, {min(self._missing)} for one")
         async with self._weights.paused() as change:
             before = self._weights.version
-            change.begins()
+            change.start()
             if self._update is not None:
                 update, self._update = self._update, None
                 await self._client.post("/start_weight_update")
@@ -103,10 +103,10 @@ class Receiver:
             else:
                 try:
                     await self._tell("instar_commit", {"key": _key(policy)})
-                except _Untouched:
-                    change.serves(before)
+                except _WeightsUnchangedError:
+                    change.finish(before)
                     raise
-            change.serves(policy.version)
+            change.finish(policy.version)
 
     async def _agree(self, body: Json) -> Json:
         """On a group with the trainer, or on what comes through it: vLLM loads while it receives."""
@@ -123,11 +123,13 @@ class Receiver:
         failed = [answer for answer in answers if "error" in answer]
         if failed:
             untouched = all("error" in answer and not answer.get("touched") for answer in answers)
-            raise (_Untouched if untouched else EngineError)(f"vLLM's worker: {failed[0]['error']}")
+            raise (_WeightsUnchangedError if untouched else EngineError)(
+                f"vLLM's worker: {failed[0]['error']}"
+            )
         return answers
 
 
-class _Untouched(EngineError):
+class _WeightsUnchangedError(EngineError):
     """It failed, and what is served is whole."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.reply import Reply
+from instar.engines.vllm.reply import VllmReply
 from instar.errors import EngineError, EngineUnavailable
 
 PAUSE_SECONDS = 120.0
@@ -19,36 +19,36 @@ SETTLE_SECONDS = 10.0
 RESUME_SECONDS = 30.0
 RESUME_WAITS = (0.1, 0.5, 2.0)
 """Seconds before each further try to end a pause."""
-NOTHING = -1
+NO_VERSION = -1
 """The version of weights that are no policy's."""
 
 
-class Change:
+class WeightChange:
     """Weights that are being replaced."""
 
     def __init__(self) -> None:
-        self.begun = False
+        self.started = False
         self.version: int | None = None
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """From here on what was served is gone: if ``serves`` is not called, nothing is served."""
-        self.begun = True
+        self.started = True
 
-    def serves(self, version: int) -> None:
+    def finish(self, version: int) -> None:
         """The weights in place are whole, and of this version. It counts once the pause ends."""
-        self.begun = True
+        self.started = True
         self.version = version
 
 
-class Weights:
+class ServerWeights:
     """Of one server. ``replies``: those under way, which are told of every change."""
 
     def __init__(self, client: VllmClient) -> None:
         self.client = client
         self.version = 0
         """Of what is sampled from now on."""
-        self.replies: set[Reply] = set()
-        self.tells_version = False
+        self.replies: set[VllmReply] = set()
+        self.stores_version = False
         """Whether the server keeps the version's name for others to ask for."""
         self._changing = asyncio.Lock()
 
@@ -56,20 +56,20 @@ class Weights:
         """The server has just come up: it serves the base model."""
         self.version = 0
 
-    def check(self) -> None:
-        if self.version == NOTHING:
+    def require_served(self) -> None:
+        if self.version == NO_VERSION:
             raise EngineUnavailable(
                 "a change of the vLLM server's weights has failed: it serves nothing until a policy is loaded"
             )
 
     @asynccontextmanager
-    async def paused(self) -> AsyncGenerator[Change]:
+    async def paused(self) -> AsyncGenerator[WeightChange]:
         """Within, nothing is sampled, and nothing that was computed under the old weights is kept: requests
         in flight compute their keys and values again when they go on. That is at the end, under what the
         change serves, or what was served before where it did not begin; where it began and serves nothing,
         they are given up."""
         async with self._changing:
-            change = Change()
+            change = WeightChange()
             settling: asyncio.Task[None] | None = None
             try:
                 # The pause also empties the prefix cache, of running requests' blocks too.
@@ -79,11 +79,11 @@ class Weights:
                 if change.version is not None:
                     await settling
                     self._turn(change.version)
-                    await self.tell(change.version)
+                    await self.store_version(change.version)
             finally:
                 if settling is not None:
                     settling.cancel()
-                if change.begun and change.version != self.version:
+                if change.started and change.version != self.version:
                     self._lose()
                 else:
                     # Also where the caller was cancelled, or the pause came and its answer did not: nobody
@@ -103,7 +103,7 @@ class Weights:
             await asyncio.sleep(wait)
 
     def _arrived(self) -> int:
-        return sum(reply.received for reply in self.replies)
+        return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
         """Until every token that was sampled before the pause has come: vLLM has handed out all of them when
@@ -120,21 +120,21 @@ class Weights:
         except TimeoutError:
             self._cut()
 
-    async def tell(self, version: int) -> None:
+    async def store_version(self, version: int) -> None:
         """Give the server the version's name, for others who ask it: what is served does not depend on it."""
-        if self.tells_version:
+        if self.stores_version:
             with contextlib.suppress(EngineError):
                 await self.client.post("/update_weight_version", {"new_version": str(version)})
 
     def _turn(self, version: int) -> None:
         for reply in self.replies:
-            reply.fence(self.version)
+            reply.mark_version(self.version)
         self.version = version
 
     def _lose(self) -> None:
-        self.version = NOTHING
+        self.version = NO_VERSION
         self._cut()
 
     def _cut(self) -> None:
         for reply in [*self.replies]:
-            reply.cut()
+            reply.abort()

@@ -9,7 +9,7 @@ import msgspec
 
 from instar.types import Ids, Json, SamplingParams
 
-PATH = "/inference/v1/generate"
+GENERATE_PATH = "/inference/v1/generate"
 NO_LOGPROB = -9999.0
 """What vLLM writes for a logprob that it does not have."""
 SEED_BITS = (1 << 63) - 1
@@ -66,7 +66,7 @@ decode_event = msgspec.json.Decoder(Event).decode
 decode_scores = msgspec.json.Decoder(Scores).decode
 
 
-def generate_body(
+def encode_generate_request(
     prompt: Ids,
     params: SamplingParams,
     *,
@@ -99,7 +99,7 @@ def generate_body(
     return msgspec.json.encode(body)
 
 
-def score_body(ids: Ids, model: str | None) -> bytes:
+def encode_score_request(ids: Ids, model: str | None) -> bytes:
     """The last token is made the only one that can be sampled, so that a whole context can be scored."""
     sampling: Json = {
         "max_tokens": 1,
@@ -116,13 +116,13 @@ def score_body(ids: Ids, model: str | None) -> bytes:
     return msgspec.json.encode(body)
 
 
-def logprobs_of(choice: Choice) -> list[float]:
+def choice_logprobs(choice: Choice) -> list[float]:
     """NaN where there is none."""
     assert choice.token_ids is not None
     if choice.logprobs is None:
         return [math.nan] * len(choice.token_ids)
-    return [known(entry.logprob) for entry in choice.logprobs.content]
+    return [clean_logprob(entry.logprob) for entry in choice.logprobs.content]
 
 
-def known(value: float) -> float:
+def clean_logprob(value: float) -> float:
     return math.nan if value == NO_LOGPROB else min(value, 0.0)

@@ -21,7 +21,7 @@ from instar.engines.remote import RemoteEngine
 from instar.engines.vllm.client import VllmClient
 from instar.errors import ConfigError, SyncError
 from instar.sync.factory import create_sync
-from instar.sync.shared import Place, SharedBuffer
+from instar.sync.shared import SharedBuffer, WeightPlacement
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.backends.environments import ROOT
 from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
@@ -67,7 +67,7 @@ async def test_the_server_serves_what_the_trainer_has_after_each_push(
     training = Training(tiny, tmp_path, lora=lora)
     sync = await create_sync(config(tiny, route), training.backend, [engine])
     assert sync.live
-    assert sync.route.startswith(route)
+    assert sync.description.startswith(route)
     before = await engine.logprobs(PROMPT)
     for _ in range(2):
         policy = await training.step()
@@ -139,7 +139,7 @@ async def test_a_worker_that_failed_in_the_middle_says_so_and_can_be_loaded_agai
     client: VllmClient = served.engine._server.client  # type: ignore[attr-defined]
     before = await engine.logprobs(PROMPT)
     files = load_file(tiny / "model.safetensors")
-    layout, end = list[Place](), 0
+    layout, end = list[WeightPlacement](), 0
     for name, tensor in files.items():
         shape = [7] if name == "model.norm.weight" else list(tensor.shape)
         layout.append((name, "float32", shape, end))

@@ -49,7 +49,7 @@ async def engine(served: ServedEngine) -> AsyncIterator[Engine]:
     await remote.load(BASE)
     yield remote
     await remote.close()
-    assert served.engine.misstamped == 0, "by what vLLM itself says of every token"
+    assert served.engine.mislabelled_tokens == 0, "by what vLLM itself says of every token"
 
 
 class TestVllm(EngineConformance):

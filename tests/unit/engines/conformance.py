@@ -35,7 +35,7 @@ def versions_of(chunks: list[TokenChunk]) -> list[int]:
     return [version for chunk in chunks for version in chunk.versions]
 
 
-async def settled(engine: Engine) -> None:
+async def wait_until_idle(engine: Engine) -> None:
     """Wait until nothing runs."""
     async with asyncio.timeout(10):
         while (status := await engine.status()).running or status.waiting:  # noqa: ASYNC110 - may be remote
@@ -117,7 +117,7 @@ class EngineConformance:
         await anext(stream)
         assert (await engine.status()).running == 1
         await stream.aclose()  # type: ignore[attr-defined]
-        await settled(engine)
+        await wait_until_idle(engine)
         before = (await engine.status()).generated_tokens
         await asyncio.sleep(0.1)
         assert (await engine.status()).generated_tokens == before < start + 190
@@ -130,7 +130,7 @@ class EngineConformance:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await settled(engine)
+        await wait_until_idle(engine)
 
     async def test_concurrent_replies_equal_lone_ones(self, engine: Engine, prompt: list[int]) -> None:
         prompts = [prompt + TOKENIZER.encode("ab" * n) for n in range(12)]
@@ -178,7 +178,7 @@ class EngineConformance:
         assert (whole[1:] < 0).all()
         np.testing.assert_allclose(part, whole[:40], atol=1e-5, err_msg="of the tokens before alone")
         np.testing.assert_allclose(again, whole, atol=1e-5)
-        await settled(engine)
+        await wait_until_idle(engine)
 
     async def test_refuses_to_score_what_it_cannot(self, engine: Engine, prompt: list[int]) -> None:
         if engine.info.scores:
@@ -199,7 +199,7 @@ class EngineConformance:
             assert ids_of(await collect(engine, array, max_tokens=6, temperature=0)) == ids_of(listed)
 
     async def test_a_session_can_be_routed(self, engine: Engine, prompt: list[int]) -> None:
-        routed = engine.route("sess-1")
+        routed = engine.for_session("sess-1")
         assert routed.info == engine.info
         assert await collect(routed, prompt, max_tokens=2, temperature=0)
 

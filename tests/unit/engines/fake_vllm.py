@@ -16,18 +16,18 @@ PATH = "/inference/v1/generate"
 RPC = "/collective_rpc"
 
 
-class PretendVllm:
+class FakeVllm:
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.paths: list[str] = []
         """Paths that were asked for, in order."""
         self.failing: set[str] = set()
         """Paths that answer 500."""
-        self.say: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
         """What a reply streams; None ends it."""
         self.url = ""
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
-        self.heard.append(request.path)
+        self.paths.append(request.path)
         if request.path in self.failing:
             return web.json_response({"error": {"message": "as the test wants it"}}, status=500)
         if request.path == PATH:
@@ -37,7 +37,7 @@ class PretendVllm:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        while (part := await self.say.get()) is not None:
+        while (part := await self.events.get()) is not None:
             await response.write(part)
         return response
 
@@ -56,7 +56,7 @@ class PretendVllm:
             await runner.cleanup()
 
 
-class StatefulVllm(PretendVllm):
+class StatefulFakeVllm(FakeVllm):
     """Knows its adapters by name, whether it is paused, and its weights by the folder or key they came by."""
 
     def __init__(self, root: Path, *, adapters: bool = False, extended: bool = True) -> None:
@@ -66,12 +66,12 @@ class StatefulVllm(PretendVllm):
         self._extended = extended
         self.failing_once: set[str] = set()
         """Paths that do what is asked for, except /resume, and answer 503."""
-        self.tells_life = True
+        self.reports_start = True
         self.restart()
 
     def restart(self) -> None:
         """Another process, as far as can be seen from outside."""
-        self.life = getattr(self, "life", 0) + 1
+        self.start_time = getattr(self, "start_time", 0) + 1
         self.adapters: dict[str, str] = {}
         self.paused = False
         self.weights = "base"
@@ -80,7 +80,7 @@ class StatefulVllm(PretendVllm):
     async def _any(self, request: web.Request) -> web.StreamResponse:
         if request.path in self.failing or request.path == PATH:
             return await super()._any(request)
-        self.heard.append(request.path)
+        self.paths.append(request.path)
         lost = request.path in self.failing_once
         self.failing_once.discard(request.path)
         if lost and request.path == "/resume":
@@ -97,7 +97,7 @@ class StatefulVllm(PretendVllm):
                 entry = {"id": "m", "root": self._root, "max_model_len": 100_000}
                 return web.json_response({"data": [entry]})
             case "/metrics":
-                told = f"process_start_time_seconds {self.life}" if self.tells_life else ""
+                told = f"process_start_time_seconds {self.start_time}" if self.reports_start else ""
                 return web.Response(text=f"# HELP\nvllm:lora_requests_info\n{told}\n")
             case "/v1/load_lora_adapter":
                 if body["lora_name"] in self.adapters:

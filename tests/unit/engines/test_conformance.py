@@ -15,7 +15,7 @@ from instar.config import LocalEngineConfig, ModelConfig, RunConfig, ScriptedEng
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.remote import RemoteEngine
-from instar.engines.server import Gate, create_engine_app
+from instar.engines.server import DrainGate, create_engine_app
 from tests.unit.engines.conformance import EngineConformance
 
 LONG_REPLY = "The answer is 893, and here is a long story about it: " + "tell me more. " * 40
@@ -34,7 +34,9 @@ def scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256)
 
 
 @asynccontextmanager
-async def served(engine: Engine, token: str | None, gate: Gate | None = None) -> AsyncIterator[str]:
+async def serve_engine(
+    engine: Engine, token: str | None, gate: DrainGate | None = None
+) -> AsyncIterator[str]:
     """The engine behind a real socket; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
@@ -71,7 +73,7 @@ class TestRemoteLocal(EngineConformance):
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
         local = local_engine(tiny)
-        async with served(local, "secret") as url:
+        async with serve_engine(local, "secret") as url:
             remote = await RemoteEngine.connect(url, "secret", timeout=10)
             yield remote
             await remote.close()
@@ -84,7 +86,7 @@ class TestRemoteScripted(EngineConformance):
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
         scripted = scripted_engine(tiny)
-        async with served(scripted, None) as url:
+        async with serve_engine(scripted, None) as url:
             remote = await RemoteEngine.connect(url, timeout=10)
             yield remote
             await remote.close()

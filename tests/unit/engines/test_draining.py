@@ -10,18 +10,18 @@ import pytest
 
 from instar.engines.pool import EnginePool
 from instar.engines.remote import RemoteEngine
-from instar.engines.server import Gate
+from instar.engines.server import DrainGate
 from instar.errors import EngineUnavailable
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import collect
-from tests.unit.engines.test_conformance import scripted_engine, served
+from tests.unit.engines.test_conformance import scripted_engine, serve_engine
 
 PROMPT = [5, 6, 7]
 
 
 async def test_it_ends_its_replies_and_takes_no_more(tiny: Path) -> None:
-    gate = Gate()
-    async with served(scripted_engine(tiny, delay=0.01), None, gate) as url:
+    gate = DrainGate()
+    async with serve_engine(scripted_engine(tiny, delay=0.01), None, gate) as url:
         engine = await RemoteEngine.connect(url)
         async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=40))) as reply:
             first = await anext(reply)
@@ -29,35 +29,35 @@ async def test_it_ends_its_replies_and_takes_no_more(tiny: Path) -> None:
             with pytest.raises(EngineUnavailable, match="being drained"):
                 await collect(engine, PROMPT)
             assert (await engine.status()).draining
-            assert not gate.empty.is_set()
+            assert not gate.drained.is_set()
             rest = [chunk async for chunk in reply]
         assert len(first.token_ids) + sum(len(chunk.token_ids) for chunk in rest) == 40
         assert rest[-1].finish_reason == "length"
-        await asyncio.wait_for(gate.empty.wait(), 5)
+        await asyncio.wait_for(gate.drained.wait(), 5)
         await engine.close()
 
 
 async def test_a_pool_goes_round_it(tiny: Path) -> None:
-    gates = [Gate(), Gate()]
+    gates = [DrainGate(), DrainGate()]
     async with (
-        served(scripted_engine(tiny), None, gates[0]) as one,
-        served(scripted_engine(tiny), None, gates[1]) as two,
+        serve_engine(scripted_engine(tiny), None, gates[0]) as one,
+        serve_engine(scripted_engine(tiny), None, gates[1]) as two,
     ):
         # Checked once a minute: what is refused has to be enough to look.
         pool = EnginePool([RemoteEngine(one), RemoteEngine(two)], period=60)
         await pool.start(10)
         gates[0].close()
         for session in range(6):
-            assert (await collect(pool.route(f"s{session}"), PROMPT))[-1].finish_reason
+            assert (await collect(pool.for_session(f"s{session}"), PROMPT))[-1].finish_reason
         async with asyncio.timeout(10):
             while not pool.members[0].draining:  # noqa: ASYNC110 - what is waited for is a health check
                 await asyncio.sleep(0.01)
         assert [member.is_open for member in pool.members] == [False, True]
-        served_before = pool.members[0].served
+        served_before = pool.members[0].total_requests
         assert (await collect(pool, PROMPT))[-1].finish_reason
-        assert pool.members[0].served == served_before
+        assert pool.members[0].total_requests == served_before
         gates[1].close()
-        pool.members[1].doubted.set()
+        pool.members[1].check_requested.set()
         async with asyncio.timeout(10):
             while pool.members[1].is_open:  # noqa: ASYNC110 - what is waited for is a health check
                 await asyncio.sleep(0.01)
@@ -67,9 +67,9 @@ async def test_a_pool_goes_round_it(tiny: Path) -> None:
 
 
 def test_a_gate_that_nobody_is_in_is_empty_at_once() -> None:
-    gate = Gate()
-    with gate.passing():
+    gate = DrainGate()
+    with gate.admit():
         pass
-    assert not gate.empty.is_set(), "it is still open"
+    assert not gate.drained.is_set(), "it is still open"
     gate.close()
-    assert gate.empty.is_set()
+    assert gate.drained.is_set()

@@ -14,11 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.local.engine import LocalEngine
-from instar.engines.local.linear import LoraPair, install, pack, replace_linears
+from instar.engines.local.linear import LoraPair, install_adapter, pack_weights, replace_linears
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.tiny import make_tiny_model
-from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of, settled, versions_of
+from tests.unit.engines.conformance import (
+    TOKENIZER,
+    collect,
+    ids_of,
+    logprobs_of,
+    versions_of,
+    wait_until_idle,
+)
 from tests.unit.engines.conftest import save_adapter
 
 PROMPT = TOKENIZER.encode(
@@ -114,12 +121,12 @@ async def test_next_turn_computes_only_its_new_tokens(engine: LocalEngine, tiny:
 async def test_at_rest_it_gives_its_memory_back_and_begins_anew(engine: LocalEngine) -> None:
     reply = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=1))
     await anext(reply)
-    engine.rest()  # it is at work: nothing happens
+    engine.release_memory()  # it is at work: nothing happens
     assert len([chunk async for chunk in reply]) == 199
     await collect(engine, PROMPT, max_tokens=4, seed=2)
     before = (await engine.status()).cached_tokens
     assert before == len(PROMPT) - 1
-    engine.rest()
+    engine.release_memory()
     await collect(engine, PROMPT, max_tokens=4, seed=2)
     assert (await engine.status()).cached_tokens == before
 
@@ -134,9 +141,9 @@ async def test_its_memory_can_be_limited_while_it_runs(engine: LocalEngine) -> N
             await asyncio.sleep(0.001)
         return most
 
-    engine.use_kv_tokens(1024)
+    engine.set_kv_tokens(1024)
     assert await load() == 1024 // 128
-    engine.use_kv_tokens(32 * 512)
+    engine.set_kv_tokens(32 * 512)
     assert await load() == 32
 
 
@@ -298,7 +305,7 @@ async def test_random_arrivals_and_cancellations_keep_every_number_right(tiny: P
         assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
 
     await asyncio.gather(*[client(n) for n in range(60)])
-    await settled(engine)
+    await wait_until_idle(engine)
     await engine.close()
 
 
@@ -323,9 +330,9 @@ def test_packed_bf16_layers_compute_what_plain_ones_do(rows: int) -> None:
     with torch.inference_mode():
         bare, adapted = model(x), model[1](model[0](x) + (x @ pair.down.T) @ pair.up)
         replace_linears(model)
-        pack(model)
+        pack_weights(model)
         assert torch.equal(model(x), bare)
-        install(model, {"0": pair})
+        install_adapter(model, {"0": pair})
         torch.testing.assert_close(model(x), adapted, rtol=0.05, atol=0.2)
-        install(model, {})
+        install_adapter(model, {})
         assert torch.equal(model(x), bare)

@@ -19,14 +19,14 @@ from aiohttp import web
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.factory import connect_engines
-from instar.engines.pool import EnginePool, Newest
+from instar.engines.pool import EnginePool, PolicySource
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import ConfigError, EngineError, EngineUnavailable, PromptTooLong
 from instar.gateway.serve import bind
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
-from tests.unit.engines.conformance import EngineConformance, collect, ids_of, settled, versions_of
-from tests.unit.engines.test_conformance import LONG_REPLY, scripted_engine, served
+from tests.unit.engines.conformance import EngineConformance, collect, ids_of, versions_of, wait_until_idle
+from tests.unit.engines.test_conformance import LONG_REPLY, scripted_engine, serve_engine
 
 PROMPT = [5, 6, 7]
 
@@ -47,7 +47,10 @@ class TestRemotePool(EngineConformance):
 
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        async with served(scripted_engine(tiny), "s") as one, served(scripted_engine(tiny), "s") as two:
+        async with (
+            serve_engine(scripted_engine(tiny), "s") as one,
+            serve_engine(scripted_engine(tiny), "s") as two,
+        ):
             pool = await connect_engines([one, two], "s", timeout=10)
             yield pool
             await pool.close()
@@ -99,10 +102,10 @@ async def pool_of(tiny: Path) -> AsyncIterator[Start]:
     pools: list[EnginePool] = []
 
     async def start(
-        count: int = 2, period: float = 0.02, newest: Newest | None = None
+        count: int = 2, period: float = 0.02, newest: PolicySource | None = None
     ) -> tuple[EnginePool, list[FlakyEngine]]:
         engines = [FlakyEngine(tiny) for _ in range(count)]
-        pools.append(EnginePool(engines, period=period, newest=newest))
+        pools.append(EnginePool(engines, period=period, newest_policy=newest))
         await pools[-1].start(5)
         return pools[-1], engines
 
@@ -125,21 +128,21 @@ async def test_a_session_stays_with_its_engine_and_others_spread(pool_of: Start)
     pool, engines = await pool_of(3)
     for _ in range(4):
         for session in range(6):
-            assert await answers(pool.route(f"sess-{session}"))
+            assert await answers(pool.for_session(f"sess-{session}"))
     assert [engine.asked for engine in engines] == [8, 8, 8]
     for _ in range(5):
-        assert await answers(pool.route("sess-0"))
+        assert await answers(pool.for_session("sess-0"))
     assert sorted(engine.asked for engine in engines) == [8, 8, 13]
 
 
 async def test_a_session_leaves_an_engine_that_is_far_busier(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
-    assert await answers(pool.route("busy"))
+    assert await answers(pool.for_session("busy"))
     (used,) = [engine for engine in engines if engine.asked]
     used.hangs = True
-    waiting = [asyncio.create_task(collect(pool.route("busy"), PROMPT)) for _ in range(9)]
+    waiting = [asyncio.create_task(collect(pool.for_session("busy"), PROMPT)) for _ in range(9)]
     await until(lambda: used.asked == 10)
-    assert await answers(pool.route("busy"))
+    assert await answers(pool.for_session("busy"))
     assert used.asked == 10
     for task in waiting:
         task.cancel()
@@ -171,19 +174,19 @@ async def test_what_others_ask_of_an_engine_counts(pool_of: Start) -> None:
 
 async def test_an_unbegun_request_goes_to_another_engine(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
-    assert await answers(pool.route("s"))
+    assert await answers(pool.for_session("s"))
     engines[0].failure = engines[1].failure = None
     used = next(engine for engine in engines if engine.asked)
     used.failure, used.answers = EngineUnavailable("restarting"), False
-    assert await answers(pool.route("s"))
+    assert await answers(pool.for_session("s"))
     assert used.asked == 2
-    assert await answers(pool.route("s"))
+    assert await answers(pool.for_session("s"))
     assert used.asked == 2, "left out while it does not answer"
     used.failure, used.answers = None, True
     other = next(engine for engine in engines if engine is not used)
     await until(lambda: pool.members[engines.index(used)].healthy)
     other.failure, other.answers = EngineUnavailable("restarting"), False
-    assert await answers(pool.route("s"))
+    assert await answers(pool.for_session("s"))
     assert used.asked == 3, "it has returned"
 
 
@@ -321,7 +324,7 @@ async def proxied(engine_url: str, strange: asyncio.Event) -> AsyncIterator[str]
 
 async def test_an_answer_that_is_no_engines_leaves_it_out_until_it_is_back(tiny: Path) -> None:
     strange = asyncio.Event()
-    async with served(scripted_engine(tiny), None) as url, proxied(url, strange) as address:
+    async with serve_engine(scripted_engine(tiny), None) as url, proxied(url, strange) as address:
         pool = EnginePool([RemoteEngine(address)], period=0.02)
         await pool.start(5)
         (member,) = pool.members
@@ -413,7 +416,9 @@ async def test_engines_that_are_killed_and_return_amid_traffic(processes: list[P
         while not stop.is_set():
             received: list[TokenChunk] = []
             try:
-                stream = pool.route(session).generate(PROMPT, SamplingParams(max_tokens=8, temperature=0))
+                stream = pool.for_session(session).generate(
+                    PROMPT, SamplingParams(max_tokens=8, temperature=0)
+                )
                 async for chunk in stream:
                     received.append(chunk)
             except EngineUnavailable:
@@ -433,14 +438,14 @@ async def test_engines_that_are_killed_and_return_amid_traffic(processes: list[P
         await until(lambda before=before: done > before + 50)
         await processes[place].start()
         await until(lambda member=member: member.healthy, 60)
-        served = member.served
+        served = member.total_requests
         talking += [asyncio.create_task(talk(f"sess-{place}-{i}")) for i in range(6)]
-        await until(lambda member=member, served=served: member.served > served + 5)
+        await until(lambda member=member, served=served: member.total_requests > served + 5)
     stop.set()
     await asyncio.gather(*talking)
     assert all(count > 0 for count in broken_off), "nothing failed that had not begun"
     assert 1 <= len(broken_off) <= 30, "what had begun there was told to have ended"
-    await settled(pool)
+    await wait_until_idle(pool)
     await pool.close()
 
 
@@ -476,7 +481,7 @@ async def test_a_reply_breaks_off_when_its_engine_is_taken_out(tiny: Path) -> No
         ModelConfig(name=str(tiny), max_context=256),
         ScriptedEngineConfig(replies=["on and on " * 20], delay=0.05),
     )
-    async with served(engine, "s") as url:
+    async with serve_engine(engine, "s") as url:
         pool = EnginePool([RemoteEngine(url, "s")])
         await pool.start(10)
         stream = pool.generate(PROMPT, SamplingParams(max_tokens=100))

@@ -48,7 +48,7 @@ def test_a_node_parted_by_what_its_child_begins_with() -> None:
     for ids in (as_ids(1, 2, 3, 0, 3), as_ids(1, 2, 0, 3)):
         got = found(cache, ids)
         assert torch.equal(got, keys_and_values(ids[: got.shape[3]]))
-    assert cache.matched(as_ids(1, 2, 0, 3)) == 4
+    assert cache.match_length(as_ids(1, 2, 0, 3)) == 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -63,7 +63,7 @@ def test_what_is_found_was_computed_behind_the_same_tokens(seed: int) -> None:
         known = max(
             (len(p) for n in range(len(ids) + 1) if (p := tuple(ids[:n].tolist())) in inserted), default=0
         )
-        assert cache.matched(ids) == known
+        assert cache.match_length(ids) == known
         insert(cache, ids)
         inserted.update(tuple(ids[:n].tolist()) for n in range(len(ids) + 1))
     assert cache.tokens == len(inserted) - 1  # of each distinct one, but for none at all
@@ -76,5 +76,5 @@ def test_trimmed_to_what_was_used_last() -> None:
     cache.match(as_ids(1, 1, 1, 0))
     cache.trim(4)
     assert cache.tokens == 4
-    assert cache.matched(as_ids(1, 1, 1, 0)) == 4
-    assert cache.matched(as_ids(1, 1, 1, 3)) == 3
+    assert cache.match_length(as_ids(1, 1, 1, 0)) == 4
+    assert cache.match_length(as_ids(1, 1, 1, 3)) == 3

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.engines.local.sampling import Drawn, Sampler
+from instar.engines.local.sampling import SampledTokens, Sampler
 from instar.errors import EngineError
 from instar.types import SamplingParams
 
 ROWS = 4000
 
 
-def draw(logits_V: Tensor, params: SamplingParams, rows: int = ROWS) -> Drawn:
+def draw(logits_V: Tensor, params: SamplingParams, rows: int = ROWS) -> SampledTokens:
     rng = Random(0)
     return Sampler("cpu").draw(logits_V.expand(rows, -1), [params] * rows, [rng] * rows)
 

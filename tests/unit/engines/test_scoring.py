@@ -13,7 +13,7 @@ import torch
 from instar.engines.local.engine import LocalEngine
 from instar.errors import EngineUnavailable
 from instar.types import Artifact, Policy
-from tests.unit.engines.conformance import collect, ids_of, logprobs_of, settled
+from tests.unit.engines.conformance import collect, ids_of, logprobs_of, wait_until_idle
 from tests.unit.engines.test_local import PROMPT, adapter_policy, engine, expected_logprobs, reference
 
 __all__ = ["engine"]
@@ -37,7 +37,7 @@ async def test_scores_equal_a_plain_forward_beside_replies(engine: LocalEngine, 
     for chunks in await asyncio.gather(*replies):
         expected = expected_logprobs(model, PROMPT, ids_of(chunks))
         assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
-    await settled(engine)
+    await wait_until_idle(engine)
 
 
 async def test_scores_are_of_the_policy_that_is_served(
@@ -69,7 +69,7 @@ async def test_giving_up_frees_the_engine(engine: LocalEngine) -> None:
     for scoring in scorings:
         scoring.cancel()
     await asyncio.gather(*scorings, return_exceptions=True)
-    await settled(engine)
+    await wait_until_idle(engine)
     assert len(await engine.logprobs(TEXTS[0])) == 2
 
 

@@ -18,17 +18,17 @@ from instar.engines.base import EngineInfo, EngineStatus, Prompt
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.engines.server import MAX_BODY
-from instar.engines.wire import joined
+from instar.engines.wire import join_chunks
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Policy, SamplingParams, TokenChunk
-from tests.unit.engines.conformance import collect, logprobs_of, settled
-from tests.unit.engines.test_conformance import scripted_engine, served
+from tests.unit.engines.conformance import collect, logprobs_of, wait_until_idle
+from tests.unit.engines.test_conformance import scripted_engine, serve_engine
 
 
 @pytest.fixture
 async def url(tiny: Path) -> AsyncIterator[str]:
     engine = scripted_engine(tiny)
-    async with served(engine, "secret") as url:
+    async with serve_engine(engine, "secret") as url:
         yield url
     await engine.close()
 
@@ -91,20 +91,20 @@ async def test_bad_policies_are_a_400(url: str) -> None:
 
 async def test_a_client_that_disconnects_cancels(tiny: Path) -> None:
     engine = scripted_engine(tiny)
-    async with served(engine, None) as url:
+    async with serve_engine(engine, None) as url:
         async with aiohttp.ClientSession() as client:
             body = request([5, 6], b'{"max_tokens":200}')
             response = await client.post(url + "/generate", data=body)
             await response.content.readline()
             assert (await engine.status()).running == 1
             response.close()
-        await settled(engine)
+        await wait_until_idle(engine)
         assert (await engine.status()).generated_tokens < 150
 
 
 async def test_a_client_that_leaves_before_its_first_token_frees_its_place(tiny: Path) -> None:
     engine = scripted_engine(tiny, delay=60)
-    async with served(engine, None) as url:
+    async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         waiting = asyncio.create_task(collect(remote, [5, 6]))
         async with asyncio.timeout(10):
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_before_its_first_token_frees_its_place(tiny:
                 await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await settled(remote)
+        await wait_until_idle(remote)
         assert (await remote.status()).generated_tokens == 0
         await remote.close()
 
@@ -122,11 +122,11 @@ async def test_tokens_that_are_ready_together_travel_together(tiny: Path) -> Non
     params = {"max_tokens": 30, "temperature": 0}
     lone = await collect(at_once, [5, 6], **params)
     assert len(lone) == 30
-    async with served(at_once, None) as url, served(slow, None) as slow_url:
+    async with serve_engine(at_once, None) as url, serve_engine(slow, None) as slow_url:
         for address, counts in ((url, range(1, 3)), (slow_url, range(8, 31))):
             remote = await RemoteEngine.connect(address, timeout=10)
             chunks = await collect(remote, [5, 6], **params)
-            assert joined(chunks) == joined(lone)
+            assert join_chunks(chunks) == join_chunks(lone)
             assert len(chunks) in counts
             await remote.close()
 
@@ -134,7 +134,7 @@ async def test_tokens_that_are_ready_together_travel_together(tiny: Path) -> Non
 async def test_a_prompt_of_a_long_context_arrives_whole(tiny: Path) -> None:
     prompt = np.arange(120_000, dtype=np.int32) % 300
     engine = scripted_engine(tiny, max_context=130_000)
-    async with served(engine, None) as url:
+    async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         sent = await collect(remote, prompt, max_tokens=3)
         assert logprobs_of(sent) == logprobs_of(await collect(engine, prompt, max_tokens=3))
@@ -151,9 +151,9 @@ class ForgetfulEngine(ScriptedEngine):
 
 async def test_a_missing_logprob_is_missing_on_the_other_side(tiny: Path) -> None:
     model = ModelConfig(name=str(tiny), max_context=256)
-    async with served(ForgetfulEngine(model, ScriptedEngineConfig()), None) as url:
+    async with serve_engine(ForgetfulEngine(model, ScriptedEngineConfig()), None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
-        chunk = joined(await collect(remote, [1]))
+        chunk = join_chunks(await collect(remote, [1]))
         assert chunk.behavior_logprobs is not None
         assert list(map(math.isnan, chunk.logprobs)) == [False, True]
         assert list(map(math.isnan, chunk.behavior_logprobs)) == [True, False]
@@ -199,7 +199,7 @@ class BreakingEngine(ScriptedEngine):
 @pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("later"), PromptTooLong("long")])
 @pytest.mark.parametrize("after", [0, 2])
 async def test_errors_keep_their_class_on_the_wire(error: EngineError, after: int) -> None:
-    async with served(BreakingEngine(error, after), None) as url:
+    async with serve_engine(BreakingEngine(error, after), None) as url:
         remote = await RemoteEngine.connect(url, timeout=5)
         stream = remote.generate([1], SamplingParams())
         received: list[int] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.engines.local.sharing import LEAST_TOKENS, shared_beginnings
+from instar.engines.local.sharing import MIN_SHARED_TOKENS, find_shared_prefixes
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
 from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference
@@ -22,7 +22,7 @@ def rows(*prompts: list[int]) -> list[np.ndarray]:
 
 
 def test_a_common_beginning_is_found() -> None:
-    found = shared_beginnings(rows(*PROMPTS), [0] * 12)
+    found = find_shared_prefixes(rows(*PROMPTS), [0] * 12)
     assert found is not None
     length, groups = found
     assert length >= len(BEGINNING)
@@ -31,7 +31,7 @@ def test_a_common_beginning_is_found() -> None:
 
 
 def test_rows_of_other_weights_do_not_share() -> None:
-    found = shared_beginnings(rows(*PROMPTS), [0, 1] * 6)
+    found = find_shared_prefixes(rows(*PROMPTS), [0, 1] * 6)
     assert found is not None
     assert found[1] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
 
@@ -40,13 +40,13 @@ def test_rows_of_other_weights_do_not_share() -> None:
     "prompts",
     [
         [[n] * 100 for n in range(8)],
-        [BEGINNING[: LEAST_TOKENS // 2] + [n] * 80 for n in range(8)],
-        [BEGINNING[:LEAST_TOKENS]] * 8,
+        [BEGINNING[: MIN_SHARED_TOKENS // 2] + [n] * 80 for n in range(8)],
+        [BEGINNING[:MIN_SHARED_TOKENS]] * 8,
     ],
     ids=["nothing in common", "too short", "no token of its own"],
 )
 def test_too_little_is_not_shared(prompts: list[list[int]]) -> None:
-    assert shared_beginnings(rows(*prompts), [0] * len(prompts)) is None
+    assert find_shared_prefixes(rows(*prompts), [0] * len(prompts)) is None
 
 
 async def test_shared_attention_equals_a_plain_forward(tiny: Path) -> None:

@@ -14,11 +14,11 @@ import pytest
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
-from instar.engines.uploads import KEPT
+from instar.engines.uploads import MAX_UPLOADS
 from instar.errors import EngineError
 from instar.sync.files import FileSync
 from instar.types import Artifact, Policy
-from tests.unit.engines.test_conformance import served
+from tests.unit.engines.test_conformance import serve_engine
 
 
 class NotingEngine(ScriptedEngine):
@@ -52,7 +52,7 @@ def engine(tiny: Path) -> NotingEngine:
 
 @pytest.fixture
 async def url(engine: NotingEngine) -> AsyncIterator[str]:
-    async with served(engine, None) as url:
+    async with serve_engine(engine, None) as url:
         yield url
 
 
@@ -92,14 +92,14 @@ async def test_what_it_does_not_see_is_sent_and_old_ones_go(
 ) -> None:
     remote = FarAway(url)
     await remote.refresh()
-    for version in range(1, KEPT + 3):
+    for version in range(1, MAX_UPLOADS + 3):
         given = policy(tmp_path / f"v{version}", version)
         assert await FileSync().push(given, [remote]) == [None]
         assert engine.loaded[-1] == contents(tmp_path / f"v{version}")
         assert not engine.paths[-1].is_relative_to(tmp_path)
         assert (await engine.status()).version == version
-    assert [path.is_dir() for path in engine.paths] == [False] * 2 + [True] * KEPT
-    assert sorted(engine.paths[-1].parent.iterdir()) == sorted(engine.paths[-KEPT:])
+    assert [path.is_dir() for path in engine.paths] == [False] * 2 + [True] * MAX_UPLOADS
+    assert sorted(engine.paths[-1].parent.iterdir()) == sorted(engine.paths[-MAX_UPLOADS:])
     await remote.close()
 
 
@@ -110,12 +110,13 @@ async def test_what_is_served_stays_where_others_come_and_are_not_loaded(
     await remote.refresh()
     assert await FileSync().push(policy(tmp_path / "v1", 1), [remote]) == [None]
     brought = [
-        await remote.bring(policy(tmp_path / f"v{version}", version)) for version in range(2, KEPT + 3)
+        await remote.upload_files(policy(tmp_path / f"v{version}", version))
+        for version in range(2, MAX_UPLOADS + 3)
     ]
     assert engine.loaded[0] == contents(engine.paths[0])
-    assert len(list(engine.paths[0].parent.iterdir())) == KEPT
+    assert len(list(engine.paths[0].parent.iterdir())) == MAX_UPLOADS
     await remote.load(brought[-1])
-    await remote.bring(policy(tmp_path / "last", 9))
+    await remote.upload_files(policy(tmp_path / "last", 9))
     assert not engine.paths[0].exists()
     await remote.close()
 

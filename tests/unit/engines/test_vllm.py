@@ -23,19 +23,19 @@ from transformers import AutoModelForCausalLM
 
 from instar.cluster.layout import engine_names, engine_process_config, engine_python
 from instar.config import RunConfig, VllmEngineConfig
-from instar.engines.factory import settle_vllm
+from instar.engines.factory import resolve_vllm_config
 from instar.engines.pool import EnginePool
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.command import Installation, Launch, find_vllm, fitting_rank
-from instar.engines.vllm.merge import check_same_shape, merged
-from instar.engines.vllm.reply import Reply
-from instar.engines.vllm.weights import NOTHING, Weights
-from instar.engines.vllm.wire import PATH, generate_body
+from instar.engines.vllm.command import VllmInstallation, VllmLaunch, find_vllm, round_up_rank
+from instar.engines.vllm.merge import check_same_shapes, merge_adapter
+from instar.engines.vllm.reply import VllmReply
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights
+from instar.engines.vllm.wire import GENERATE_PATH, encode_generate_request
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 from instar.types import SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.engines.fake_vllm import END, PretendVllm, event
+from tests.unit.engines.fake_vllm import END, FakeVllm, event
 from tests.unit.engines.test_conformance import local_engine, scripted_engine
 
 TOKENIZER = make_tiny_tokenizer()
@@ -45,25 +45,25 @@ TOKENIZER = make_tiny_tokenizer()
 
 
 @pytest.fixture
-async def vllm() -> AsyncIterator[PretendVllm]:
-    async with PretendVllm().serving() as server:
+async def vllm() -> AsyncIterator[FakeVllm]:
+    async with FakeVllm().serving() as server:
         yield server
 
 
 @pytest.fixture
-async def client(vllm: PretendVllm) -> AsyncIterator[VllmClient]:
+async def client(vllm: FakeVllm) -> AsyncIterator[VllmClient]:
     client = VllmClient(vllm.url)
     yield client
     await client.close()
 
 
-async def begin(client: VllmClient, weights: Weights, **params: Any) -> Reply:
-    reply = Reply(
-        await client.stream(PATH, b"{}"),
+async def begin(client: VllmClient, weights: ServerWeights, **params: Any) -> VllmReply:
+    reply = VllmReply(
+        await client.stream(GENERATE_PATH, b"{}"),
         SamplingParams(**params),
         client=client,
         version=lambda: weights.version,
-        ends=(2,),
+        end_ids=(2,),
         tokenizer=TOKENIZER,
     )
     weights.replies.add(reply)
@@ -71,84 +71,82 @@ async def begin(client: VllmClient, weights: Weights, **params: Any) -> Reply:
 
 
 async def test_a_change_of_weights_divides_what_came_before_from_what_comes_after(
-    vllm: PretendVllm, client: VllmClient
+    vllm: FakeVllm, client: VllmClient
 ) -> None:
     """Also where nobody had read the first part by then."""
-    weights = Weights(client)
+    weights = ServerWeights(client)
     reply = await begin(client, weights)
-    vllm.say.put_nowait(event(5) + event(6))
+    vllm.events.put_nowait(event(5) + event(6))
     async with asyncio.timeout(5):
-        while not reply.received:  # noqa: ASYNC110 - of the socket
+        while not reply.received_bytes:  # noqa: ASYNC110 - of the socket
             await asyncio.sleep(0.01)
     async with weights.paused() as change:
-        change.begins()
-        change.serves(4)
-    vllm.say.put_nowait(event(7) + event(8, finish="length") + END)
-    vllm.say.put_nowait(None)
+        change.start()
+        change.finish(4)
+    vllm.events.put_nowait(event(7) + event(8, finish="length") + END)
+    vllm.events.put_nowait(None)
     chunks = [chunk async for chunk in reply.chunks()]
     assert [t for c in chunks for t in c.token_ids] == [5, 6, 7, 8]
     assert [v for c in chunks for v in c.versions] == [0, 0, 4, 4]
-    assert vllm.heard == [PATH, "/pause", "/resume"]
+    assert vllm.paths == [GENERATE_PATH, "/pause", "/resume"]
 
 
-async def test_a_change_that_fails_after_it_began_serves_nothing(
-    vllm: PretendVllm, client: VllmClient
-) -> None:
-    weights = Weights(client)
+async def test_a_change_that_fails_after_it_began_serves_nothing(vllm: FakeVllm, client: VllmClient) -> None:
+    weights = ServerWeights(client)
     reply = await begin(client, weights)
-    vllm.say.put_nowait(event(5))
+    vllm.events.put_nowait(event(5))
     stream = reply.chunks()
     await anext(stream)
     vllm.failing.add("/collective_rpc")
     with pytest.raises(EngineError, match="as the test wants it"):  # noqa: PT012 - the pause is what is tested
         async with weights.paused() as change:
-            change.begins()
+            change.start()
             await client.rpc("reload_weights")
-    assert weights.version == NOTHING
+    assert weights.version == NO_VERSION
     with pytest.raises(EngineUnavailable):
-        weights.check()
+        weights.require_served()
     with pytest.raises(EngineUnavailable):
         await anext(stream)
-    assert "/resume" not in vllm.heard
+    assert "/resume" not in vllm.paths
     async with weights.paused() as change:
-        change.serves(3)
+        change.finish(3)
     assert weights.version == 3
-    assert vllm.heard[-1] == "/resume"
+    assert vllm.paths[-1] == "/resume"
 
 
-async def test_a_change_that_never_began_leaves_what_is_served(vllm: PretendVllm, client: VllmClient) -> None:
-    weights = Weights(client)
+async def test_a_change_that_never_began_leaves_what_is_served(vllm: FakeVllm, client: VllmClient) -> None:
+    weights = ServerWeights(client)
     with pytest.raises(RuntimeError):
         async with weights.paused():
             raise RuntimeError
     assert weights.version == 0
-    assert vllm.heard == ["/pause", "/resume"]
+    assert vllm.paths == ["/pause", "/resume"]
 
 
 async def test_a_missing_logprob_is_nan_and_greedy_tokens_were_certain(
-    vllm: PretendVllm, client: VllmClient
+    vllm: FakeVllm, client: VllmClient
 ) -> None:
-    weights = Weights(client)
+    weights = ServerWeights(client)
     missing = event(5).replace(b"-1.0", b"-9999.0")
-    vllm.say.put_nowait(missing + event(6, finish="length") + END)
-    vllm.say.put_nowait(None)
+    vllm.events.put_nowait(missing + event(6, finish="length") + END)
+    vllm.events.put_nowait(None)
     (chunk,) = [c async for c in (await begin(client, weights, temperature=0)).chunks()]
     assert math.isnan(chunk.logprobs[0])
     assert chunk.logprobs[1] == -1.0
     assert chunk.behavior_logprobs == [0.0, 0.0]
-    vllm.say.put_nowait(event(5, finish="length", logprobs=None) + END)
-    vllm.say.put_nowait(None)
+    vllm.events.put_nowait(event(5, finish="length", logprobs=None) + END)
+    vllm.events.put_nowait(None)
     (chunk,) = [c async for c in (await begin(client, weights, top_p=0.5, score=False)).chunks()]
     assert np.isnan(chunk.logprobs).all()
     assert np.isnan(chunk.behavior_logprobs or []).all()
 
 
-async def test_names_the_stop_string_where_vllm_does_not(vllm: PretendVllm, client: VllmClient) -> None:
+async def test_names_the_stop_string_where_vllm_does_not(vllm: FakeVllm, client: VllmClient) -> None:
     ids = TOKENIZER.encode("The answer is 893")
     for more, named in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
-        vllm.say.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **more) + END)
-        vllm.say.put_nowait(None)
-        reply = await begin(client, Weights(client), stop=("never", "893"))
+        vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **more) + END)
+        vllm.events.put_nowait(None)
+        reply = await begin(client, ServerWeights(client), stop=("never", "893"))
         last: TokenChunk = [chunk async for chunk in reply.chunks()][-1]
         assert (last.finish_reason, last.stop) == ("stop", named)
 
@@ -156,13 +154,11 @@ async def test_names_the_stop_string_where_vllm_does_not(vllm: PretendVllm, clie
 @pytest.mark.parametrize(
     "said", [event(5), event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n']
 )
-async def test_a_reply_that_breaks_off_is_no_reply(
-    said: bytes, vllm: PretendVllm, client: VllmClient
-) -> None:
-    vllm.say.put_nowait(said)
-    vllm.say.put_nowait(None)
+async def test_a_reply_that_breaks_off_is_no_reply(said: bytes, vllm: FakeVllm, client: VllmClient) -> None:
+    vllm.events.put_nowait(said)
+    vllm.events.put_nowait(None)
     with pytest.raises(EngineUnavailable):
-        async for _ in (await begin(client, Weights(client))).chunks():
+        async for _ in (await begin(client, ServerWeights(client))).chunks():
             pass
 
 
@@ -170,7 +166,7 @@ def test_asks_for_no_text_without_stop_strings() -> None:
     def body(**params: Any) -> dict[str, Any]:
         prompt = np.asarray([5, 6], np.int32)
         given = SamplingParams(max_tokens=50, **params)
-        made = generate_body(prompt, given, room=7, eos_ids=[2], model=None, seeds=True)
+        made = encode_generate_request(prompt, given, room=7, eos_ids=[2], model=None, seeds=True)
         return json.loads(made)["sampling_params"]
 
     plain = body(seed=-(2**70) - 1, stop_token_ids=(9,))
@@ -188,14 +184,14 @@ def test_asks_for_no_text_without_stop_strings() -> None:
 
 def test_merges_as_peft_does(tiny: Path, adapter: Path) -> None:
     whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
-    with merged(tiny, adapter, "fp32") as folder:
-        check_same_shape(folder, tiny)
+    with merge_adapter(tiny, adapter, "fp32") as folder:
+        check_same_shapes(folder, tiny)
         found = load_file(folder / "model.safetensors")
     assert not folder.exists()
     expected = whole.state_dict()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
-    with merged(tiny, adapter, "bf16") as folder:
+    with merge_adapter(tiny, adapter, "bf16") as folder:
         kinds = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
     assert kinds == {"torch.float32", "torch.bfloat16"}, "what is not adapted stays as it is"
 
@@ -203,17 +199,17 @@ def test_merges_as_peft_does(tiny: Path, adapter: Path) -> None:
 def test_refuses_weights_of_another_model(tiny: Path, adapter: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", layers=1)
     with pytest.raises(EngineError, match="another architecture"):
-        check_same_shape(other, tiny)
-    with pytest.raises(EngineError, match="does not have"), merged(other, adapter, "fp32"):
+        check_same_shapes(other, tiny)
+    with pytest.raises(EngineError, match="does not have"), merge_adapter(other, adapter, "fp32"):
         pass
 
 
 # --- starting a server ------------------------------------------------------------------------------
 
 
-def launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> Launch:
-    found = Installation("python", "0.32.0+cpu" if cpu else "0.26.0", scale_out=cpu)
-    return Launch(config, found, Path("model"), "bf16", 512, adapters, cores=2)
+def launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> VllmLaunch:
+    found = VllmInstallation("python", "0.32.0+cpu" if cpu else "0.26.0", needs_scale_out_flag=cpu)
+    return VllmLaunch(config, found, Path("model"), "bf16", 512, adapters, cores=2)
 
 
 def test_a_server_gets_its_key_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +235,7 @@ def test_adapters_and_devices_have_their_own_arguments() -> None:
     assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(on_cpu)
     assert "--enable-lora" not in on_cpu
     with pytest.raises(ConfigError, match="512"):
-        fitting_rank(513)
+        round_up_rank(513)
 
 
 def test_an_interpreter_without_vllm_is_told() -> None:
@@ -304,7 +300,7 @@ def test_every_process_has_its_own_part() -> None:
 
 def test_what_the_run_says_settles_what_the_section_leaves_open() -> None:
     def settled(**run: Any) -> VllmEngineConfig:
-        return settle_vllm(VllmEngineConfig(), RunConfig.model_validate(run))
+        return resolve_vllm_config(VllmEngineConfig(), RunConfig.model_validate(run))
 
     assert settled().policy == "auto"
     assert settled(backend={"type": "local", "lora": {"rank": 8}}).lora_rank == 8

@@ -14,8 +14,8 @@ import pytest
 
 from instar.config import VllmEngineConfig
 from instar.engines.vllm import process as module
-from instar.engines.vllm.command import MIDDLEWARE, Launch
-from instar.engines.vllm.auth import RequireKey
+from instar.engines.vllm.auth import RequireKeyMiddleware
+from instar.engines.vllm.command import MIDDLEWARE, VllmLaunch
 from instar.engines.vllm.process import VllmProcess
 from instar.errors import EngineError, EngineUnavailable
 from tests.unit.engines.test_vllm import launch
@@ -74,7 +74,7 @@ async def test_a_restart_that_fails_is_followed_by_another(
 
     pretended = PretendLaunch(tmp_path / "mark", how)
     child = VllmProcess(
-        cast(Launch, pretended), tmp_path / "log", up=up, down=lambda _: None, say=lambda _: None
+        cast(VllmLaunch, pretended), tmp_path / "log", up=up, down=lambda _: None, say=lambda _: None
     )
     await child.start()
     try:
@@ -106,7 +106,7 @@ async def reached(
 
     async def receive() -> Any: ...
 
-    await RequireKey(app)({"type": kind, "path": path, "headers": list(headers)}, receive, send)
+    await RequireKeyMiddleware(app)({"type": kind, "path": path, "headers": list(headers)}, receive, send)
     return None if through else sent
 
 
@@ -141,7 +141,7 @@ def test_a_server_is_started_with_the_guard_which_needs_only_python() -> None:
     root = Path(module.__file__).parents[3]
     program = (
         f"import sys; sys.path.insert(0, {str(root)!r}); before = set(sys.modules)\n"
-        "from instar.engines.vllm.auth import RequireKey\n"
+        "from instar.engines.vllm.auth import RequireKeyMiddleware\n"
         "print({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)"
     )
     told = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)

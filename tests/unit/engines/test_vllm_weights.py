@@ -10,42 +10,46 @@ import pytest
 
 from instar.engines.vllm import weights as module
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.weights import NOTHING, Weights
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights
 from instar.errors import EngineUnavailable
-from tests.unit.engines.fake_vllm import StatefulVllm, event
+from tests.unit.engines.fake_vllm import StatefulFakeVllm, event
 from tests.unit.engines.test_vllm import begin
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[StatefulVllm]:
-    async with StatefulVllm(Path("model")).serving() as server:
+async def server() -> AsyncIterator[StatefulFakeVllm]:
+    async with StatefulFakeVllm(Path("model")).serving() as server:
         yield server
 
 
 @pytest.fixture
-async def weights(server: StatefulVllm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Weights]:
+async def weights(server: StatefulFakeVllm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServerWeights]:
     monkeypatch.setattr(module, "RESUME_WAITS", (0.01, 0.01))
     client = VllmClient(server.url)
-    found = Weights(client)
-    found.tells_version = True
+    found = ServerWeights(client)
+    found.stores_version = True
     yield found
     await client.close()
 
 
-async def change_to(weights: Weights, version: int) -> None:
+async def change_to(weights: ServerWeights, version: int) -> None:
     async with weights.paused() as change:
-        change.begins()
-        change.serves(version)
+        change.start()
+        change.finish(version)
 
 
-async def test_a_name_that_is_not_taken_does_not_matter(server: StatefulVllm, weights: Weights) -> None:
+async def test_a_name_that_is_not_taken_does_not_matter(
+    server: StatefulFakeVllm, weights: ServerWeights
+) -> None:
     server.failing.add("/update_weight_version")
     await change_to(weights, 5)
     assert weights.version == 5
     assert not server.paused
 
 
-async def test_a_pause_is_ended_though_that_fails_once(server: StatefulVllm, weights: Weights) -> None:
+async def test_a_pause_is_ended_though_that_fails_once(
+    server: StatefulFakeVllm, weights: ServerWeights
+) -> None:
     server.failing_once.add("/resume")
     await change_to(weights, 5)
     assert weights.version == 5
@@ -53,20 +57,22 @@ async def test_a_pause_is_ended_though_that_fails_once(server: StatefulVllm, wei
 
 
 async def test_nothing_is_served_where_a_pause_cannot_be_ended(
-    server: StatefulVllm, weights: Weights
+    server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
     """So that the policy is brought again."""
     server.failing.add("/resume")
     with pytest.raises(Exception, match="as the test wants it"):
         await change_to(weights, 5)
-    assert weights.version == NOTHING
+    assert weights.version == NO_VERSION
     server.failing.clear()
     await change_to(weights, 5)
     assert weights.version == 5
     assert not server.paused
 
 
-async def test_a_pause_whose_answer_was_lost_is_ended(server: StatefulVllm, weights: Weights) -> None:
+async def test_a_pause_whose_answer_was_lost_is_ended(
+    server: StatefulFakeVllm, weights: ServerWeights
+) -> None:
     server.failing_once.add("/pause")
     with pytest.raises(EngineUnavailable):
         await change_to(weights, 5)
@@ -75,14 +81,14 @@ async def test_a_pause_whose_answer_was_lost_is_ended(server: StatefulVllm, weig
 
 
 async def test_replies_that_do_not_come_to_rest_are_given_up(
-    server: StatefulVllm, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    server: StatefulFakeVllm, weights: ServerWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SETTLE_SECONDS", 0.1)
     reply = await begin(weights.client, weights)
 
     async def trickle() -> None:
         while True:
-            server.say.put_nowait(event(7))
+            server.events.put_nowait(event(7))
             await asyncio.sleep(0.001)
 
     trickling = asyncio.create_task(trickle())
@@ -95,7 +101,7 @@ async def test_replies_that_do_not_come_to_rest_are_given_up(
 
 
 async def test_a_change_that_is_given_up_before_it_counts_serves_nothing(
-    server: StatefulVllm, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    server: StatefulFakeVllm, weights: ServerWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are new by then, and must not go by the old version."""
     monkeypatch.setattr(module, "QUIET_SECONDS", 60.0)
@@ -106,4 +112,4 @@ async def test_a_change_that_is_given_up_before_it_counts_serves_nothing(
     await asyncio.sleep(0.05)
     changing.cancel()
     await asyncio.gather(changing, return_exceptions=True)
-    assert weights.version == NOTHING
+    assert weights.version == NO_VERSION

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from instar.backends.base import Backend, BackendCapabilities
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Transfer
-from instar.engines.vllm.extension import Inbox, load_in_place
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
+from instar.engines.vllm.extension import StagedWeights, load_in_place
 from instar.errors import EngineError
 from instar.types import Json, Policy, SamplingParams, TokenChunk
 
@@ -50,7 +50,7 @@ class FusedModel(nn.Module):
         }
 
 
-class ReceivingEngine(Engine):
+class WeightReceivingEngine(Engine):
     def __init__(self, *, routes: tuple[Any, ...] = ("ipc", "ray"), failing: str = "") -> None:
         """``failing``: ``stage`` or ``commit``."""
         self.model = FusedModel()
@@ -58,7 +58,7 @@ class ReceivingEngine(Engine):
         self.failing = failing
         self.sent = 0
         """Bytes of JSON that came."""
-        self._inbox = Inbox()
+        self._inbox = StagedWeights()
         self._routes = routes
 
     @property
@@ -71,13 +71,13 @@ class ReceivingEngine(Engine):
     async def load(self, policy: Policy) -> None:
         self.version = policy.version
 
-    async def stage(self, transfer: Transfer) -> Json:
+    async def stage(self, transfer: WeightTransfer) -> Json:
         if self.failing == "stage":
             raise EngineError("no room")
         text = msgspec.json.encode(transfer.body)
         self.sent += len(text)
         key = f"{transfer.policy.policy_id}:{transfer.policy.version}"
-        told = self._inbox.take(msgspec.json.decode(text) | {"key": key}, torch.device("cpu"))
+        told = self._inbox.receive(msgspec.json.decode(text) | {"key": key}, torch.device("cpu"))
         return told | {"workers": [told]}
 
     async def commit(self, policy: Policy) -> None:
@@ -90,7 +90,7 @@ class ReceivingEngine(Engine):
             plan = load_in_place(self.model, self._inbox.weights, mapped.buffer if mapped else None)
             if mapped:
                 mapped.plan = plan
-        self._inbox.forget()
+        self._inbox.clear()
         self.version = policy.version
 
     @property
@@ -103,7 +103,7 @@ class ReceivingEngine(Engine):
     async def close(self) -> None: ...
 
 
-class HandingBackend(Backend):
+class WeightSendingBackend(Backend):
     """Hands out weights that are all ``value``."""
 
     value = 0.0
@@ -124,6 +124,6 @@ class HandingBackend(Backend):
     async def close(self) -> None: ...
 
 
-def holds(engine: ReceivingEngine, value: float) -> bool:
+def has_weights(engine: WeightReceivingEngine, value: float) -> bool:
     expected = {name: torch.full(shape, value + place) for place, (name, shape) in enumerate(SHAPES.items())}
     return all(torch.equal(tensor, expected[name]) for name, tensor in engine.model.unfused().items())

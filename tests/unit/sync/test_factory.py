@@ -11,18 +11,18 @@ from instar.config import RunConfig
 from instar.errors import ConfigError
 from instar.sync.factory import create_sync
 from instar.sync.files import FileSync
-from instar.sync.nccl import meeting
+from instar.sync.nccl import plan_group
 from instar.sync.shared import SharedSync
-from tests.unit.sync.fakes import HandingBackend, ReceivingEngine
+from tests.unit.sync.fakes import WeightReceivingEngine, WeightSendingBackend
 
 
-class AdapterBackend(HandingBackend):
+class AdapterBackend(WeightSendingBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         return BackendCapabilities(frozenset(), frozenset({"adapter"}))
 
 
-class FarEngine(ReceivingEngine):
+class FarEngine(WeightReceivingEngine):
     """On another machine: what it maps is something else."""
 
     async def stage(self, transfer: Any) -> Any:
@@ -35,39 +35,46 @@ def config(route: str = "auto", **more: Any) -> RunConfig:
 
 
 async def test_files_where_nothing_else_is_better() -> None:
-    sync = await create_sync(config(), AdapterBackend(), [ReceivingEngine(routes=())])
+    sync = await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
     assert isinstance(sync, FileSync)
-    assert sync.route.startswith("files")
+    assert sync.description.startswith("files")
     assert not sync.live
 
 
 async def test_on_a_cpu_memory_is_shared_only_when_asked_for() -> None:
-    assert isinstance(await create_sync(config(), HandingBackend(), [ReceivingEngine()]), FileSync)
-    sync = await create_sync(config("ipc"), HandingBackend(), [ReceivingEngine()])
+    assert isinstance(
+        await create_sync(config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
+    )
+    sync = await create_sync(config("ipc"), WeightSendingBackend(), [WeightReceivingEngine()])
     assert isinstance(sync, SharedSync)
     assert sync.live
-    assert "the machine's memory" in sync.route
+    assert "the machine's memory" in sync.description
 
 
 @pytest.mark.parametrize(
     ("route", "backend", "engine", "why"),
     [
-        ("ipc", AdapterBackend(), ReceivingEngine(), "does not hand out its weights"),
-        ("ipc", HandingBackend(), ReceivingEngine(routes=()), "does not take weights over ipc"),
-        ("ipc", HandingBackend(), FarEngine(), "another machine"),
-        ("nccl", HandingBackend(), ReceivingEngine(routes=("nccl",)), "computes on a CPU"),
-        ("ray", HandingBackend(), ReceivingEngine(routes=("ipc",)), "does not take weights over ray"),
+        ("ipc", AdapterBackend(), WeightReceivingEngine(), "does not hand out its weights"),
+        ("ipc", WeightSendingBackend(), WeightReceivingEngine(routes=()), "does not take weights over ipc"),
+        ("ipc", WeightSendingBackend(), FarEngine(), "another machine"),
+        ("nccl", WeightSendingBackend(), WeightReceivingEngine(routes=("nccl",)), "computes on a CPU"),
+        (
+            "ray",
+            WeightSendingBackend(),
+            WeightReceivingEngine(routes=("ipc",)),
+            "does not take weights over ray",
+        ),
     ],
 )
 async def test_a_route_that_cannot_be_is_refused_by_name(
-    route: str, backend: HandingBackend, engine: ReceivingEngine, why: str
+    route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"sync.route: given '{route}'; .*{why}.*Supported here: .*files"):
         await create_sync(config(route), backend, [engine])
 
 
 async def test_every_engine_has_to_take_what_is_made() -> None:
-    class Picky(ReceivingEngine):
+    class Picky(WeightReceivingEngine):
         @property
         def info(self) -> Any:
             import msgspec
@@ -75,11 +82,11 @@ async def test_every_engine_has_to_take_what_is_made() -> None:
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
     with pytest.raises(ConfigError, match="no way from backend to engine"):
-        await create_sync(config(), AdapterBackend(), [ReceivingEngine(), Picky()])
+        await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(), Picky()])
 
 
 def test_engines_of_several_gpus_meet_at_ranks_of_their_own() -> None:
-    told = meeting([2, 1, 4], "10.0.0.1", 29500)
+    told = plan_group([2, 1, 4], "10.0.0.1", 29500)
     assert [place["rank_offset"] for place in told] == [1, 3, 4]
     assert {place["world_size"] for place in told} == {8}
     assert {place["master_address"] for place in told} == {"10.0.0.1"}

@@ -88,6 +88,6 @@ async def test_a_deadline_ends_the_wait(engine: LoadingEngine) -> None:
 
 async def test_waits_grow() -> None:
     sync = FileSync(first_wait=1.0, seed=0)
-    waits = [sync.wait(attempt) for attempt in range(5)]
+    waits = [sync.backoff(attempt) for attempt in range(5)]
     for attempt, wait in enumerate(waits):
         assert 0.5 * 2**attempt <= wait <= 1.5 * 2**attempt

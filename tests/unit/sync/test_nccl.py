@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.engines.base import Transfer
+from instar.engines.base import WeightTransfer
 from instar.errors import EngineError
 from instar.sync import nccl
 from instar.types import Artifact, Json, Policy
-from tests.unit.sync.fakes import HandingBackend, ReceivingEngine, holds
+from tests.unit.sync.fakes import WeightReceivingEngine, WeightSendingBackend, has_weights
 
 
 class Group:
@@ -53,14 +53,14 @@ class Meeting:
         return group
 
 
-class Member(ReceivingEngine):
+class Member(WeightReceivingEngine):
     def __init__(self, meeting: Meeting, failing: str = "") -> None:
         super().__init__(routes=("nccl",), failing=failing)
         self.meeting = meeting
         self.mailbox: queue.Queue[Tensor] | None = None
         self.names: list[str] = []
 
-    async def stage(self, transfer: Transfer) -> Json:
+    async def stage(self, transfer: WeightTransfer) -> Json:
         if "init" in transfer.body:
             self.mailbox = queue.Queue()
             self.meeting.invited.setdefault(transfer.body["init"]["master_port"], []).append(self.mailbox)
@@ -97,12 +97,12 @@ def syncing(backend: Any, deadline: float = 60) -> nccl.NcclSync:
 
 
 async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meeting) -> None:
-    backend, engines = HandingBackend(), [Member(meeting), Member(meeting)]
+    backend, engines = WeightSendingBackend(), [Member(meeting), Member(meeting)]
     sync = syncing(backend)
     for version in (1, 2, 3):
         backend.value = 10.0 * version
         assert await sync.push(policy(version), engines) == [None, None]
-        assert all(holds(engine, 10.0 * version) and engine.version == version for engine in engines)
+        assert all(has_weights(engine, 10.0 * version) and engine.version == version for engine in engines)
     await sync.close()
     (group,) = meeting.groups
     assert group.left.is_set()
@@ -110,7 +110,7 @@ async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meetin
 
 async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Meeting) -> None:
     """Long before the deadline: a broadcast would hold up the trainer's GPU until then."""
-    backend, bad, good = HandingBackend(), Member(meeting, failing="commit"), Member(meeting)
+    backend, bad, good = WeightSendingBackend(), Member(meeting, failing="commit"), Member(meeting)
     sync = syncing(backend)
     async with asyncio.timeout(10):
         told, other = await sync.push(policy(1), [bad, good])
@@ -120,7 +120,7 @@ async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Me
     assert good.version == 0
     bad.failing = ""
     assert await sync.push(policy(1), [bad, good]) == [None, None]
-    assert holds(good, 0.0)
+    assert has_weights(good, 0.0)
     assert len(meeting.groups) == 2
     await sync.close()
 
@@ -130,7 +130,7 @@ async def test_a_group_is_left_when_time_is_up(meeting: Meeting) -> None:
         async def commit(self, policy: Policy) -> None:
             await asyncio.sleep(60)
 
-    sync = syncing(HandingBackend(), deadline=0.3)
+    sync = syncing(WeightSendingBackend(), deadline=0.3)
     (told,) = await sync.push(policy(1), [Silent(meeting)])
     assert "longer than 0.3 s" in str(told)
     assert meeting.groups[0].left.is_set()
@@ -143,7 +143,7 @@ async def test_who_serves_it_by_then_has_not_failed(meeting: Meeting) -> None:
             await asyncio.sleep(60)
 
     slow, good = Slow(meeting), Member(meeting)
-    told, fine = await syncing(HandingBackend(), deadline=1.0).push(policy(1), [slow, good])
+    told, fine = await syncing(WeightSendingBackend(), deadline=1.0).push(policy(1), [slow, good])
     assert "longer than 1 s" in str(told)
     assert fine is None
     assert good.version == 1
@@ -156,13 +156,13 @@ async def test_a_broadcast_that_fails_is_the_engines_outcome(
         raise RuntimeError("NCCL error: remote process exited")
 
     monkeypatch.setattr(nccl, "_broadcast", broken)
-    (told,) = await syncing(HandingBackend()).push(policy(1), [Member(meeting)])
+    (told,) = await syncing(WeightSendingBackend()).push(policy(1), [Member(meeting)])
     assert "remote process exited" in str(told)
     assert meeting.groups[0].left.is_set()
 
 
 async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
-    class Failing(HandingBackend):
+    class Failing(WeightSendingBackend):
         reads = 0
 
         async def tensors(self) -> Any:
@@ -180,7 +180,7 @@ async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
 
 
 async def test_another_engine_makes_all_meet_again(meeting: Meeting) -> None:
-    backend, first, second = HandingBackend(), Member(meeting), Member(meeting)
+    backend, first, second = WeightSendingBackend(), Member(meeting), Member(meeting)
     sync = syncing(backend)
     assert await sync.push(policy(1), [first]) == [None]
     assert await sync.push(policy(2), [first, second]) == [None, None]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.engines.vllm.extension import load_in_place, open_buffer, views
+from instar.engines.vllm.extension import buffer_views, load_in_place, open_buffer
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.base import WayError
-from instar.sync.shared import SharedBuffer, SharedSync, reaches_memory
+from instar.sync.base import RouteError
+from instar.sync.shared import SharedBuffer, SharedSync, probe_shared_memory
 from instar.types import Artifact, Policy
-from tests.unit.sync.fakes import FusedModel, HandingBackend, ReceivingEngine, holds
+from tests.unit.sync.fakes import FusedModel, WeightReceivingEngine, WeightSendingBackend, has_weights
 
 
 def policy(version: int) -> Policy:
@@ -23,33 +23,33 @@ def policy(version: int) -> Policy:
 
 
 async def test_all_engines_serve_what_the_backend_has() -> None:
-    backend, engines = HandingBackend(), [ReceivingEngine(), ReceivingEngine()]
+    backend, engines = WeightSendingBackend(), [WeightReceivingEngine(), WeightReceivingEngine()]
     sync = SharedSync(backend, device="cpu", deadline=60)
     for version in (1, 2, 3):
         backend.value = 10.0 * version
         assert await sync.push(policy(version), engines) == [None, None]
-        assert all(holds(engine, 10.0 * version) and engine.version == version for engine in engines)
+        assert all(has_weights(engine, 10.0 * version) and engine.version == version for engine in engines)
         assert all(engine.copies_straight for engine in engines)
     await sync.close()
 
 
 async def test_the_layout_is_told_once() -> None:
-    backend, engine = HandingBackend(), ReceivingEngine()
+    backend, engine = WeightSendingBackend(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
     await sync.push(policy(1), [engine])
     first, engine.sent = engine.sent, 0
     await sync.push(policy(2), [engine])
     assert engine.sent < first / 4
-    fresh = ReceivingEngine()  # one that was started again
+    fresh = WeightReceivingEngine()  # one that was started again
     backend.value = 7.0
     assert await sync.push(policy(2), [fresh]) == [None]
-    assert holds(fresh, 7.0)
+    assert has_weights(fresh, 7.0)
     await sync.close()
 
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 async def test_an_engine_that_fails_keeps_its_version_and_the_others_go_on(phase: str) -> None:
-    backend, bad, good = HandingBackend(), ReceivingEngine(failing=phase), ReceivingEngine()
+    backend, bad, good = WeightSendingBackend(), WeightReceivingEngine(failing=phase), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
     failed, fine = await sync.push(policy(4), [bad, good])
     assert isinstance(failed, SyncError)
@@ -64,17 +64,19 @@ async def test_an_engine_that_fails_keeps_its_version_and_the_others_go_on(phase
 
 
 async def test_a_deadline_ends_the_wait() -> None:
-    class Slow(HandingBackend):
+    class Slow(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             await asyncio.sleep(60)
             yield "never", torch.zeros(1)
 
-    (outcome,) = await SharedSync(Slow(), device="cpu", deadline=0.05).push(policy(1), [ReceivingEngine()])
+    (outcome,) = await SharedSync(Slow(), device="cpu", deadline=0.05).push(
+        policy(1), [WeightReceivingEngine()]
+    )
     assert isinstance(outcome, SyncError)
     assert "0.05 s" in str(outcome)
 
 
-class Late(ReceivingEngine):
+class Late(WeightReceivingEngine):
     """Behind HTTP, where nobody cancels it: it copies when it is let."""
 
     def __init__(self) -> None:
@@ -92,7 +94,7 @@ class Late(ReceivingEngine):
 
 
 async def test_a_buffer_that_somebody_may_still_copy_from_is_not_written_again() -> None:
-    backend, late, good = HandingBackend(), Late(), ReceivingEngine()
+    backend, late, good = WeightSendingBackend(), Late(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=0.5)
     backend.value = 10.0
     failed, fine = await sync.push(policy(1), [late, good])
@@ -100,16 +102,16 @@ async def test_a_buffer_that_somebody_may_still_copy_from_is_not_written_again()
     assert fine is None, "it has answered in time"
     backend.value = 20.0
     assert await sync.push(policy(2), [good]) == [None]
-    assert holds(good, 20.0)
+    assert has_weights(good, 20.0)
     assert late.copying is not None
     late.let.set()
     await late.copying
     assert late.version == 1
-    assert holds(late, 10.0)
+    assert has_weights(late, 10.0)
     backend.value = 30.0
     assert await sync.push(policy(3), [late, good]) == [None, None]
-    assert holds(late, 30.0)
-    assert holds(good, 30.0)
+    assert has_weights(late, 30.0)
+    assert has_weights(good, 30.0)
     await sync.close()
 
 
@@ -117,14 +119,14 @@ async def test_a_buffer_that_somebody_may_still_copy_from_is_not_written_again()
     ("failure", "another"), [(EngineError("no"), False), (EngineUnavailable("broke off"), True)]
 )
 async def test_an_engine_that_says_no_copies_no_more(failure: EngineError, another: bool) -> None:
-    class Failing(ReceivingEngine):
+    class Failing(WeightReceivingEngine):
         async def commit(self, policy: Policy) -> None:
             raise failure
 
-    sync = SharedSync(HandingBackend(), device="cpu", deadline=60)
+    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
     await sync.push(policy(1), [Failing()])
     before = sync._buffer
-    engine = ReceivingEngine()
+    engine = WeightReceivingEngine()
     assert await sync.push(policy(1), [engine]) == [None]
     assert (sync._buffer is not before) == another
     await sync.close()
@@ -134,38 +136,38 @@ async def test_what_fails_on_the_way_is_the_engines_outcome(monkeypatch: pytest.
     def full(*_: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    sync = SharedSync(HandingBackend(), device="cpu", deadline=60)
-    monkeypatch.setattr(SharedBuffer, "settle", full)
-    (outcome,) = await sync.push(policy(1), [ReceivingEngine()])
+    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
+    monkeypatch.setattr(SharedBuffer, "synchronize", full)
+    (outcome,) = await sync.push(policy(1), [WeightReceivingEngine()])
     assert isinstance(outcome, SyncError)
-    assert isinstance(outcome.__cause__, WayError)
+    assert isinstance(outcome.__cause__, RouteError)
     assert "out of memory" in str(outcome)
     monkeypatch.undo()
-    assert await sync.push(policy(1), [ReceivingEngine()]) == [None]
+    assert await sync.push(policy(1), [WeightReceivingEngine()]) == [None]
     await sync.close()
 
 
 async def test_what_the_backend_raises_is_the_trainers() -> None:
-    class Failing(HandingBackend):
+    class Failing(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             raise RuntimeError("out of memory")
             yield
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        await SharedSync(Failing(), device="cpu", deadline=60).push(policy(1), [ReceivingEngine()])
+        await SharedSync(Failing(), device="cpu", deadline=60).push(policy(1), [WeightReceivingEngine()])
 
 
 async def test_the_base_model_is_loaded_and_not_carried() -> None:
-    engine = ReceivingEngine()
+    engine = WeightReceivingEngine()
     engine.version = 3
-    sync = SharedSync(HandingBackend(), device="cpu", deadline=60)
+    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
     assert await sync.push(Policy("p", 0, Artifact("base")), [engine]) == [None]
     assert engine.version == 0
     assert not engine.sent
 
 
 async def test_an_engine_tells_whether_it_shares_the_memory() -> None:
-    assert await reaches_memory(ReceivingEngine()) == {"shared": True, "gpus": []}
+    assert await probe_shared_memory(WeightReceivingEngine()) == {"shared": True, "gpus": []}
 
 
 async def test_another_process_maps_the_buffer() -> None:
@@ -174,9 +176,9 @@ async def test_another_process_maps_the_buffer() -> None:
     buffer.views["b"].copy_(torch.arange(4))
     program = (
         "import json, sys, torch\n"
-        "from instar.engines.vllm.extension import open_buffer, views\n"
+        "from instar.engines.vllm.extension import open_buffer, buffer_views\n"
         "handle, layout = json.loads(sys.argv[1])\n"
-        "found = dict(views(open_buffer(handle, torch.device('cpu')), layout))\n"
+        "found = dict(buffer_views(open_buffer(handle, torch.device('cpu')), layout))\n"
         "print(found['a'].sum().item(), found['b'].tolist(), found['a'].dtype)\n"
     )
     import msgspec
@@ -200,7 +202,7 @@ def test_a_weight_that_is_changed_on_its_way_is_loaded_anew_each_time() -> None:
     )
     mapped = open_buffer(buffer.handle, torch.device("cpu"))
     model = Scaling()
-    missing = views(mapped, buffer.layout)
+    missing = buffer_views(mapped, buffer.layout)
     with pytest.raises(ValueError, match=r"qk\.weight"):
         load_in_place(model, missing, mapped)
     whole = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from instar.engines.base import Transfer
+from instar.engines.base import WeightTransfer
 from instar.engines.vllm import extension
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.merge import shapes
-from instar.engines.vllm.transfer import Receiver
-from instar.engines.vllm.weights import Weights
+from instar.engines.vllm.merge import read_shapes
+from instar.engines.vllm.transfer import TransferReceiver
+from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError
 from instar.types import Artifact, Policy
 from tests.tiny import make_tiny_model
-from tests.unit.engines.fake_vllm import StatefulVllm
+from tests.unit.engines.fake_vllm import StatefulFakeVllm
 
 
 def test_a_policy_that_is_sent_again_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,11 +25,11 @@ def test_a_policy_that_is_sent_again_begins_anew(monkeypatch: pytest.MonkeyPatch
         return [(f"w{body['chunk']}", torch.zeros(1))]
 
     monkeypatch.setattr(extension, "_from_ray", fetched)
-    inbox = extension.Inbox()
+    inbox = extension.StagedWeights()
 
     def send(chunks: int) -> list[int]:
         bodies = ({"key": "run:5", "chunk": chunk} for chunk in range(chunks))
-        return [inbox.take(body, torch.device("cpu"))["chunks"] for body in bodies]
+        return [inbox.receive(body, torch.device("cpu"))["chunks"] for body in bodies]
 
     assert send(2) == [1, 2]
     for _ in range(2):
@@ -39,14 +39,14 @@ def test_a_policy_that_is_sent_again_begins_anew(monkeypatch: pytest.MonkeyPatch
 
 async def test_what_came_at_an_earlier_try_does_not_count(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "tiny")
-    layout = [[name, "float32", list(shape)] for name, shape in shapes(tiny).items()]
+    layout = [[name, "float32", list(shape)] for name, shape in read_shapes(tiny).items()]
     policy = Policy("run", 5, Artifact("live"))
-    async with StatefulVllm(tiny).serving() as server:
+    async with StatefulFakeVllm(tiny).serving() as server:
         client = VllmClient(server.url)
-        receiver = Receiver(Weights(client), tiny)
+        receiver = TransferReceiver(ServerWeights(client), tiny)
 
         async def send(chunk: int, part: list[list[Any]]) -> None:
-            await receiver.stage(Transfer(policy, "ray", {"chunk": chunk, "layout": part}))
+            await receiver.stage(WeightTransfer(policy, "ray", {"chunk": chunk, "layout": part}))
 
         await send(0, layout[:2])
         await send(1, layout[2:])

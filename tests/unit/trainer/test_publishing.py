@@ -10,7 +10,7 @@ import pytest
 
 from instar.engines.base import Engine, EngineStatus
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.base import Sync, WayError
+from instar.sync.base import RouteError, Sync
 from instar.sync.files import FileSync
 from instar.trainer.publishing import MAX_REFUSALS, PolicyPublisher
 from instar.types import Artifact, Policy
@@ -88,7 +88,7 @@ async def test_the_run_ends_when_the_way_goes_on_failing() -> None:
 
         async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
             told = SyncError("out of memory")
-            told.__cause__ = WayError("out of memory")
+            told.__cause__ = RouteError("out of memory")
             return [told for _ in engines]
 
     pusher, _ = pusher_for(LoadingEngine(), sync=Blocked())
