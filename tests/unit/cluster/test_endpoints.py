@@ -42,7 +42,10 @@ async def test_the_trainers_engines_are_where_the_store_says(store: Store, tiny:
     engines = EngineConnections(directory, TOKEN)
     with pytest.raises(EngineUnavailable, match="no engine of the run"):
         await engines.wait_for_first(timeout=0.1)
-    async with served(scripted_engine(tiny), TOKEN) as one, served(scripted_engine(tiny), TOKEN) as two:
+    async with (
+        serve_engine(scripted_engine(tiny), TOKEN) as one,
+        serve_engine(scripted_engine(tiny), TOKEN) as two,
+    ):
         await directory.register(at(one))
         (first,) = await engines.wait_for_first(5)
         assert await engines.list_current() == [first], "a connection is kept"
@@ -59,8 +62,8 @@ async def test_the_trainers_engines_are_where_the_store_says(store: Store, tiny:
 async def test_an_engine_that_is_silent_keeps_nobody_waiting(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     engines = EngineConnections(directory, TOKEN, skip_silent=True)
-    async with served(scripted_engine(tiny), TOKEN) as one:
-        async with served(scripted_engine(tiny), TOKEN) as two:
+    async with serve_engine(scripted_engine(tiny), TOKEN) as one:
+        async with serve_engine(scripted_engine(tiny), TOKEN) as two:
             await directory.register(at(one))
             await directory.register(at(two, "engine-1"))
             first, second = await engines.list_current()
@@ -80,12 +83,12 @@ async def test_the_pool_follows_an_engine_that_moves(store: Store, tiny: Path) -
     directory = EndpointDirectory(store, "run")
     pool = DiscoveredEnginePool(directory, TOKEN)
     starting = asyncio.create_task(pool.start(10))
-    async with served(scripted_engine(tiny), TOKEN) as one:
+    async with serve_engine(scripted_engine(tiny), TOKEN) as one:
         await directory.register(at(one))
         await starting
         following = asyncio.create_task(pool.watch_endpoints())
         assert await answers(pool)
-    async with served(scripted_engine(tiny), TOKEN) as two:
+    async with serve_engine(scripted_engine(tiny), TOKEN) as two:
         await directory.register(at(two))
         async with asyncio.timeout(10):
             while not await answers(pool):  # noqa: ASYNC110 - it looks now and then
