@@ -16,7 +16,7 @@ from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import collect, ids_of
-from tests.unit.engines.test_conformance import scripted_engine
+from tests.unit.engines.test_conformance import scripted_engine, serve_engine
 
 TOKEN = "t"
 
