@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all."""
+"""Folders that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make ``path`` a folder filled by ``fill``; one that is there already is replaced. It is filled under
-    another name, flushed to disk and renamed."""
+    """Make ``path`` a folder with the content that ``fill`` writes, replacing an existing one. The folder is
+    filled under another name, flushed to disk and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        whole = Path(scratch) / "whole"
-        whole.mkdir()
-        fill(whole)
-        for entry in [*whole.rglob("*"), whole]:
-            _fsync(entry)
+        complete = Path(scratch) / "complete"
+        complete.mkdir()
+        fill(complete)
+        for entry in [*complete.rglob("*"), complete]:
+            flush_to_disk(entry)
         if path.exists():
             path.rename(Path(scratch) / "replaced")
-        whole.rename(path)
-    _fsync(path.parent)
+        complete.rename(path)
+    flush_to_disk(path.parent)
 
 
-def _fsync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -35,8 +35,6 @@ class Plan:
     """The head, whose weights the step would begin with."""
     wanted: int
     """Groups of a step."""
-    is_ready: bool
-    """A step waits for the run's own groups alone: exported data that is used up leaves its places empty."""
     groups: list[Group]
     batch: StepBatch
     lessons: CorrectionBatch
@@ -75,11 +73,7 @@ async def make_plan(store: Store, config: RunConfig) -> Plan:
     lessons = await load_corrections(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _groups(store, config, batch)
     wanted = config.trainer.groups_per_step
-    live = sum(group.channel is Channel.TRAIN for group in groups)
-    is_ready = live >= batcher.mixture.count_live_groups(step) and (
-        bool(groups) or batcher.mixture.has_live_data
-    )
-    return Plan(step, head.version, wanted, is_ready, groups, batch, lessons, waiting)
+    return Plan(step, head.version, wanted, groups, batch, lessons, waiting)
 
 
 async def _groups(store: Store, config: RunConfig, batch: StepBatch) -> tuple[list[Group], dict[str, int]]:
@@ -102,7 +96,7 @@ def facts(plan: Plan) -> Json:
     return {
         "step": plan.step,
         "version": plan.version,
-        "ready": plan.is_ready,
+        "ready": plan.batch.is_full,
         "groups_wanted": plan.wanted,
         "groups_waiting": plan.waiting,
         "groups": [_group(plan, group) for group in plan.groups],
@@ -145,7 +139,7 @@ def _tokens(plan: Plan) -> dict[str, int]:
 def _print(console: Console, plan: Plan) -> None:
     report = plan.batch.report
     there = f"{len(plan.groups)} of {plan.wanted} groups are ready"
-    what = "would be given" if plan.is_ready else f"waits, {there}; it would be given"
+    what = "would be given" if plan.batch.is_full else f"waits, {there}; it would be given"
     console.print(
         f"step {plan.step}, from version {plan.version}: {what} {report['samples']} samples, "
         f"{report['tokens']} trained tokens of {report['sequence_tokens']}",

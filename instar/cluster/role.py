@@ -269,11 +269,11 @@ def tune_gc() -> None:
 async def trainer(context: RoleContext) -> None:
     from instar.backends.factory import apply_capabilities, create_backend
     from instar.cluster.endpoints import EndpointDirectory, EngineConnections
-    from instar.data.batcher import Batcher
     from instar.reference.factory import create_penalty
     from instar.sync.factory import create_sync
-    from instar.trainer.loop import Trainer
+    from instar.trainer.loop import Trainer, TrainingRun
     from instar.trainer.monitor import Monitor
+    from instar.trainer.publishing import PolicyPublisher
 
     config = context.config
     store = await context.open_store()
@@ -301,17 +301,12 @@ async def trainer(context: RoleContext) -> None:
     sync = await create_sync(config, backend, known)
     context.log(f"weights reach the engines by {sync.description}")
     loop = Trainer(
-        config,
-        context.run_id,
-        context.policy_id,
+        TrainingRun(config, context.run_id, context.policy_id),
         store=store,
         backend=backend,
-        batcher=Batcher(store, context.run_id, config),
-        sync=sync,
-        engines=engines.list_current,
+        publisher=PolicyPublisher(sync, engines.list_current),
         monitor=monitor,
         penalty=penalty,
-        log=context.log,
     )
     loop.is_rollout_finished = not config.trains_live
     stopper = asyncio.create_task(call_when_set(loop.stop, context.stop, context.drain))

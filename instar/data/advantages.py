@@ -1,7 +1,7 @@
-"""From the rewards of a group to advantages.
+"""Computes advantages from the rewards of a group.
 
-A reward of None (a failed session, or one nobody scored) is kept out of every mean, and its
-advantage is None: that session is not trained on.
+A reward of None (of a failed or unscored session) is left out of every mean, and its advantage is None: that
+session is not trained.
 """
 
 from __future__ import annotations
@@ -20,55 +20,54 @@ Rewards = Sequence[float | None]
 Advantages = list[float | None]
 
 STD_FLOOR = 1e-6
-"""Added to the standard deviation, so that rewards that hardly differ do not blow up."""
+"""Added to the standard deviation, so that nearly equal rewards do not get huge advantages."""
 SIGNAL_THRESHOLD = 1e-8
-"""Advantages this small all over a group teach nothing: they are rounding."""
+"""Advantages up to this size are rounding errors."""
 MAX_SAMPLING_WEIGHT = 2.0
-"""Largest importance weight for a token that was not sampled from the full softmax."""
+"""The largest importance weight of a token that was not sampled from the full softmax."""
 
 
 # --- estimators ---------------------------------------------------------------------------------
 
 
 def grpo(rewards: Rewards) -> Advantages:
-    """(r - mean) / std, the standard deviation being that of the group itself (not of a sample)."""
-    given = _known_rewards(rewards)
-    if not len(given):
+    """Return (r - mean) / std with the population standard deviation of the group."""
+    known = _known_rewards(rewards)
+    if not len(known):
         return [None] * len(rewards)
-    mean, std = given.mean(), given.std()
+    mean, std = known.mean(), known.std()
     return [None if r is None else float((r - mean) / (std + STD_FLOOR)) for r in rewards]
 
 
 def grpo_no_std(rewards: Rewards) -> Advantages:
-    """r - mean."""
-    given = _known_rewards(rewards)
-    return [None if r is None else float(r - given.mean()) for r in rewards]
+    known = _known_rewards(rewards)
+    return [None if r is None else float(r - known.mean()) for r in rewards]
 
 
 def rloo(rewards: Rewards) -> Advantages:
-    """r - the mean of the others; 0 for a session that has no others."""
-    given = _known_rewards(rewards)
-    count, total = len(given), float(given.sum())
+    """Return r - mean of the other sessions, or 0 if there are no others."""
+    known = _known_rewards(rewards)
+    count, total = len(known), float(known.sum())
     if count < 2:
         return [None if r is None else 0.0 for r in rewards]
     return [None if r is None else float(r - (total - r) / (count - 1)) for r in rewards]
 
 
 class RunningBaseline(msgspec.Struct):
-    """r - a mean that moves with every session; for groups of one. Its state goes into checkpoints."""
+    """Returns r - a moving mean over sessions, for groups of one. Its state is part of checkpoints."""
 
     decay: float
     mean: float | None = None
-    """None until the first reward, which is its own baseline."""
+    """None until the first rewards, whose own mean is their baseline."""
 
     def __call__(self, rewards: Rewards) -> Advantages:
-        """Advantages against what was known before this group; then the mean moves."""
-        given = _known_rewards(rewards)
-        if not len(given):
+        """Return advantages relative to the mean before this group, then update the mean."""
+        known = _known_rewards(rewards)
+        if not len(known):
             return [None] * len(rewards)
-        baseline = float(given.mean()) if self.mean is None else self.mean
+        baseline = float(known.mean()) if self.mean is None else self.mean
         self.mean = baseline
-        for reward in given:
+        for reward in known:
             self.mean = self.decay * self.mean + (1 - self.decay) * float(reward)
         return [None if r is None else r - baseline for r in rewards]
 
@@ -87,7 +86,6 @@ class AdvantageEstimator:
         self.baseline = RunningBaseline(config.decay)
 
     def __call__(self, rewards: Rewards) -> Advantages:
-        """Weighted by what rewards count for."""
         weight = self.config.weight
         return [None if value is None else weight * value for value in self._estimate(rewards)]
 
@@ -113,7 +111,7 @@ class AdvantageEstimator:
 
 
 def has_signal(advantages: Advantages) -> bool:
-    """Whether a group teaches anything: False when all its rewards are equal."""
+    """True if any advantage differs from 0, which is not the case if all rewards are equal."""
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
@@ -121,28 +119,28 @@ def _known_rewards(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float
     return np.array([r for r in rewards if r is not None], dtype=np.float64)
 
 
-# --- what a step's samples are scaled by --------------------------------------------------------
+# --- scaling --------------------------------------------------------------------------------------
 
 Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "none"]
 
 
 def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
-    """Fold what the step's token sum is divided by into the advantages. Sessions that train nothing in
-    this step do not count."""
+    """Divide the advantages by the divisor of the step's token sum. Sessions without trained tokens in this
+    step do not count."""
     tokens = _trained_tokens_by_session(samples)
-    of_all = compute_divisor(samples, mode)
+    common_divisor = compute_divisor(samples, mode)
 
-    def of_one(sample: Sample) -> float:
-        return tokens[sample.session_id] * len(tokens) if mode == "session_tokens" else of_all
+    def sample_divisor(sample: Sample) -> float:
+        return tokens[sample.session_id] * len(tokens) if mode == "session_tokens" else common_divisor
 
     return [
-        replace(sample, advantages=(sample.advantages / of_one(sample)).astype(np.float32))
+        replace(sample, advantages=(sample.advantages / sample_divisor(sample)).astype(np.float32))
         for sample in samples
     ]
 
 
 def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
-    """What the step's token sum is divided by; 1 where every session has a divisor of its own."""
+    """Return the divisor of the step's token sum, or 1 if every session has its own."""
     match mode:
         case "batch_tokens":
             return sum(_trained_tokens_by_session(samples).values())
@@ -162,8 +160,9 @@ def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
 def compute_token_scales(
     samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
 ) -> list[Floats]:
-    """Per sample, what an advantage of 1 on each trained token comes to in this step: what is added to the
-    advantages later is scaled alike. ``correct``: `correct_sampling` is part of it."""
+    """Return per sample the scaled value of an advantage of 1 on each trained token. What is added to the
+    advantages later is multiplied by it. With ``should_reweight``, `reweight_truncated_sampling` is included.
+    """
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
     if should_reweight:
         ones = [reweight_truncated_sampling(sample) for sample in ones]
@@ -171,9 +170,9 @@ def compute_token_scales(
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
-    """Fold the weight p_full / p_sampled, capped, into the advantages of tokens that were drawn from another
-    distribution than the full softmax. The losses compare with ``logprobs``, those of the full softmax. A
-    token without logprobs counts as it is."""
+    """Multiply the advantages of tokens that were not drawn from the full softmax by p_full / p_sampled,
+    capped, because the losses use ``logprobs``, those of the full softmax. Tokens without logprobs are left
+    unchanged."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0

@@ -1,7 +1,7 @@
-"""Lessons: answers that people corrected, as samples for the cross-entropy loss.
+"""Corrections by people, as samples for the cross-entropy loss.
 
-A lesson is a call's exact prompt with the corrected answer behind it. A step takes the oldest ones that no
-step has claimed; like every sample, each is trained once.
+A correction's sample is the exact prompt of a call followed by the corrected reply. A step takes the oldest
+ones that no step has claimed; like every sample, each is trained once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """Their advantages are what each token counts for in the step."""
+    """The advantages are the weight of each token in the step."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
 async def load_corrections(
     store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
 ) -> CorrectionBatch:
-    """Those of a step; nothing is claimed yet."""
+    """Return the corrections of a step, without claiming them."""
     section = config.corrections
     if section.weight == 0:
         return CorrectionBatch()
@@ -43,11 +43,10 @@ async def load_corrections(
 
 
 def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
-    """None where there is nothing to say, or nothing that it would follow."""
-    answer = feedback.correction_ids
-    if answer is None or not len(answer) or not len(call.prompt_ids):
+    reply = feedback.correction_ids
+    if reply is None or not len(reply) or not len(call.prompt_ids):
         return None
-    tokens: Ids = np.concatenate([call.prompt_ids, answer]).astype(np.int32)
+    tokens: Ids = np.concatenate([call.prompt_ids, reply]).astype(np.int32)
     mask = np.zeros(len(tokens), np.float32)
     mask[len(call.prompt_ids) :] = 1.0
     return Sample(
@@ -58,7 +57,7 @@ def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
         logprobs=np.full(len(tokens), np.nan, np.float32),
         advantages=mask * np.float32(weight),
         versions=np.full(len(tokens), NOT_SAMPLED, np.int32),
-        spans=(Span(call.call_id, len(call.prompt_ids), len(answer)),),
+        spans=(Span(call.call_id, len(call.prompt_ids), len(reply)),),
     )
 
 
@@ -77,6 +76,6 @@ def _claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float
 
 
 def compute_correction_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
-    """How far the policy was from saying so: the mean over tokens of what they cost."""
-    told = [new[sample.mask > 0] for sample, new in zip(samples, logprobs, strict=True)]
-    return -float(np.concatenate(told).mean())
+    """Return the mean negative logprob of the corrected tokens."""
+    trained = [new[sample.mask > 0] for sample, new in zip(samples, logprobs, strict=True)]
+    return -float(np.concatenate(trained).mean())

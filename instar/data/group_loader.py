@@ -1,4 +1,4 @@
-"""Groups as a batch is made of them: the final session of every slot, with its samples and its reward."""
+"""Loads groups for a batch: the final session of every slot, with its samples and its reward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ENDED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class LoadedSession:
-    """A slot's final session, ready to be trained on."""
+    """The final session of a slot."""
 
     session: Session
     samples: list[Sample]
     reward: float | None
     call_rewards: dict[str, float]
-    """What single calls were rewarded with, weighted."""
+    """The weighted rewards of single calls."""
 
     @property
     def is_failed(self) -> bool:
@@ -35,9 +35,9 @@ class LoadedGroup:
     sessions: list[LoadedSession]
     superseded: list[Session]
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
-    """Those that are not to be trained on."""
+    """Sessions tagged as untrainable."""
     epoch: int | None = None
-    """Of exported data: how often it was gone through before. None: the run's own."""
+    """For exported data, the number of earlier passes over it; None for the run's own groups."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -45,70 +45,77 @@ class LoadedGroup:
 
     @property
     def session_ids(self) -> set[str]:
-        sessions = [*(entry.session for entry in (*self.sessions, *self.untrainable)), *self.superseded]
-        return {session.session_id for session in sessions}
+        final = [loaded.session for loaded in (*self.sessions, *self.untrainable)]
+        return {session.session_id for session in (*final, *self.superseded)}
 
-    def exclude(self, tagged: Set[str]) -> LoadedGroup:
-        """With those sessions set apart."""
-        kept = [entry for entry in self.sessions if entry.session.session_id not in tagged]
-        apart = [entry for entry in self.sessions if entry.session.session_id in tagged]
-        return replace(self, sessions=kept, untrainable=apart)
+    def exclude(self, session_ids: Set[str]) -> LoadedGroup:
+        """Return the group with those sessions listed as untrainable."""
+        kept = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
+        excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
+        return replace(self, sessions=kept, untrainable=excluded)
 
 
 class GroupLoader:
     def __init__(self, store: Store, config: RunConfig) -> None:
         self.store = store
         self.config = config
-        self.combine = RewardCombiner(config)
+        self.combiner = RewardCombiner(config)
 
     async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
-        in_groups = await self.store.sessions_in([group.group_id for group in groups])
-        ended = [[s for s in in_groups[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
-        final = [select_final_sessions(sessions) for sessions in ended]
-        entries = await self._entries([session for sessions in final for session in sessions])
-        loaded: list[LoadedGroup] = []
-        for group, those, chosen in zip(groups, ended, final, strict=True):
-            kept = {session.session_id for session in chosen}
-            superseded = [session for session in those if session.session_id not in kept]
-            loaded.append(LoadedGroup(group, [entries[s.session_id] for s in chosen], superseded))
-        return loaded
+        sessions = await self.store.sessions_in([group.group_id for group in groups])
+        ended = [[s for s in sessions[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
+        final = [select_final_sessions(of_group) for of_group in ended]
+        loaded = await self._load_sessions([session for of_group in final for session in of_group])
+        result: list[LoadedGroup] = []
+        for group, all_ended, chosen in zip(groups, ended, final, strict=True):
+            chosen_ids = {session.session_id for session in chosen}
+            superseded = [session for session in all_ended if session.session_id not in chosen_ids]
+            result.append(LoadedGroup(group, [loaded[s.session_id] for s in chosen], superseded))
+        return result
 
     async def exclude_untrainable(self, groups: Sequence[LoadedGroup]) -> list[LoadedGroup]:
-        """Asked for as a batch is made, for a tag may come after a group was loaded."""
-        tags = await self.store.tags(
-            [entry.session.session_id for found in groups for entry in found.sessions]
-        )
-        tagged = {each for each, given in tags.items() if any(tag.name == UNTRAINABLE for tag in given)}
-        return [found.exclude(tagged) for found in groups] if tagged else list(groups)
+        ids = [loaded.session.session_id for group in groups for loaded in group.sessions]
+        tags = await self.store.tags(ids)
+        untrainable = {
+            session_id
+            for session_id, session_tags in tags.items()
+            if any(tag.name == UNTRAINABLE for tag in session_tags)
+        }
+        return [group.exclude(untrainable) for group in groups] if untrainable else list(groups)
 
-    async def _entries(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
+    async def _load_sessions(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
         ids = [session.session_id for session in sessions]
         rewards, scores = await self.store.rewards_of(ids), await self.store.scores(ids)
         calls = await self.store.calls_of(ids)
         return {
-            each: self._entry(session, rewards[each], scores[each], calls[each])
-            for each, session in zip(ids, sessions, strict=True)
+            session.session_id: self._make_session(
+                session, rewards[session.session_id], scores[session.session_id], calls[session.session_id]
+            )
+            for session in sessions
         }
 
-    def _entry(
+    def _make_session(
         self, session: Session, rewards: Sequence[Reward], scores: Sequence[Score], calls: Sequence[Call]
     ) -> LoadedSession:
-        reward = self.combine(rewards, scores)
+        reward = self.combiner(rewards, scores)
         if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
             reward = self.config.rollout.failed_reward
         weight = self.config.trainer.advantage.weight
-        per_call = {
-            call_id: weight * value for call_id, value in self.combine.combine_calls(rewards, scores).items()
-        }
-        scored = self.config.trainer.loss.name != "cross_entropy"
-        return LoadedSession(session, linearize(session, calls, requires_logprobs=scored), reward, per_call)
+        call_rewards = self.combiner.combine_calls(rewards, scores)
+        needs_logprobs = self.config.trainer.loss.name != "cross_entropy"
+        return LoadedSession(
+            session,
+            samples=linearize(session, calls, requires_logprobs=needs_logprobs),
+            reward=reward,
+            call_rewards={call_id: weight * value for call_id, value in call_rewards.items()},
+        )
 
 
 def select_final_sessions(ended: Sequence[Session]) -> list[Session]:
-    """The last attempt at each slot."""
+    """Return the last attempt at each slot."""
     final: dict[int, Session] = {}
     for session in ended:
-        held = final.get(session.slot)
-        if held is None or session.attempt >= held.attempt:
+        previous = final.get(session.slot)
+        if previous is None or session.attempt >= previous.attempt:
             final[session.slot] = session
     return [final[slot] for slot in sorted(final)]

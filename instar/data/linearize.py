@@ -1,8 +1,8 @@
-"""A session's call graph → flat samples, one for each root-to-leaf walk.
+"""Turns a session's call graph into flat samples, one for each root-to-leaf walk.
 
-A call extends another when its prompt is that call's prompt + its sampled tokens + new ones; any
-other call begins a walk of its own. Walks that share calls repeat their tokens, but a sampled token
-is trained in the first of them only, so it counts once however the session branched::
+A call extends another if its prompt is that call's prompt + its sampled tokens + new ones; any other call
+starts a new walk. Walks that share calls repeat their tokens, but a sampled token is trained only in the
+first of them, so it counts once however the session branched::
 
     a ── b ── c      sample 0: a b c, all trained
           └── d      sample 1: a b d, only d trained
@@ -20,11 +20,10 @@ from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Se
 
 
 def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
-    """The session's samples, in the order their last calls were recorded; advantages are zero. ``scored``: a
-    trainable token must have its logprob.
+    """Return the session's samples in the order in which their last calls were recorded; advantages are zero.
 
-    Walks in which nothing is left to train are left out; the others keep their number, so a sample's
-    key depends on the session's graph alone.
+    Walks without tokens to train are omitted; the others keep their number, so that a sample's key depends
+    on the session's graph alone. With ``requires_logprobs``, raise StoreError if a trainable token has none.
     """
     by_id = {call.call_id: call for call in calls}
     parents = {call.call_id: _parent(call, by_id) for call in calls}
@@ -45,7 +44,7 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """The sample with ``value`` on every trained token, plus what a call has of its own."""
+    """Return the sample with ``value`` on every trained token, plus the value of its call in ``per_call``."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)
@@ -53,7 +52,7 @@ def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] |
 
 
 def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
-    # One whose tokens were not kept (a provider's, or one that held a secret) stands alone.
+    # A call whose tokens were not kept (a provider's, or one with a secret) has no parent.
     if call.link is not Link.EXTENDS or not len(call.prompt_ids):
         return None
     parent = by_id.get(call.parent_id or "")
@@ -61,17 +60,19 @@ def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
         raise StoreError(
             f"call {call.call_id} extends call {call.parent_id}, which its session {call.session_id} lacks"
         )
-    before = parent.sequence
-    if len(call.prompt_ids) < len(before) or not np.array_equal(call.prompt_ids[: len(before)], before):
+    prefix = parent.sequence
+    if len(call.prompt_ids) < len(prefix) or not np.array_equal(call.prompt_ids[: len(prefix)], prefix):
         raise StoreError(
             f"call {call.call_id} is recorded as extending call {parent.call_id}, but its prompt does not "
-            f"begin with that call's {len(before)} tokens"
+            f"begin with that call's {len(prefix)} tokens"
         )
     return parent
 
 
-def _flatten(key: str, session: Session, walk: Sequence[Call], trained: set[str], scored: bool) -> Sample:
-    """Lay the calls of a walk out in one row; marks in ``trained`` those whose tokens it trains."""
+def _flatten(
+    key: str, session: Session, walk: Sequence[Call], trained: set[str], requires_logprobs: bool
+) -> Sample:
+    """Flatten the calls of a walk into a sample, and add the calls that it trains to ``trained``."""
     tokens = walk[-1].sequence.astype(np.int32, copy=False)
     mask = np.zeros(len(tokens), dtype=np.float32)
     logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
@@ -82,17 +83,17 @@ def _flatten(key: str, session: Session, walk: Sequence[Call], trained: set[str]
         start, length = len(call.prompt_ids), len(call.sampled_ids)
         if not length:
             continue
-        where = slice(start, start + length)
-        logprobs[where] = call.logprobs
-        versions[where] = call.versions
+        span = slice(start, start + length)
+        logprobs[span] = call.logprobs
+        versions[span] = call.versions
         if behavior is not None:
-            behavior[where] = call.logprobs if call.behavior_logprobs is None else call.behavior_logprobs
+            behavior[span] = call.logprobs if call.behavior_logprobs is None else call.behavior_logprobs
         spans.append(Span(call.call_id, start, length))
         if call.trainable and call.status is CallStatus.OK and call.call_id not in trained:
-            if scored:
+            if requires_logprobs:
                 _require_logprobs(call)
             trained.add(call.call_id)
-            mask[where] = 1.0
+            mask[span] = 1.0
     return Sample(
         sample_key=key,
         session_id=session.session_id,

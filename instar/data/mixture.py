@@ -1,4 +1,4 @@
-"""Which groups of exported data a step takes beside those of the run's own agents."""
+"""Selects the groups of exported data that a step takes beside the live ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from instar.types import Channel, Group, GroupStatus
 class ExportedGroup:
     group: Group
     epoch: int
-    """How often it was gone through before: what its claims are made in."""
+    """The number of earlier passes over the data; the group is claimed in this epoch."""
 
 
 class DataMixture:
-    """Every source has its places in a step, by its share alone, and gives its groups in their order, again
-    and again for as many epochs as it has. A group is in a step once at most."""
+    """Every source contributes groups to a step according to its share, in their order and for as many epochs
+    as configured. A step contains a group at most once."""
 
     def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
         self.store = store
         self.run_id = run_id
         self.config = config
         self._first_epoch: dict[str, int] = {}
-        """By label, the first epoch that may have groups left."""
+        """The first epoch that may have unclaimed groups, by label."""
 
     @property
     def has_live_data(self) -> bool:
-        return any(each.is_live for each in self.config.data)
+        return any(source.is_live for source in self.config.data)
 
     def reset(self) -> None:
         self._first_epoch = {}
@@ -39,7 +39,7 @@ class DataMixture:
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Those of a step, from what no step has claimed."""
+        """Return the exported groups of a step, from those that no step has claimed."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
@@ -55,11 +55,11 @@ class DataMixture:
         epoch = self._first_epoch.get(label, 0)
         last = self._epochs(section)
         while len(picked) < places and (last is None or epoch < last):
-            taken = {each.group.group_id for each in picked}
+            taken_ids = {exported.group.group_id for exported in picked}
             left = await self._unclaimed(label, epoch)
-            fresh = [group for group in left if group.group_id not in taken]
+            fresh = [group for group in left if group.group_id not in taken_ids]
             if picked and not fresh:
-                break  # all of it is in this step
+                break  # all groups are in this step
             picked += [ExportedGroup(group, epoch) for group in fresh[: places - len(picked)]]
             if not left:
                 self._first_epoch[label] = epoch + 1

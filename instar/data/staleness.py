@@ -1,4 +1,4 @@
-"""How old tokens are: how many steps lie between the policy that sampled them and the one to be trained."""
+"""Staleness of tokens: the training steps between the policy that sampled them and the one to be trained."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from instar.types import Ids, Sample
 
 
 class Staleness:
-    """As of a version. Versions are not numbered like steps: a step that a crash undid is trained again, into
-    a version of another number, and what the first one had sampled is no older for it."""
+    """Staleness relative to ``version``.
 
-    def __init__(self, version: int, steps: Mapping[int, int] | None = None) -> None:
-        """``steps``: by version, the step that made it; of one that is not named, the step of its number."""
-        steps = steps or {}
-        made_by = np.arange(1 + max(version, *steps, 0), dtype=np.int32)
-        made_by[list(steps)] = list(steps.values())
-        self._by_version = np.maximum(0, made_by[version] - made_by)
+    Versions are not numbered like steps. A step that was undone by a crash is trained again into another
+    version, and tokens of the first version are not staler for it. ``step_by_version`` maps versions to the
+    steps that made them; the step of a version that is missing there has the version's number.
+    """
+
+    def __init__(self, version: int, step_by_version: Mapping[int, int] | None = None) -> None:
+        step_by_version = step_by_version or {}
+        steps = np.arange(1 + max(version, *step_by_version, 0), dtype=np.int32)
+        steps[list(step_by_version)] = list(step_by_version.values())
+        self._by_version = np.maximum(0, steps[version] - steps)
 
     def of_tokens(self, versions: Ids) -> Ids:
-        """Of tokens that were not sampled it says nothing of use."""
+        """Return the staleness per token; the values of tokens that were not sampled are meaningless."""
         return self._by_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:
-        """Of its oldest trained token."""
+        """Return the staleness of the sample's oldest trained token."""
         return int(self.of_tokens(sample.versions[sample.mask > 0]).max())

@@ -1,31 +1,29 @@
-"""Checkpoints of a run: the backend's state and what the trainer itself must remember.
+"""Checkpoints of a run: the backend's state and the trainer's own.
 
-A checkpoint is a folder that exists only when it is complete: written beside its place, flushed
-to disk, then renamed.
+A checkpoint folder exists only when it is complete: it is written under another name, flushed to disk and
+renamed.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import msgspec
 
 from instar.backends.base import Backend
+from instar.backends.folders import flush_to_disk
 from instar.errors import InstarError
 from instar.types import Json
 
 
 class TrainerState(msgspec.Struct, frozen=True):
-    """What a resumed trainer needs beyond the backend's own state."""
-
     step: int
     """Last step whose update is in the weights."""
     seconds: float
     """Time spent training so far."""
     baseline: Json = {}
-    """State of the running baseline, when the estimator has one."""
+    """State of the running baseline, if the estimator has one."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -36,15 +34,15 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
     target = checkpoint_path(run_dir, state.step)
     scratch = target.with_name(f".{target.name}.partial")
     for leftover in (scratch, target):
-        # `target` can only be the work of a crash between the rename and the row that names it.
+        # `target` exists only if a crash came between the rename and the row that names it.
         shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
     await backend.save_state(scratch / "backend")
     (scratch / "trainer.json").write_bytes(msgspec.json.encode(state))
-    _flush(scratch / "trainer.json")
-    _flush(scratch)
+    flush_to_disk(scratch / "trainer.json")
+    flush_to_disk(scratch)
     scratch.rename(target)
-    _flush(target.parent)
+    flush_to_disk(target.parent)
     return target
 
 
@@ -59,20 +57,20 @@ def read_trainer_state(path: Path) -> TrainerState:
         return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
     except FileNotFoundError as error:
         raise InstarError(
-            f"the store names the checkpoint {path}, which is not there; for a trainer to go on on another "
-            "machine, `dir` must be a folder that both see"
+            f"The store names the checkpoint {path}, which does not exist. To resume on another machine, "
+            "`dir` must be a folder that both machines can access."
         ) from error
 
 
 def discard_checkpoints_after(run_dir: Path, step: int) -> None:
-    """Remove checkpoints of later steps: the store does not name them, so they never counted."""
+    """Remove the checkpoints of later steps. The store does not name them, so they were never committed."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path > checkpoint_path(run_dir, step):
             shutil.rmtree(path)
 
 
 def find_outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> list[Path]:
-    """All but the newest ``keep`` entries of a folder of numbered ones."""
+    """Return all but the newest ``keep`` of a folder's numbered entries, without those in ``never``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -80,16 +78,8 @@ def find_outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset())
 
 
 def prune_folder(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
-    """Remove what is outdated, and leftovers."""
+    """Remove outdated entries and unfinished ones."""
     for leftover in folder.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for old in find_outdated(folder, keep, never):
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,21 +1,21 @@
-"""The trainer: takes batches from the store, improves the policy, publishes it.
+"""The trainer: takes batches from the store, trains the policy and publishes it.
 
 A step is *claimed* (its samples with their rewards and advantages are frozen in the store), then
-*submitted* to the backend, then *saved* (a checkpoint holds its update), then *committed* (its version
-is published). Whatever moment the process dies at, `recover` finds the last saved state, gives back
-what was claimed after it, and goes on. It does the same when a service has lost the session.
+*submitted* to the backend, then *saved* (a checkpoint contains its update), then *committed* (its version
+is published). If the process dies at any moment, `recover` loads the last saved state, releases what was
+claimed after it, and continues. It does the same when a service has lost the session.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from instar.backends.base import Backend
-from instar.config import AdamConfig, RunConfig
+from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
 from instar.data.off_policy import compute_importance
@@ -23,7 +23,6 @@ from instar.data.report import report_session_ages
 from instar.errors import BackendError, BackendLost
 from instar.reference.penalty import ReferencePenalty
 from instar.store.base import Store
-from instar.sync.base import Sync
 from instar.trainer.checkpoint import (
     TrainerState,
     checkpoint_path,
@@ -35,21 +34,23 @@ from instar.trainer.checkpoint import (
 )
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.off_policy import apply_off_policy
-from instar.trainer.publishing import ListEngines, PolicyPublisher
-from instar.trainer.update import apply_update, scale_loss
+from instar.trainer.publishing import PolicyPublisher
+from instar.trainer.update import apply_update, scale_loss, schedule_adam
 from instar.types import Artifact, Json, Policy, StepState
 
+logger = logging.getLogger(__name__)
+
 EPOCH = 0
-"""Groups and lessons are gone through once."""
+"""Live groups and corrections are trained in one epoch."""
 MAX_LOST_SESSIONS = 5
-"""Times in a row, no step between, that a lost session is begun again."""
+"""Consecutive lost sessions, without a trained step in between, after which the run fails."""
 RENEW_AFTER = 2 / 3
-"""Of the time that a published sampler is kept, after which it is exported again."""
+"""The share of a published sampler's lifetime after which it is exported again."""
 
 
 @dataclass
 class TrainingTimer:
-    """Time spent training, counted on across restarts."""
+    """Measures the time spent training, across restarts."""
 
     previous_seconds: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
@@ -59,52 +60,54 @@ class TrainingTimer:
         return self.previous_seconds + time.monotonic() - self.started_at
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """The run that a trainer works on."""
+
+    config: RunConfig
+    run_id: str
+    policy_id: str
+
+
 class Trainer:
     def __init__(
         self,
-        config: RunConfig,
-        run_id: str,
-        policy_id: str,
+        run: TrainingRun,
         *,
         store: Store,
         backend: Backend,
-        batcher: Batcher,
-        sync: Sync,
-        engines: ListEngines,
+        publisher: PolicyPublisher,
         monitor: Monitor,
         penalty: ReferencePenalty | None = None,
-        log: Callable[[str], None] = print,
     ) -> None:
-        self.config = config
-        self.run_id = run_id
-        self.policy_id = policy_id
+        self.config = run.config
+        self.run_id = run.run_id
+        self.policy_id = run.policy_id
         self.store = store
         self.backend = backend
-        self.batcher = batcher
-        self.sync = sync
-        self.publisher = PolicyPublisher(sync, engines, log)
+        self.batcher = Batcher(store, run.run_id, run.config)
+        self.publisher = publisher
         self.monitor = monitor
         self.penalty = penalty
-        self.log = log
         self.doing = "starting"
         self.step = 0
         """Last step whose update is in the weights."""
         self.saved_step = 0
         self.saved_version = 0
-        """The version of the last saved step: what a recovery falls back to."""
+        """The version of the last saved step, to which a recovery returns."""
         self.lost_sessions = 0
-        """How often in a row the backend has lost its session."""
+        """Consecutive times that the backend has lost its session."""
         self.renewal_time: float | None = None
-        """When the head's artifact has to be made anew; None: it does not expire."""
+        """When the head's artifact must be exported again; None if it does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
-        """Whether no more groups are coming."""
+        """True if no more groups will come."""
 
-    # --- the run ---------------------------------------------------------------------------------
+    # --- running -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until the steps or the time are used up, the data has run out, or `stop` was called."""
+        """Train until the steps or the time are used up, no data is left, or `stop` was called."""
         while True:
             try:
                 await self.recover()
@@ -127,16 +130,16 @@ class Trainer:
         self.lost_sessions += 1
         if self.lost_sessions > MAX_LOST_SESSIONS:
             raise error
-        self.log(f"the training session was lost, going back to the last saved state: {error}")
+        logger.warning("the training session was lost, returning to the last saved state: %s", error)
         self.batcher.reset()
         self.step = self.saved_step = self.saved_version = 0
 
     async def _run_step(self) -> bool:
-        """Wait for a batch and train on it. False: the data has run out."""
+        """Wait for a batch and train on it. Return False if no data is left."""
         await self._renew_head()
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.head(self.policy_id)
-        waited = time.monotonic()
+        wait_started = time.monotonic()
         was_finished = self.is_rollout_finished
         waiting = self.batcher.next_batch(
             step=self.step + 1,
@@ -149,22 +152,22 @@ class Trainer:
         )
         batch = await self.publisher.sync_while_waiting(head, waiting)
         if batch is None:
-            return not was_finished  # if it has finished since, its last groups may be there by now
-        await self.train_step(batch, waited=time.monotonic() - waited)
+            return not was_finished  # if it finished meanwhile, its last groups may have arrived
+        await self.train_step(batch, wait_seconds=time.monotonic() - wait_started)
         self.lost_sessions = 0
         return True
 
     def stop(self) -> None:
-        """Finish the step under way, checkpoint, and return from `run`."""
+        """Finish the current step, save a checkpoint and return from `run`."""
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """How long to wait for data: no longer than the run's time, or the published sampler's, allows."""
+        """Return the seconds to wait for data, limited by the run's time and the published sampler's."""
         limit = self.config.trainer.seconds
-        left = [] if limit is None else [limit - self.timer.seconds]
+        limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
-            left.append(self.renewal_time - time.time())
-        return max(0.0, min(left)) if left else None
+            limits.append(self.renewal_time - time.time())
+        return max(0.0, min(limits)) if limits else None
 
     def _is_done(self) -> bool:
         limit = self.config.trainer.seconds
@@ -176,26 +179,26 @@ class Trainer:
 
     # --- one step --------------------------------------------------------------------------------
 
-    async def train_step(self, batch: StepBatch, *, waited: float = 0.0) -> None:
+    async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step = self.step + 1
-        began = time.monotonic()
-        lessons = await load_corrections(self.store, self.run_id, self.config.trainer, step, EPOCH)
+        started = time.monotonic()
+        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, EPOCH)
         await self.store.drop(batch.drops)
-        await self.store.claim_step(self.run_id, step, [*batch.claims, *lessons.claims])
+        await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
         metrics: Json = {
             **batch.report,
             **report_session_ages(batch.session_starts, time.time()),
-            "wait_seconds": waited,
+            "wait_seconds": wait_seconds,
         }
-        if batch.samples or lessons.samples:
-            metrics |= await self._update_weights(batch, lessons, step)
+        if batch.samples or corrections.samples:
+            metrics |= await self._update_weights(batch, corrections, step)
         else:
-            self.log(f"step {step}: no group had any signal, so there was nothing to learn from")
+            logger.info("step %s: no group had any signal, so nothing was trained", step)
         self.step = step
-        metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - began
+        metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - started
         metrics["elapsed"] = self.timer.seconds
-        # With the step's row, so that a crash before `record` does not lose them.
+        # The metrics are stored in the step's row, so that a crash before `record` does not lose them.
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
         if step % self.config.trainer.checkpoint_every == 0 or self._is_done():
             version = await self._save_and_commit(step)
@@ -204,83 +207,73 @@ class Trainer:
             await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, version=version)
         metrics |= {
             "version": version,
-            "step_seconds": time.monotonic() - began,
+            "step_seconds": time.monotonic() - started,
             "elapsed": self.timer.seconds,
             **self.publisher.report,
         }
         self.monitor.record("train", step, metrics)
 
-    async def _update_weights(self, batch: StepBatch, lessons: CorrectionBatch, step: int) -> Json:
-        """Move the weights; returns what there is to report of it."""
+    async def _update_weights(self, batch: StepBatch, corrections: CorrectionBatch, step: int) -> Json:
+        """Apply the step's update to the weights and return its metrics."""
         self.doing = f"step {step}: {len(batch.samples)} samples"
         metrics: Json = {}
         if batch.samples:
             batch, metrics = await self._reweight(batch, step)
-        if not batch.samples and not lessons.samples:
+        if not batch.samples and not corrections.samples:
             return metrics
-        plan = self.config.trainer
-        loss = scale_loss(plan.loss, batch.divisor)
-        result = await apply_update(
-            self.backend, batch.samples, loss, lessons.samples, self._scheduled_adam(step)
-        )
+        settings = self.config.trainer
+        loss = scale_loss(settings.loss, batch.divisor)
+        adam = schedule_adam(settings, step, self.timer.seconds)
+        result = await apply_update(self.backend, batch.samples, loss, corrections.samples, adam)
         if result.samples is not None:
-            if plan.off_policy.proximal == "behavior":
+            if settings.off_policy.proximal == "behavior":
                 metrics |= compute_importance(batch.samples, result.samples.logprobs)
             metrics |= {**result.samples.metrics, "loss": result.samples.loss}
         if result.corrections is not None:
-            loss = compute_correction_loss(lessons.samples, result.corrections.logprobs)
-            metrics |= {"lessons": len(lessons.samples), "lesson_loss": loss}
+            correction_loss = compute_correction_loss(corrections.samples, result.corrections.logprobs)
+            metrics |= {"lessons": len(corrections.samples), "lesson_loss": correction_loss}
         return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
-        """With all that belongs into the advantages, and what there is to report of that."""
+        """Apply off-policy correction and the reference penalty to the advantages. Return metrics too."""
         batch, metrics = await apply_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
-            self.log(f"step {step}: every token is beyond trainer.off_policy.drop_above, so none was learned")
+            logger.info(
+                "step %s: every token is beyond trainer.off_policy.drop_above, so nothing was trained", step
+            )
         elif self.penalty is not None:
-            samples, told = await self.penalty.apply(batch.samples, batch.scales)
+            samples, penalty_metrics = await self.penalty.apply(batch.samples, batch.scales)
             batch = replace(batch, samples=samples)
-            metrics |= told
+            metrics |= penalty_metrics
         return batch, metrics
-
-    def _scheduled_adam(self, step: int) -> AdamConfig:
-        """The optimizer's settings for this step: warm-up and schedule are in its learning rate."""
-        plan = self.config.trainer
-        share = min(1.0, step / (plan.warmup_steps + 1))
-        if plan.schedule == "linear":
-            used = (step - 1) / plan.steps
-            if plan.seconds is not None:
-                used = max(used, self.timer.seconds / plan.seconds)
-            share *= max(0.05, 1.0 - used)
-        return plan.adam.model_copy(update={"lr": plan.adam.lr * share})
 
     async def _save_and_commit(self, step: int) -> int:
         self.doing = f"step {step}: saving"
         state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.baseline_state())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
-        # This one row makes the checkpoint count, for the steps before it too.
+        # This one row makes the checkpoint valid, for the steps before it too.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
-        if self.sync.live:
+        if self.publisher.sync.live:
             await self._publish_files(version)
         return version
 
     async def _publish_files(self, version: int) -> None:
-        """Files of a version that the engines were given without: for engines that start while the trainer is
-        busy or away, and for what comes after the run."""
+        """Write the files of a version that was pushed to the engines without any. Engines that start while
+        the trainer is busy or stopped load them, and they remain after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Publish the last saved step, unless it is, and commit all up to it."""
+        """Publish the last saved step if it is not published yet, and commit all steps up to it."""
         rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
         for row in rows:
             if row.state is not StepState.COMMITTED:
-                of_row = version if row is newest else None
-                await self.store.advance_step(self.run_id, row.step, StepState.COMMITTED, version=of_row)
+                row_version = version if row is newest else None
+                await self.store.advance_step(self.run_id, row.step, StepState.COMMITTED, version=row_version)
         self.saved_version = version
         folder = self.config.run_dir / "checkpoints"
         keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
@@ -293,21 +286,21 @@ class Trainer:
         try:
             await self.backend.discard_state(checkpoint / "backend")
         except BackendError as error:
-            self.log(f"what {checkpoint.name} takes at the service could not be freed: {error}")
+            logger.warning("the state of %s could not be deleted at the service: %s", checkpoint.name, error)
 
     async def _publish(self, step: int) -> int:
         self.doing = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         folder = self._policy_path(version)
         await self._publish_head(version)
-        # A recovery makes the last saved version the head again, so its weights stay.
+        # A recovery makes the last saved version the head again, so its weights are kept.
         keep = frozenset({self._policy_path(self.saved_version)})
         prune_folder(folder.parent, self.config.trainer.keep_checkpoints, keep)
         return version
 
     async def _publish_head(self, version: int) -> None:
-        """The current weights, under this version."""
-        if self.sync.live:
+        """Publish the current weights as this version."""
+        if self.publisher.sync.live:
             artifact = Artifact("live")
         else:
             artifact = await self.backend.publish(self._policy_path(version))
@@ -321,22 +314,22 @@ class Trainer:
         self.renewal_time = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
 
     async def _renew_head(self) -> bool:
-        """Make the head's artifact anew when it is about to expire. The weights are still those it was made
-        of: every step ends with a version."""
+        """Export the head's artifact again if it is about to expire. The weights are unchanged since then,
+        because every step ends with a version."""
         if self.renewal_time is None or time.time() < self.renewal_time:
             return False
         head = await self.store.head(self.policy_id)
-        self.log(f"exporting version {head.version} again: its sampler expires")
+        logger.info("exporting version %s again: its sampler expires", head.version)
         await self._publish_head(head.version)
         return True
 
     def _policy_path(self, version: int) -> Path:
         return self.config.run_dir / "policies" / f"v{version:06d}"
 
-    # --- after a crash ---------------------------------------------------------------------------
+    # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Back to the last saved state; later claims are released, abandoned versions tombstoned."""
+        """Return to the last saved state: release later claims and tombstone abandoned versions."""
         self.doing = "recovering"
         rows = await self.store.steps(self.run_id)
         saved = [
@@ -347,14 +340,14 @@ class Trainer:
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.load_baseline(state.baseline)
-            self.log(f"resuming after step {state.step}")
+            logger.info("resuming after step %s", state.step)
         else:
             await self.backend.start()
         discard_checkpoints_after(self.config.run_dir, self.saved_step)
         await self._tombstone_abandoned_versions()
         released = await self.store.release_steps(self.run_id, after=self.saved_step)
         if released:
-            self.log(f"released the claims of {len(released)} unsaved step(s): {released}")
+            logger.info("released the claims of %s unsaved step(s): %s", len(released), released)
         if saved:
             await self._restore_published_version()
             await self._commit()
@@ -365,11 +358,11 @@ class Trainer:
             head = await self.store.head(self.policy_id)
         self._schedule_renewal(head)
         if not await self._renew_head():
-            # The base model too: an engine may hold a version that has just been given up.
+            # The base model is pushed too: an engine may serve a version that was just tombstoned.
             await self.publisher.push(head)
 
     async def _tombstone_abandoned_versions(self) -> None:
-        """Before their steps are released, so that a crash in between finds them again."""
+        # Called before their steps are released, so that a crash in between finds the versions again.
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
         for policy, step in await self.store.published(self.policy_id):
@@ -377,15 +370,15 @@ class Trainer:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
-        """A saved step whose version was published before its row could say so."""
+        """Set the version of a saved step that was published before its row was updated."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published(self.policy_id):
             if step == self.saved_step and rows[step].version is None:
                 await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)
 
     async def _record_missing_metrics(self) -> None:
-        """Metrics of steps that were saved before they could be recorded."""
-        there = {record["step"] for record in read_steps(self.config.run_dir)}
+        """Record the metrics of steps that were saved before they could be recorded."""
+        recorded = {record["step"] for record in read_steps(self.config.run_dir)}
         for row in await self.store.steps(self.run_id):
-            if row.step not in there and row.metrics:
+            if row.step not in recorded and row.metrics:
                 self.monitor.record("train", row.step, {**row.metrics, "version": row.version})

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line in metrics.jsonl, and TensorBoard by choice."""
+"""Metrics of a run: one JSON object per line in metrics.jsonl, and optionally TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from instar.types import Json
 
 
 class Monitor:
-    """Appends records. A record of a step that is trained again after a crash stands beside the
-    first one; readers take the last of each step (`read_steps`). ``tensorboard`` None means where it is
-    installed."""
+    """Appends records. A step that is trained again after a crash has two records, of which readers take the
+    last (`read_steps`). ``tensorboard=None`` writes TensorBoard files if it is installed."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        wanted = _has_board() if tensorboard is None else tensorboard
-        self._board = _board(run_dir / "tensorboard") if wanted else None
+        use_board = _has_tensorboard() if tensorboard is None else tensorboard
+        self._board = _open_board(run_dir / "tensorboard") if use_board else None
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        # A figure that is not a number is null in JSON.
+        # orjson writes NaN as null, which json.dumps would not.
         record = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
         self._file.write(record.decode() + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in _numbers(kind, values):
+            for name, value in _flatten_numbers(kind, values):
                 self._board.add_scalar(name, value, step)
             self._board.flush()
 
@@ -41,27 +40,27 @@ class Monitor:
             self._board.close()
 
 
-def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every number, under its path: those of a histogram one by one."""
+def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield every number with its path, for example those of a histogram one by one."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _numbers(f"{prefix}/{name}", cast(Mapping[str, Any], value))
+            yield from _flatten_numbers(f"{prefix}/{name}", cast(Mapping[str, Any], value))
         elif isinstance(value, int | float):
             yield f"{prefix}/{name}", value
 
 
-def _has_board() -> bool:
+def _has_tensorboard() -> bool:
     return all(find_spec(package) is not None for package in ("torch", "tensorboard"))
 
 
-def _board(folder: Path) -> Any:
+def _open_board(folder: Path) -> Any:
     from torch.utils.tensorboard.writer import SummaryWriter
 
     return SummaryWriter(str(folder))
 
 
 def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Every record, in order. A last line cut short by a crash is passed over."""
+    """Yield every record in order, without a last line that a crash cut short."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
@@ -73,12 +72,12 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """What the run did otherwise than its settings say, each once."""
-    told = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
-    return list(dict.fromkeys(told))
+    """Return the distinct warnings about settings that the run did not follow exactly."""
+    warnings = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
+    return list(dict.fromkeys(warnings))
 
 
 def read_steps(run_dir: Path) -> list[Json]:
-    """The last record of each training step, by step."""
+    """Return the last record of each training step, ordered by step."""
     latest = {record["step"]: record for record in read_metrics(run_dir) if record["kind"] == "train"}
     return [latest[step] for step in sorted(latest)]

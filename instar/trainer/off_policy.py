@@ -1,4 +1,4 @@
-"""What a step does about tokens that another policy has sampled, as `trainer.off_policy` says."""
+"""Applies `trainer.off_policy` to a batch whose tokens were sampled by another policy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from instar.types import Json
 async def apply_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """The batch as the loss is to see it, and what to report. Samples that have no token left to train are
-    not in it."""
+    """Return the batch for the loss, without samples that have no token left to train, and metrics."""
     if config.proximal == "behavior":
         return batch, {}
-    began = time.monotonic()
+    started = time.monotonic()
     proximal = await backend.forward(batch.samples)
-    samples, scales, told = decouple(batch.samples, batch.scales, proximal, config)
-    kept = [place for place, sample in enumerate(samples) if sample.trained_tokens]
+    samples, scales, metrics = decouple(batch.samples, batch.scales, proximal, config)
+    kept = [index for index, sample in enumerate(samples) if sample.trained_tokens]
     corrected = replace(
-        batch, samples=[samples[place] for place in kept], scales=[scales[place] for place in kept]
+        batch, samples=[samples[index] for index in kept], scales=[scales[index] for index in kept]
     )
-    figures = compute_importance(batch.samples, proximal)
-    return corrected, {**told, **figures, "proximal_seconds": time.monotonic() - began}
+    importance = compute_importance(batch.samples, proximal)
+    return corrected, {**metrics, **importance, "proximal_seconds": time.monotonic() - started}

@@ -1,4 +1,4 @@
-"""One optimizer step: the gradients of a step's samples and lessons, applied together."""
+"""One optimizer step: the gradients of a step's samples and corrections, applied together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
-from instar.config import AdamConfig, LossConfig
+from instar.config import AdamConfig, LossConfig, TrainerConfig
 from instar.types import Sample
 
 CORRECTION_LOSS = LossConfig(name="cross_entropy")
@@ -16,34 +16,53 @@ CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
+    """``samples`` and ``corrections`` are None if the step had none."""
+
     samples: ForwardBackwardResult | None
-    """What the samples came to; None where there were none. So of the lessons."""
     corrections: ForwardBackwardResult | None
     optimizer: OptimStepResult
 
 
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
-    """The loss over advantages that are divided already: what else it sums up is divided alike."""
+    """Return the loss for advantages that are already divided: its other terms are divided likewise."""
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta
     return loss.model_copy(update={"beta": beta / divisor})
 
 
+def schedule_adam(settings: TrainerConfig, step: int, seconds: float) -> AdamConfig:
+    """Return the optimizer's settings for a step that begins after ``seconds`` of training: warm-up and
+    schedule are part of its learning rate."""
+    factor = min(1.0, step / (settings.warmup_steps + 1))
+    if settings.schedule == "linear":
+        used = (step - 1) / settings.steps
+        if settings.seconds is not None:
+            used = max(used, seconds / settings.seconds)
+        factor *= max(0.05, 1.0 - used)
+    return settings.adam.model_copy(update={"lr": settings.adam.lr * factor})
+
+
 async def apply_update(
-    backend: Backend, samples: Sequence[Sample], loss: LossConfig, lessons: Sequence[Sample], adam: AdamConfig
+    backend: Backend,
+    samples: Sequence[Sample],
+    loss: LossConfig,
+    corrections: Sequence[Sample],
+    adam: AdamConfig,
 ) -> UpdateResult:
-    """Issue every call before awaiting the first: a remote backend pipelines them."""
-    forward = await _submit(backend, samples, loss)
-    lesson = await _submit(backend, lessons, CORRECTION_LOSS)
-    optim = asyncio.ensure_future(backend.optim_step(adam))
+    # Every call is issued before the first is awaited, because a remote backend pipelines them.
+    sample_pass = await _submit(backend, samples, loss)
+    correction_pass = await _submit(backend, corrections, CORRECTION_LOSS)
+    optimizer_step = asyncio.ensure_future(backend.optim_step(adam))
     try:
-        done = await forward if forward else None
-        taught = await lesson if lesson else None
-        return UpdateResult(done, taught, await optim)
-    except BaseException:
-        under_way: list[asyncio.Future[Any] | None] = [forward, lesson, optim]
-        await asyncio.gather(*filter(None, under_way), return_exceptions=True)
+        return UpdateResult(
+            await sample_pass if sample_pass else None,
+            await correction_pass if correction_pass else None,
+            await optimizer_step,
+        )
+    except BaseException:  # cancellation too: no call may still be running when the error is handled
+        calls: list[asyncio.Future[Any] | None] = [sample_pass, correction_pass, optimizer_step]
+        await asyncio.gather(*filter(None, calls), return_exceptions=True)
         raise
 
 

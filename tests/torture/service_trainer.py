@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401 - here, and not o
 
 from instar.backends.factory import apply_capabilities, create_backend
 from instar.config import RunConfig, ScriptedEngineConfig
-from instar.data.batcher import Batcher
 from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.store.sqlite import SqliteStore
 from instar.sync.factory import create_sync
-from instar.trainer.loop import Trainer
+from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
+from instar.trainer.publishing import PolicyPublisher
 from tests.torture.killer import Switch, arm
 from tests.torture.service_points import points
 from tests.unit.data.builders import RUN
@@ -40,14 +40,10 @@ async def train(config: RunConfig) -> None:
         return [engine]
 
     trainer = Trainer(
-        config,
-        RUN,
-        RUN,
+        TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        batcher=Batcher(store, RUN, config),
-        sync=await create_sync(config, backend, [engine]),
-        engines=engines,
+        publisher=PolicyPublisher(await create_sync(config, backend, [engine]), engines),
         monitor=monitor,
     )
     trainer.is_rollout_finished = True

@@ -18,7 +18,6 @@ import aiohttp
 
 from instar.backends.factory import create_backend
 from instar.config import RunConfig
-from instar.data.batcher import Batcher
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.rewards.base import Transcript
@@ -31,8 +30,9 @@ from instar.rollout.tasks import load_tasks
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.sync.factory import create_sync
-from instar.trainer.loop import Trainer
+from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor, read_steps
+from instar.trainer.publishing import PolicyPublisher
 from instar.types import StepState
 from tests.serving import ADMIN_KEY, running_gateway
 from tests.tiny import make_tiny_model
@@ -115,14 +115,10 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
         agent = create_agent(config.rollout.agent)
         runner = RolloutRunner(config, store, client, taskset, agent, create_scoring(config, taskset))
         trainer = Trainer(
-            config,
-            config.name,
-            config.name,
+            TrainingRun(config, config.name, config.name),
             store=store,
             backend=backend,
-            batcher=Batcher(store, config.name, config),
-            sync=await create_sync(config, backend, [engine]),
-            engines=engines,
+            publisher=PolicyPublisher(await create_sync(config, backend, [engine]), engines),
             monitor=monitor,
         )
         async with asyncio.TaskGroup() as group:

@@ -115,15 +115,15 @@ async def test_the_plan_does_not_wait_for_data_that_is_used_up(
 ) -> None:
     await bring(store, empty, tmp_path)
     alone = await make_plan(empty, make("dataset:golden@1", groups_per_step=8, advantage={}))
-    assert (alone.is_ready, len(alone.groups), alone.wanted) == (True, 5, 8)
+    assert (alone.batch.is_full, len(alone.groups), alone.wanted) == (True, 5, 8)
     mixed = [{"source": "live", "share": 0.25}, {"source": "dataset:golden@1", "share": 0.75}]
     config = make(mixed, groups_per_step=8, advantage={})
     await add_group(empty, 0, [0.0, 1.0])
-    assert not (await make_plan(empty, config)).is_ready, "one of two live groups"
+    assert not (await make_plan(empty, config)).batch.is_full, "one of two live groups"
     await add_group(empty, 1, [0.0, 1.0])
-    assert (await make_plan(empty, config)).is_ready
+    assert (await make_plan(empty, config)).batch.is_full
     nothing = await make_plan(empty, make("dataset:gone@1", groups_per_step=8, advantage={}))
-    assert not nothing.is_ready
+    assert not nothing.batch.is_full
 
 
 async def test_age_is_nothing_to_it(store: Store, empty: Store, tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ from instar.config import (
     LossConfig,
     ModelConfig,
 )
-from instar.data.batcher import Batcher
 from instar.engines.base import Engine
 from instar.engines.local.engine import LocalEngine
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.sync.files import FileSync
-from instar.trainer.loop import Trainer
+from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor, read_steps
+from instar.trainer.publishing import PolicyPublisher
 from instar.types import Channel, Group, GroupStatus, Sample, SamplingParams, SessionStatus, Task
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.unit.data.builders import RUN, begin, make_call, make_session
@@ -100,14 +100,10 @@ async def test_a_student_moves_towards_its_teacher(tmp_path: Path) -> None:
         return [engine]
 
     trainer = Trainer(
-        config,
-        RUN,
-        RUN,
+        TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        batcher=Batcher(store, RUN, config),
-        sync=FileSync(),
-        engines=engines,
+        publisher=PolicyPublisher(FileSync(), engines),
         monitor=monitor,
         penalty=create_penalty(config, backend, teacher),
     )

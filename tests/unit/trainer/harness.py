@@ -1,10 +1,11 @@
-"""A trainer in this process over a real store, backend and engine, and ones that fail at a chosen moment."""
+"""A trainer in this process with a real store, backend and engine, and faults at chosen points."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,24 @@ from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import hash_adapter
 from instar.config import AdamConfig, LossConfig, RunConfig
-from instar.data.batcher import Batcher
 from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.store.sqlite import SqliteStore
 from instar.sync.files import FileSync
-from instar.trainer.loop import Trainer
+from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
+from instar.trainer.publishing import PolicyPublisher
 from instar.types import Artifact, Claim, Policy, Sample, StepState
 from tests.unit.data.builders import RUN, add_group, begin
 
 
 class SimulatedCrash(Exception):
-    """The process is gone, as far as the trainer is concerned."""
+    """Stands for the death of the trainer's process."""
 
 
 @dataclass
 class FaultInjector:
-    """Raises at the n-th time that a point is reached, and notes all points."""
+    """Records the points that are reached, and raises at the n-th time that the given one is."""
 
     point: str = ""
     times: int = 1
@@ -81,24 +82,24 @@ class FaultyBackend(LocalBackend):
         self.faults = faults
         self.initial_state = config.run_dir / "initial_state"
         self.keep_seconds: float | None = None
-        """Seconds that what is published is said to be kept."""
+        """The lifetime that published artifacts claim to have."""
 
     async def start(self) -> None:
-        """As at first, however often it is asked for."""
+        """Return to the initial state, however often it is called."""
         if self.initial_state.exists():
             await self.load_state(self.initial_state)
         else:
             await super().save_state(self.initial_state)
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        done = await super().forward_backward(samples, loss)
+        result = await super().forward_backward(samples, loss)
         self.faults.reach("forward_backward")
-        return done
+        return result
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        moved = await super().optim_step(adam)
+        result = await super().optim_step(adam)
         self.faults.reach("optim_step")
-        return moved
+        return result
 
     async def save_state(self, path: Path) -> None:
         await super().save_state(path)
@@ -128,8 +129,31 @@ class TrainerHarness:
         return hash_adapter(Path((await self.store.head(RUN)).artifact.path))
 
 
+class _ListHandler(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def capture_log() -> Generator[list[str]]:
+    """Collect the trainer's log messages, also if another test has configured Instar's logging."""
+    logger, handler = logging.getLogger("instar.trainer"), _ListHandler()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
-    """Every group is there from the start, so training only has to go through them."""
+    """Return a config for training on groups that are all in the store from the start."""
     section = {
         "steps": 3,
         "groups_per_step": 1,
@@ -160,34 +184,29 @@ async def fill(config: RunConfig, groups: int = 6) -> None:
 
 @asynccontextmanager
 async def open_trainer(
-    config: RunConfig, faults: FaultInjector | None = None
+    config: RunConfig, faults: FaultInjector | None = None, trainer_class: type[Trainer] = Trainer
 ) -> AsyncGenerator[TrainerHarness]:
-    """What a trainer's process has: made anew each time, on the same store and folder."""
+    """Open the parts of a trainer's process, each time anew on the same store and folder."""
     faults = faults or FaultInjector()
     store = FaultyStore(config.store_path, faults)
     backend = FaultyBackend(config, faults)
     engine = ScriptedEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType] — as configured
     monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
-    log: list[str] = []
 
     async def engines() -> list[Engine]:
         return [engine]
 
-    trainer = Trainer(
-        config,
-        RUN,
-        RUN,
+    trainer = trainer_class(
+        TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        batcher=Batcher(store, RUN, config),
-        sync=FileSync(),
-        engines=engines,
+        publisher=PolicyPublisher(FileSync(), engines),
         monitor=monitor,
-        log=log.append,
     )
     trainer.is_rollout_finished = True
     try:
-        yield TrainerHarness(trainer, store, backend, engine, faults, log)
+        with capture_log() as log:
+            yield TrainerHarness(trainer, store, backend, engine, faults, log)
     finally:
         monitor.close()
         await backend.close()

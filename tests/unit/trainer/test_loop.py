@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from instar.config import RunConfig
+from instar.data.batcher import Batcher
 from instar.errors import BackendLost, InstarError, NonFinite
 from instar.store.sqlite import SqliteStore
 from instar.trainer.checkpoint import checkpoint_path
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import StepState
 from tests.tiny import make_tiny_model
@@ -191,7 +193,7 @@ async def test_a_checkpoint_that_is_gone_is_named(config: RunConfig) -> None:
     await run_and_die(config, "saved", 1)
     (config.run_dir / "checkpoints").rename(config.run_dir / "elsewhere")
     async with open_trainer(config) as harness:
-        with pytest.raises(InstarError, match="step-000001, which is not there"):
+        with pytest.raises(InstarError, match="step-000001, which does not exist"):
             await harness.trainer.run()
 
 
@@ -331,23 +333,33 @@ async def test_a_crash_makes_nothing_too_old(
         assert [(claim.reason, claim.staleness) for claim in claims] == [(None, 0)] * 3 + [(None, 1)] * 9
 
 
-async def test_groups_that_end_as_the_rollout_does_are_trained(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class ImpatientTrainer(Trainer):
+    """Stops waiting for a batch at once, as if a sampler had to be exported again."""
+
+    def _batch_timeout(self) -> float | None:
+        return 0.0
+
+
+class FinishingRolloutBatcher(Batcher):
+    """Lets the rollout add its last group and finish just after the store was read."""
+
+    trainer: Trainer
+
+    async def _load_ready(self, *arguments: Any) -> Any:
+        groups = await super()._load_ready(*arguments)
+        if not self.trainer.is_rollout_finished:
+            await add_group(self.store, 0, [1.0, 0.0])
+            self.trainer.is_rollout_finished = True
+        return groups
+
+
+async def test_trainer_trains_groups_that_end_when_the_rollout_does(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model)
     await fill(config, groups=0)
-    async with open_trainer(config) as harness:
-        trainer, ready = harness.trainer, harness.trainer.batcher._load_ready
+    async with open_trainer(config, trainer_class=ImpatientTrainer) as harness:
+        trainer = harness.trainer
         trainer.is_rollout_finished = False
-
-        async def end_meanwhile(*arguments: Any) -> Any:
-            found = await ready(*arguments)
-            if not trainer.is_rollout_finished:
-                await add_group(harness.store, 0, [1.0, 0.0])
-                trainer.is_rollout_finished = True
-            return found
-
-        monkeypatch.setattr(trainer, "_batch_timeout", lambda: 0.0)  # a sampler is due to be exported anew
-        monkeypatch.setattr(trainer.batcher, "_load_ready", end_meanwhile)
+        trainer.batcher = batcher = FinishingRolloutBatcher(harness.store, RUN, config)
+        batcher.trainer = trainer
         await trainer.run()
         assert trainer.step == 1
