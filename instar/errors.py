@@ -7,13 +7,13 @@ InstarError
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          no room left on the disk
 │   ├── LeaseLost          another process has taken over what this one did for the run
-│   └── Conflict           a row that must be unique is there already (a sample claimed twice, say)
+│   └── ConflictError      a row that must be unique is there already (a sample claimed twice, say)
 ├── RenderError        messages cannot become tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  it cannot be reached or is not ready: try again
 │   └── PromptTooLong      prompt + reply exceed the model's context
 ├── BackendError       a training backend failed
-│   ├── NonFinite          a loss or gradient is not finite; the step was not applied
+│   ├── NonFiniteError      a loss or gradient is not finite; the step was not applied
 │   ├── BackendUnavailable it cannot be reached, or did not answer within the deadline
 │   └── BackendLost        it no longer has the training session: load the last saved state, train again
 ├── DataError          exported data cannot be read, or is not what it says it is
@@ -51,7 +51,7 @@ class StoreFull(StoreError):
     pass
 
 
-class Conflict(StoreError):
+class ConflictError(StoreError):
     pass
 
 
@@ -79,7 +79,7 @@ class BackendError(InstarError):
     pass
 
 
-class NonFinite(BackendError):
+class NonFiniteError(BackendError):
     pass
 
 
@@ -114,7 +114,7 @@ class Interrupted(InstarError):
 class ScoreError(InstarError):
     """A scorer could not tell. ``again``: another try may; ``wait``: not sooner than so many seconds."""
 
-    def __init__(self, message: str, *, again: bool = False, wait: float | None = None) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.again = again
-        self.wait = wait
+        self.retryable = retryable
+        self.retry_after = retry_after

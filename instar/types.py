@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     apart leaves them missing."""
 
     @property
-    def truncates(self) -> bool:
+    def modifies_distribution(self) -> bool:
         """Whether sampling departs from the full softmax at temperature 1."""
         return self.temperature != 1.0 or self.top_p < 1.0 or self.top_k > 0
 

@@ -32,7 +32,7 @@ def binaries() -> Path:
     pytest.skip("no PostgreSQL server is installed (Debian: postgresql)")
 
 
-class PostgresServer:
+class PostgresTestServer:
     """Started when made. ``fsync`` is for figures: without it, a crash of the machine loses rows, one of the
     server does not. ``host``: the address to listen on; its neighbours may come too."""
 

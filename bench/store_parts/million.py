@@ -78,7 +78,7 @@ async def make(path: Path, calls: int) -> Shape:
 def _insert(
     database: sqlite3.Connection, table: Table, rows: Iterator[dict[str, Any]], more: tuple[str, ...] = ()
 ) -> None:
-    names = (*table.inserted, *more)
+    names = (*table.insert_columns, *more)
     sql = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' for _ in names)})"
     database.executemany(sql, ([row[name] for name in names] for row in rows))
 
@@ -126,7 +126,7 @@ def _calls(shape: Shape) -> Iterator[dict[str, Any]]:
     """Call n of a conversation stands on call n - 1 of the same one."""
     kinds = [
         [
-            dict(zip(CALLS.inserted, encode_call(call).values, strict=True))
+            dict(zip(CALLS.insert_columns, encode_call(call).values, strict=True))
             for call in turns(a_session(), CALL_BYTES + kind, TURNS)
         ]
         for kind in range(KINDS)

@@ -47,7 +47,7 @@ async def pages(store: SqliteStore, shape: Shape) -> dict[str, float]:
 async def _page(store: SqliteStore, where: SessionFilter, before: int | None) -> None:
     rows = await store.sessions(RUN, where=where, before=before, limit=PAGE)
     ids = [row.session.session_id for row in rows]
-    await store.rewards_of(ids)
+    await store.rewards_by_session(ids)
     await store.tags(ids)
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.store.call_rows import encode_call
-from instar.store.connection import SqliteDatabase, connect
-from instar.store.migrations import prepare
+from instar.store.migrations import create_or_migrate
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS, Table
 from instar.store.sqlite import SqliteStore
+from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.types import Call, Session
 from store_parts.calls import a_session, turns
 
@@ -118,7 +118,7 @@ def bare_database(path: Path) -> SqliteDatabase:
     """The store's own tables, indexes and pragmas."""
     path.touch()
     database = connect(path)
-    prepare(database, path)
+    create_or_migrate(database, path)
     return database
 
 
@@ -128,7 +128,9 @@ def heap_database(path: Path) -> SqliteDatabase:
     database = connect(path)
     database.execute("PRAGMA journal_mode = WAL")
     for table in (SESSIONS, CALLS):
-        database.execute(f"CREATE TABLE {table.name} (seq INTEGER PRIMARY KEY, {', '.join(table.inserted)})")
+        database.execute(
+            f"CREATE TABLE {table.name} (seq INTEGER PRIMARY KEY, {', '.join(table.insert_columns)})"
+        )
     return database
 
 
@@ -166,8 +168,8 @@ def bytes_of(values: Values) -> int:
 def insert(database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls_per_commit: int) -> float:
     """Seconds."""
     statements = {
-        table.name: f"INSERT INTO {table.name} ({', '.join(table.inserted)}) "
-        f"VALUES ({', '.join('?' for _ in table.inserted)})"
+        table.name: f"INSERT INTO {table.name} ({', '.join(table.insert_columns)}) "
+        f"VALUES ({', '.join('?' for _ in table.insert_columns)})"
         for table in (SESSIONS, CALLS)
     }
     in_transaction = 0

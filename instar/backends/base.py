@@ -97,14 +97,14 @@ class Backend(ABC):
 
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        """Add the loss's gradient to what is accumulated. Raises NonFinite, with nothing added, when the
+        """Add the loss's gradient to what is accumulated. Raises NonFiniteError, with nothing added, when the
         loss is not finite, and BackendError when a trained token lacks an advantage, or a logprob that the
         loss asks for."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         """Apply the accumulated gradient and clear it. ``adam.lr`` is the rate of this very step. Raises
-        NonFinite, with weights and moments untouched and the gradient cleared, when it is not finite."""
+        NonFiniteError, with weights and moments untouched and the gradient cleared, when it is not finite."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:

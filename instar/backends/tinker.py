@@ -35,7 +35,7 @@ from instar.clouds.errors import CloudError
 from instar.clouds.tinker import TinkerConnection
 from instar.clouds.tinker_training import LossInputs, TinkerTrainingSession
 from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
-from instar.errors import BackendError, BackendLost, NonFinite
+from instar.errors import BackendError, BackendLost, NonFiniteError
 from instar.models import resolve_tokenizer
 from instar.types import Artifact, Floats, Sample
 
@@ -236,7 +236,7 @@ class TinkerBackend(Backend):
             return OptimStepResult(math.nan, {"lr": adam.lr, **metrics})
         if not math.isfinite(grad_norm):
             session.lost_reason = "a gradient that is not finite may have been applied at the service"
-            raise NonFinite(f"the gradient norm is {grad_norm}")
+            raise NonFiniteError(f"the gradient norm is {grad_norm}")
         clipped = 0.0 < adam.grad_clip_norm < grad_norm
         return OptimStepResult(grad_norm, {**metrics, "lr": adam.lr, "grad_clipped": float(clipped)})
 
@@ -322,7 +322,7 @@ async def _await_result(answer: Awaitable[T]) -> T:
 
 def _translate_failure(failure: CloudError) -> Exception:
     if failure.kind == "refused" and _NOT_FINITE.search(str(failure)):
-        return NonFinite(str(failure))
+        return NonFiniteError(str(failure))
     return failure.to_backend_error()
 
 
@@ -353,7 +353,7 @@ def _check_finite(
             value, _ = compute_loss(loss, [sample], [found])
         if not math.isfinite(value):
             session.lost_reason = "a loss that is not finite is in the gradient at the service"
-            raise NonFinite(f"the {loss.name} loss of sample {sample.sample_key} is {value}")
+            raise NonFiniteError(f"the {loss.name} loss of sample {sample.sample_key} is {value}")
 
 
 def _unique_name(path: Path) -> str:

@@ -31,7 +31,7 @@ from instar.clouds.weaver import (
     fetch_prompt_logprobs,
 )
 from instar.config import AdamConfig, LossConfig, ModelConfig, WeaverBackendConfig
-from instar.errors import BackendError, BackendLost, NonFinite
+from instar.errors import BackendError, BackendLost, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class WeaverBackend(Backend):
         value, metrics = compute_loss(loss, samples, results)
         if not math.isfinite(value):
             model.end("the gradient at the service is not finite")
-            raise NonFinite(
+            raise NonFiniteError(
                 f"the {loss.name} loss is {value}: {_name_non_finite_samples(loss, samples, results)}"
             )
         return ForwardBackwardResult(value, results, metrics)
@@ -125,7 +125,7 @@ class WeaverBackend(Backend):
         norm = found.get("grad_norm", math.nan)
         if math.isinf(norm):
             model.end("a gradient that is not finite may have been applied at the service")
-            raise NonFinite(f"the gradient norm is {norm}")
+            raise NonFiniteError(f"the gradient norm is {norm}")
         metrics = {"lr": adam.lr}
         if not math.isnan(norm):
             metrics["grad_clipped"] = float(0.0 < adam.grad_clip_norm < norm)

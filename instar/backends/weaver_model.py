@@ -17,7 +17,7 @@ from weaver import AsyncOperationHandle, AsyncTrainingClient
 
 from instar.clouds.errors import CloudError
 from instar.clouds.weaver import WeaverCallPolicy, WeaverClient, WeaverError
-from instar.errors import BackendError, BackendLost, InstarError, NonFinite
+from instar.errors import BackendError, BackendLost, InstarError, NonFiniteError
 
 T = TypeVar("T")
 
@@ -134,7 +134,11 @@ class WeaverModel:
 
     def _failed(self, failure: CloudError) -> InstarError:
         if failure.kind == "refused":
-            return NonFinite(str(failure)) if NOT_FINITE.search(str(failure)) else failure.to_backend_error()
+            return (
+                NonFiniteError(str(failure))
+                if NOT_FINITE.search(str(failure))
+                else failure.to_backend_error()
+            )
         self.end(str(failure))
         return failure.to_backend_error()
 

@@ -18,8 +18,8 @@ from instar.cli.filters import session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
-from instar.curation.base import Finding, Limits, Seen
-from instar.curation.checks import CHECKS, OF_GROUPS
+from instar.curation.base import CurationFinding, CurationLimits, SessionSummary
+from instar.curation.checks import CHECKS, GROUP_CHECKS
 from instar.data.combine import RewardCombiner
 from instar.data.group_loader import ENDED_STATUSES, select_final_sessions
 from instar.errors import ConfigError
@@ -56,13 +56,13 @@ def curate(
 
 async def _curate(
     run_dir: Path, where: SessionFilter, names: Sequence[str], limit: int, apply: bool
-) -> tuple[int, list[Finding]]:
+) -> tuple[int, list[CurationFinding]]:
     async with open_run_store(run_dir, read_only=not apply) as (config, store):
         seen = await look_at(store, config, where, limit)
-        whole = await look_at_groups(store, config, seen) if set(names) & set(OF_GROUPS) else []
-        findings: list[Finding] = []
+        whole = await look_at_groups(store, config, seen) if set(names) & set(GROUP_CHECKS) else []
+        findings: list[CurationFinding] = []
         for name in names:
-            found = CHECKS[name](whole if name in OF_GROUPS else seen, Limits())
+            found = CHECKS[name](whole if name in GROUP_CHECKS else seen, CurationLimits())
             findings += _of_chosen(found, seen)
         if apply:
             for finding in findings:
@@ -70,15 +70,15 @@ async def _curate(
     return len(seen), findings
 
 
-def tags_of(finding: Finding) -> list[Tag]:
+def tags_of(finding: CurationFinding) -> list[Tag]:
     author = f"check:{finding.check}"
     return [Tag(each, finding.tag, finding.value, finding.reason, author) for each in finding.session_ids]
 
 
-async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: int) -> list[Seen]:
+async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: int) -> list[SessionSummary]:
     """The newest so many sessions, oldest first, those that have not ended left out."""
     combine = RewardCombiner(config)
-    seen: list[Seen] = []
+    seen: list[SessionSummary] = []
     before: int | None = None
     while limit > 0:
         size = min(limit, AT_ONCE)
@@ -91,36 +91,38 @@ async def look_at(store: Store, config: RunConfig, where: SessionFilter, limit: 
     return seen
 
 
-async def look_at_groups(store: Store, config: RunConfig, chosen: Sequence[Seen]) -> list[Seen]:
+async def look_at_groups(
+    store: Store, config: RunConfig, chosen: Sequence[SessionSummary]
+) -> list[SessionSummary]:
     """All of the groups that the chosen sessions are of, as a step takes them: the last attempt at each slot.
     Groups that are under way are left out."""
     combine = RewardCombiner(config)
     named = dict.fromkeys(each.session.group_id for each in chosen if each.session.group_id is not None)
     found = [await store.group(each) for each in named]
     ids = [group.group_id for group in found if group is not None and group.status not in UNDER_WAY]
-    seen: list[Seen] = []
+    seen: list[SessionSummary] = []
     for start in range(0, len(ids), AT_ONCE):
-        groups = (await store.sessions_in(ids[start : start + AT_ONCE])).values()
+        groups = (await store.sessions_by_group(ids[start : start + AT_ONCE])).values()
         ended = [[session for session in sessions if session.status in ENDED_STATUSES] for sessions in groups]
         final = [session for sessions in ended for session in select_final_sessions(sessions)]
         seen += await _seen(store, final, combine)
     return seen
 
 
-def _of_chosen(findings: Sequence[Finding], seen: Sequence[Seen]) -> list[Finding]:
+def _of_chosen(findings: Sequence[CurationFinding], seen: Sequence[SessionSummary]) -> list[CurationFinding]:
     """Only the sessions that were chosen are spoken of, and tagged."""
     chosen = {each.session.session_id for each in seen}
     kept = [tuple(each for each in finding.session_ids if each in chosen) for finding in findings]
     return [replace(f, session_ids=ids) for f, ids in zip(findings, kept, strict=True) if ids]
 
 
-async def _seen(store: Store, ended: Sequence[Session], combine: RewardCombiner) -> list[Seen]:
+async def _seen(store: Store, ended: Sequence[Session], combine: RewardCombiner) -> list[SessionSummary]:
     sessions = {session.session_id: session for session in ended}
     ids = list(sessions)
-    rewards, scores = await store.rewards_of(ids), await store.scores(ids)
-    calls = await store.calls_of(ids)
+    rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
+    calls = await store.calls_by_session(ids)
     return [
-        Seen(
+        SessionSummary(
             session=sessions[each],
             prompt=_prompt(calls[each]),
             output="\n".join(_text(call.reply) for call in calls[each]),
@@ -144,7 +146,7 @@ def _text(reply: Message) -> str:
 
 
 def _print(
-    console: Console, names: Sequence[str], looked_at: int, findings: Sequence[Finding], applied: bool
+    console: Console, names: Sequence[str], looked_at: int, findings: Sequence[CurationFinding], applied: bool
 ) -> None:
     table = Table("check", Column("sessions", justify="right"), "finding", box=None, padding=(0, 1, 0, 0))
     for name in names:

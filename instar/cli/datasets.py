@@ -29,9 +29,9 @@ from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.data.linearize import linearize
 from instar.datasets import export as exporting
-from instar.datasets.bring_in import bring_back, check_content
-from instar.datasets.export import Views, Wanted, check_target
-from instar.datasets.manifest import WHOLE, Manifest
+from instar.datasets import importing
+from instar.datasets.export import ExportHooks, ExportOptions, check_target
+from instar.datasets.manifest import IMPORTABLE_FORMATS, DatasetManifest
 from instar.errors import ConfigError
 from instar.store.base import DatasetRow, Run, Store
 from instar.types import Json
@@ -83,7 +83,7 @@ def export_sessions(
     min_reward = None
     if format is ExportFormat.sft:
         min_reward, filters = filters["reward_min"], {**filters, "reward_min": None}
-    request = Wanted(
+    request = ExportOptions(
         format=format.value,
         where=session_filter(filters),
         samples=samples,
@@ -94,23 +94,27 @@ def export_sessions(
         raise ConfigError("Give the folder to write with --to, or a name for the data with --as.")
     if name is not None:
         _check_name(name)
-        if request.format not in WHOLE:
-            raise ConfigError(f"--as: {request.format} data cannot be trained on; use {', '.join(WHOLE)}.")
+        if request.format not in IMPORTABLE_FORMATS:
+            raise ConfigError(
+                f"--as: {request.format} data cannot be trained on; use {', '.join(IMPORTABLE_FORMATS)}."
+            )
     if to is not None:
         check_target(to)
     asyncio.run(_export(run_dir.absolute(), to and to.absolute(), request, name, as_json))
 
 
-async def _export(run_dir: Path, to: Path | None, request: Wanted, name: str | None, as_json: bool) -> None:
+async def _export(
+    run_dir: Path, to: Path | None, request: ExportOptions, name: str | None, as_json: bool
+) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
         kind = config.store.type
         combine = RewardCombiner(config)
         # Data without logprobs can be trained on too.
         samples = partial(linearize, requires_logprobs=False)
-        views = Views(samples, lambda record: combine(record.rewards, record.scores))
+        views = ExportHooks(samples, lambda record: combine(record.rewards, record.scores))
         kept = run_dir.parent / "datasets"
         with _progress_bar("exporting", as_json) as progress, _target_folder(to, kept) as folder:
-            manifest = await exporting.export(
+            manifest = await exporting.export_sessions(
                 store, config.name, folder, request, views, store_kind=kind, progress=progress
             )
             if to is None:
@@ -133,7 +137,7 @@ def _target_folder(to: Path | None, kept: Path) -> Generator[Path]:
         yield Path(folder) / "data"
 
 
-def _folder_name(name: str | None, manifest: Manifest, request: Wanted) -> str:
+def _folder_name(name: str | None, manifest: DatasetManifest, request: ExportOptions) -> str:
     """Return a name with format and content hash: the hash covers only the rows."""
     samples = "-samples" if request.samples else ""
     return f"{name}-{manifest.hash[7:19]}-{request.format}{samples}"
@@ -145,7 +149,7 @@ def _move_unless_exists(folder: Path, request: Path) -> Path:
     return request
 
 
-def _print_export(to: Path, manifest: Manifest, row: DatasetRow | None, as_json: bool) -> None:
+def _print_export(to: Path, manifest: DatasetManifest, row: DatasetRow | None, as_json: bool) -> None:
     registration = {} if row is None else {"dataset": row.name, "version": row.version}
     if as_json:
         typer.echo(json.dumps({"path": str(to), **registration, **asdict(manifest)}))
@@ -172,7 +176,7 @@ def import_sessions(
 
 
 async def _import(folder: Path, into: Path | None, run: str | None, as_json: bool) -> None:
-    manifest = check_content(folder)
+    manifest = importing.verify_content(folder)
     name = run or (into.name if into is not None else manifest.run)
     target = into if into is not None else RUNS / name
     fresh = not RunFolder(target).config_file.is_file()
@@ -186,16 +190,26 @@ async def _import(folder: Path, into: Path | None, run: str | None, as_json: boo
             settings = config.model_dump(mode="json")
             await store.put_run(Run(config.name, config.name, settings, status="finished", reason="imported"))
         with _progress_bar("importing", as_json) as progress:
-            imported = await bring_back(store, folder, config.name, manifest, progress)
+            imported = await importing.import_sessions(store, folder, config.name, manifest, progress)
     if as_json:
-        typer.echo(json.dumps({"run_dir": str(target), "run": config.name, **asdict(imported)}))
+        typer.echo(
+            json.dumps(
+                {
+                    "run_dir": str(target),
+                    "run": config.name,
+                    "groups": imported.groups,
+                    "sessions": imported.sessions,
+                    "there": imported.unchanged,
+                }
+            )
+        )
         return
-    existing = f", {imported.there} existed already" if imported.there else ""
+    existing = f", {imported.unchanged} existed already" if imported.unchanged else ""
     typer.echo(f"{target}: imported {imported.sessions} sessions and {imported.groups} groups{existing}")
 
 
 @contextmanager
-def _progress_bar(text: str, as_json: bool) -> Generator[exporting.Progress | None]:
+def _progress_bar(text: str, as_json: bool) -> Generator[exporting.ProgressCallbackCallback | None]:
     """Show a progress bar on a terminal, and nothing elsewhere."""
     console = Console(stderr=True)
     if as_json or not console.is_terminal:
@@ -266,7 +280,7 @@ def add(
 ) -> None:
     """Give exported data a name. The same content keeps its version."""
     _check_name(name)
-    manifest, path = check_content(folder), str(folder.absolute())
+    manifest, path = importing.verify_content(folder), str(folder.absolute())
 
     async def put() -> DatasetRow:
         async with _open_index(runs) as names:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from instar.cli.options import AsJson, RunDir, new_app
 from instar.cli.run_store import open_run_store
-from instar.errors import ConfigError, Conflict, InstarError
+from instar.errors import ConfigError, ConflictError, InstarError
 from instar.gateway.auth import create_key, hash_key
 from instar.store.base import KeyRow
 from instar.types import Json
@@ -46,7 +46,7 @@ async def _create(run_dir: Path, agent: str | None, admin: bool, name: str, as_j
         agent_id = None if admin else agent or config.agent_id
         try:
             key = await create_key(store, "admin" if admin else "agent", agent_id, name)
-        except Conflict:
+        except ConflictError:
             raise InstarError(f"A key named {name!r} exists; revoke it or choose another name.") from None
         row = await store.key(hash_key(key))
     assert row is not None

@@ -63,7 +63,7 @@ async def make_plan(store: Store, config: RunConfig) -> Plan:
         raise InstarError(f"run {config.name} has not begun: its store knows nothing of it")
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
-    head = await store.head(run.policy_id)
+    head = await store.latest_policy(run.policy_id)
     batcher = Batcher(store, config.name, config)
     saved = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved and config.trainer.advantage.estimator == "running":

@@ -23,7 +23,7 @@ from instar.cli.options import AsJson, RunDir, SessionIds
 from instar.cli.run_store import open_run_store
 from instar.cli.tags import iterate_pages, require_sessions
 from instar.config import RunConfig, ScoringConfig
-from instar.errors import ConfigError, Conflict
+from instar.errors import ConfigError, ConflictError
 from instar.rewards.base import NO_TASK, GroupScorer, Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
 from instar.rewards.scoring import score_sessions
@@ -201,7 +201,7 @@ async def _score(
     if not gave_up or verdict.rewards:
         try:
             new = await store.record_scores(verdict.scores, verdict.rewards)
-        except Conflict:  # another process was faster, in the very moment
+        except ConflictError:  # another process was faster, in the very moment
             new = False
         if not new:
             tally.skipped += len(ids)

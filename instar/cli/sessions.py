@@ -71,7 +71,11 @@ async def _list(run_dir: Path, where: SessionFilter, limit: int, before: int | N
 
 async def _load_listed(store: Store, config: RunConfig, rows: Sequence[SessionRow]) -> list[ListedSession]:
     ids = [row.session.session_id for row in rows]
-    rewards, scores, tags = await store.rewards_of(ids), await store.scores(ids), await store.tags(ids)
+    rewards, scores, tags = (
+        await store.rewards_by_session(ids),
+        await store.scores(ids),
+        await store.tags(ids),
+    )
     combine = RewardCombiner(config)
     return [
         ListedSession(row, combine(rewards[each], scores[each]), tags[each])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from instar.config import DataConfig, PostgresStoreConfig, RunConfig
 from instar.config.data import DATASET_PREFIX
-from instar.datasets.as_data import bring_as_data
-from instar.datasets.bring_in import check_content
+from instar.datasets.importing import verify_content
 from instar.datasets.manifest import read_manifest
+from instar.datasets.training_import import import_for_training
 from instar.errors import ConfigError, DataError
 from instar.store.base import DatasetRow, Store
 from instar.store.factory import open_store
@@ -134,10 +134,10 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
         if section.is_live:
             continue
         folder = dataset_folder(section, _named(section, rows, f"data.{place}"))
-        manifest = await asyncio.to_thread(check_content, folder)
+        manifest = await asyncio.to_thread(verify_content, folder)
         if manifest.hash != section.content:
             raise DataError(f"{folder} is no longer what the run began with: {section.content}")
-        brought = await bring_as_data(
+        brought = await import_for_training(
             store,
             folder,
             config.name,
@@ -145,6 +145,6 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
             manifest,
             needs_logprobs=config.trainer.loss.name != "cross_entropy",
         )
-        if not brought.groups and not brought.there:
+        if not brought.groups and not brought.unchanged:
             raise DataError(f"{folder} has no finished group to train on")
-        log(f"data: {section.source}, {brought.groups + brought.there} groups")
+        log(f"data: {section.source}, {brought.groups + brought.unchanged} groups")

@@ -116,7 +116,7 @@ async def engine(context: RoleContext) -> None:
     place = engine_names(context.config).index(context.name)
     served = create_engine(engine_process_config(context.config, place))
     await served.bring_up(context.folder.log(context.name), context.log)
-    head = await store.head(context.policy_id)
+    head = await store.latest_policy(context.policy_id)
     if head.version > 0 and _is_at_hand(head):
         await served.load(head)
     await _serve_engine(context, store, served, "trainer", among=len(engine_names(context.config)))
@@ -212,7 +212,7 @@ async def gateway(context: RoleContext) -> None:
     await context.announce(store, "waiting for the engine")
 
     async def head() -> Policy:
-        return await store.head(context.policy_id)
+        return await store.latest_policy(context.policy_id)
 
     connected, follow = None, wait_forever
     if engine_names(context.config):

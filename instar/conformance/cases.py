@@ -17,7 +17,7 @@ from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig, LossName
 from instar.conformance.batches import edge_samples, make_sample, tree_samples
 from instar.engines.base import Engine
-from instar.errors import BackendError, NonFinite
+from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Policy, Sample, SamplingParams
 
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -206,7 +206,7 @@ async def refusals(stage: CaseContext) -> None:
     for sample in bad:
         stage.record(f"refused/{sample.sample_key}", await _refuses(backend, sample, BackendError))
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
-    stage.record("refused/not finite", await _refuses(backend, far, NonFinite))
+    stage.record("refused/not finite", await _refuses(backend, far, NonFiniteError))
 
 
 async def _refuses(backend: Backend, sample: Sample, error: type[Exception]) -> bool:

@@ -8,7 +8,7 @@ from instar.types import Json, Reward, Session
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SessionSummary:
     """A session that has ended, as far as the checks care."""
 
     session: Session
@@ -26,7 +26,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CurationFinding:
     """What a check has to say, of these sessions."""
 
     check: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CurationLimits:
     """From where on the checks speak up."""
 
     similarity: float = 0.9

@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from instar.curation.base import Finding, Limits, Seen
-from instar.curation.similar import near_duplicates, repetition
+from instar.curation.base import CurationFinding, CurationLimits, SessionSummary
+from instar.curation.text_similarity import find_near_duplicates, repetition_ratio
 from instar.types import RewardSource
 
-Check = Callable[[Sequence[Seen], Limits], list[Finding]]
+Check = Callable[[Sequence[SessionSummary], CurationLimits], list[CurationFinding]]
 
 SAME_REWARD = 1e-8
-FEWEST = 8
+MIN_SESSIONS = 8
 """Sessions of a version, or of a part of the run, that its mean is believed of."""
 
 
-def duplicates(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_duplicates(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Outputs to different tasks that are nearly the same: the model says the same whatever it is asked, or
     the tasks repeat each other."""
     texts = [each.output for each in seen]
-    findings: list[Finding] = []
-    for places in near_duplicates(texts, limits.similarity):
+    findings: list[CurationFinding] = []
+    for places in find_near_duplicates(texts, limits.similarity):
         those = [seen[place] for place in places]
         if len({each.session.task_id for each in those}) < 2 or not those[0].output.strip():
             continue
@@ -34,11 +34,11 @@ def duplicates(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
     return findings
 
 
-def identical(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_identical(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Groups in which many sessions have the very same output: nothing is explored. Of whole groups."""
-    findings: list[Finding] = []
+    findings: list[CurationFinding] = []
     for group_id, those in _groups(seen).items():
-        by_output: dict[str, list[Seen]] = defaultdict(list)
+        by_output: dict[str, list[SessionSummary]] = defaultdict(list)
         for each in those:
             by_output[each.output].append(each)
         most = max(by_output.values(), key=len)
@@ -49,10 +49,10 @@ def identical(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
     return findings
 
 
-def zero_signal(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_zero_signal(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Groups whose sessions all have the same reward: they teach nothing. Of whole groups."""
     del limits
-    findings: list[Finding] = []
+    findings: list[CurationFinding] = []
     for group_id, those in _groups(seen).items():
         rewards = [each.reward for each in those if each.reward is not None]
         if len(rewards) > 1 and max(rewards) - min(rewards) <= SAME_REWARD:
@@ -62,13 +62,13 @@ def zero_signal(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
     return findings
 
 
-def repetitive(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_repetitive(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Outputs that repeat themselves, and are rewarded above the average all the same."""
     rewards = [each.reward for each in seen if each.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
-    findings: list[Finding] = []
+    findings: list[CurationFinding] = []
     for each in seen:
-        share = repetition(each.output)
+        share = repetition_ratio(each.output)
         if share >= limits.repetition and each.reward is not None and each.reward > mean:
             reason = f"{share:.0%} of it was in it before, and its reward is {each.reward:g} (mean {mean:g})"
             numbers = {"repetition": share, "reward": each.reward}
@@ -76,20 +76,20 @@ def repetitive(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
     return findings
 
 
-def length_drift(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_length_drift(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Outputs that grow with the versions much faster than the tasks do: length may be what is rewarded."""
     return _drift("length_drift", "tokens", seen, [float(each.tokens) for each in seen], limits.drift, 1.0)
 
 
-def repetition_drift(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_repetition_drift(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Outputs that repeat themselves more and more with the versions."""
-    shares = [repetition(each.output) for each in seen]
+    shares = [repetition_ratio(each.output) for each in seen]
     return _drift("repetition_drift", "repetition", seen, shares, limits.drift, 0.05)
 
 
-def disagreement(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
+def find_disagreement(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Sessions of which rules and judges think otherwise: one of them is fooled."""
-    findings: list[Finding] = []
+    findings: list[CurationFinding] = []
     for each in seen:
         rule, judge = _latest(each, RewardSource.RULE), _latest(each, RewardSource.JUDGE)
         if rule is not None and judge is not None and abs(rule - judge) >= limits.disagreement:
@@ -101,29 +101,29 @@ def disagreement(seen: Sequence[Seen], limits: Limits) -> list[Finding]:
 
 
 CHECKS: dict[str, Check] = {
-    "duplicates": duplicates,
-    "identical": identical,
-    "zero_signal": zero_signal,
-    "repetitive": repetitive,
-    "length_drift": length_drift,
-    "repetition_drift": repetition_drift,
-    "disagreement": disagreement,
+    "duplicates": find_duplicates,
+    "identical": find_identical,
+    "zero_signal": find_zero_signal,
+    "repetitive": find_repetitive,
+    "length_drift": find_length_drift,
+    "repetition_drift": find_repetition_drift,
+    "disagreement": find_disagreement,
 }
 
-OF_GROUPS = ("identical", "zero_signal")
+GROUP_CHECKS = ("identical", "zero_signal")
 """Checks that are right of whole groups only: shown a part of one, they would find what is not so."""
 
 
 def _drift(
-    check: str, what: str, seen: Sequence[Seen], values: Sequence[float], limit: float, floor: float
-) -> list[Finding]:
+    check: str, what: str, seen: Sequence[SessionSummary], values: Sequence[float], limit: float, floor: float
+) -> list[CurationFinding]:
     """The first quarter of the versions against the last; what is found are the last one's sessions above the
     first one's mean. ``floor``: no mean counts as less."""
     versions = sorted({each.version for each in seen})
     part = max(1, len(versions) // 4)
     early = [value for each, value in zip(seen, values, strict=True) if each.version in versions[:part]]
     late = [(each, v) for each, v in zip(seen, values, strict=True) if each.version in versions[-part:]]
-    if len(versions) < 2 or len(early) < FEWEST or len(late) < FEWEST:
+    if len(versions) < 2 or len(early) < MIN_SESSIONS or len(late) < MIN_SESSIONS:
         return []
     before, after = float(np.mean(early)), float(np.mean([value for _, value in late]))
     if max(after, floor) < limit * max(before, floor):
@@ -135,22 +135,22 @@ def _drift(
     return [_finding(check, check, f"{ratio:.1f}", reason, above, numbers)]
 
 
-def _with_reward(late: Sequence[tuple[Seen, float]]) -> float | None:
+def _with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
     """How far rewards go along with the values: near 1, the value itself seems to be what pays."""
     pairs = [(each.reward, value) for each, value in late if each.reward is not None]
     rewards, values = np.array([r for r, _ in pairs]), np.array([v for _, v in pairs])
-    if len(pairs) < FEWEST or not rewards.std() or not values.std():
+    if len(pairs) < MIN_SESSIONS or not rewards.std() or not values.std():
         return None
     return float(np.corrcoef(rewards, values)[0, 1])
 
 
-def _latest(seen: Seen, source: RewardSource) -> float | None:
+def _latest(seen: SessionSummary, source: RewardSource) -> float | None:
     given = [r.value for r in seen.rewards if r.source is source and r.call_id is None]
     return given[-1] if given else None
 
 
-def _groups(seen: Sequence[Seen]) -> dict[str, list[Seen]]:
-    groups: dict[str, list[Seen]] = defaultdict(list)
+def _groups(seen: Sequence[SessionSummary]) -> dict[str, list[SessionSummary]]:
+    groups: dict[str, list[SessionSummary]] = defaultdict(list)
     for each in seen:
         if each.session.group_id is not None:
             groups[each.session.group_id].append(each)
@@ -158,7 +158,12 @@ def _groups(seen: Sequence[Seen]) -> dict[str, list[Seen]]:
 
 
 def _finding(
-    check: str, tag: str, value: str, reason: str, seen: Sequence[Seen], numbers: Mapping[str, object]
-) -> Finding:
+    check: str,
+    tag: str,
+    value: str,
+    reason: str,
+    seen: Sequence[SessionSummary],
+    numbers: Mapping[str, object],
+) -> CurationFinding:
     ids = tuple(each.session.session_id for each in seen)
-    return Finding(check, tag, value, reason, ids, dict(numbers))
+    return CurationFinding(check, tag, value, reason, ids, dict(numbers))

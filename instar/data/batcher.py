@@ -125,7 +125,7 @@ class Batcher:
                     return await self._assemble(groups, drops, step, epoch, staleness)
             if drops:
                 # Written at once, because the rollout waits for the capacity that they free.
-                await self.store.drop(drops)
+                await self.store.drop_samples(drops)
                 drops = []
             is_late = deadline is not None and time.monotonic() >= deadline
             if is_last or is_late or (stop is not None and stop.is_set()):

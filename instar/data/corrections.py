@@ -13,7 +13,7 @@ import numpy as np
 
 from instar.config import TrainerConfig
 from instar.data.advantages import normalize
-from instar.store.base import Store, lesson_key
+from instar.store.base import Store, correction_key
 from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Floats, Ids, Sample, Span
 
 
@@ -33,7 +33,7 @@ async def load_corrections(
         return CorrectionBatch()
     samples: list[Sample] = []
     claims: list[Claim] = []
-    for feedback in await store.lessons(run_id, epoch, section.per_step):
+    for feedback in await store.corrections(run_id, epoch, section.per_step):
         call = await store.call(feedback.call_id) if feedback.call_id is not None else None
         sample = None if call is None else _sample(feedback, call, section.weight)
         claims.append(_claim(feedback, run_id, step, epoch, section.weight if sample else None))
@@ -50,7 +50,7 @@ def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
     mask = np.zeros(len(tokens), np.float32)
     mask[len(call.prompt_ids) :] = 1.0
     return Sample(
-        sample_key=lesson_key(feedback.feedback_id),
+        sample_key=correction_key(feedback.feedback_id),
         session_id=feedback.session_id,
         token_ids=tokens,
         mask=mask,
@@ -65,7 +65,7 @@ def _claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float
     return Claim(
         run_id=run_id,
         epoch=epoch,
-        sample_key=lesson_key(feedback.feedback_id),
+        sample_key=correction_key(feedback.feedback_id),
         session_id=feedback.session_id,
         group_id=None,
         outcome=ClaimOutcome.DROPPED if weight is None else ClaimOutcome.TRAINED,

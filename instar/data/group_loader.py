@@ -62,7 +62,7 @@ class GroupLoader:
         self.combiner = RewardCombiner(config)
 
     async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
-        sessions = await self.store.sessions_in([group.group_id for group in groups])
+        sessions = await self.store.sessions_by_group([group.group_id for group in groups])
         ended = [[s for s in sessions[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
         final = [select_final_sessions(of_group) for of_group in ended]
         loaded = await self._load_sessions([session for of_group in final for session in of_group])
@@ -85,8 +85,8 @@ class GroupLoader:
 
     async def _load_sessions(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
         ids = [session.session_id for session in sessions]
-        rewards, scores = await self.store.rewards_of(ids), await self.store.scores(ids)
-        calls = await self.store.calls_of(ids)
+        rewards, scores = await self.store.rewards_by_session(ids), await self.store.scores(ids)
+        calls = await self.store.calls_by_session(ids)
         return {
             session.session_id: self._make_session(
                 session, rewards[session.session_id], scores[session.session_id], calls[session.session_id]

@@ -19,12 +19,12 @@ import numpy as np
 from instar.errors import DataError
 from instar.types import Floats, Ids, Json
 
-Row = dict[str, Any]
+ExportRow = dict[str, Any]
 """By column: text, numbers, arrays, bytes, and for JSON whatever JSON can say."""
-Table = Literal["groups", "sessions", "calls", "samples"]
+TableName = Literal["groups", "sessions", "calls", "samples"]
 
 
-class Kind(Enum):
+class ColumnType(Enum):
     TEXT = "text"
     INT = "int"
     REAL = "real"
@@ -37,101 +37,106 @@ class Kind(Enum):
     BYTES = "bytes"
 
 
-Columns = dict[str, Kind]
+Columns = dict[str, ColumnType]
 
 GROUPS: Columns = {
-    "group_id": Kind.TEXT,
-    "run_id": Kind.TEXT,
-    "channel": Kind.TEXT,
-    "index": Kind.INT,
-    "size": Kind.INT,
-    "task_id": Kind.TEXT,
-    "task": Kind.JSON,
-    "status": Kind.TEXT,
-    "reason": Kind.TEXT,
-    "created_at": Kind.REAL,
+    "group_id": ColumnType.TEXT,
+    "run_id": ColumnType.TEXT,
+    "channel": ColumnType.TEXT,
+    "index": ColumnType.INT,
+    "size": ColumnType.INT,
+    "task_id": ColumnType.TEXT,
+    "task": ColumnType.JSON,
+    "status": ColumnType.TEXT,
+    "reason": ColumnType.TEXT,
+    "created_at": ColumnType.REAL,
 }
 
 SESSIONS: Columns = {
-    "session_id": Kind.TEXT,
-    "run_id": Kind.TEXT,
-    "agent_id": Kind.TEXT,
-    "policy_id": Kind.TEXT,
-    "channel": Kind.TEXT,
-    "status": Kind.TEXT,
-    "group_id": Kind.TEXT,
-    "slot": Kind.INT,
-    "attempt": Kind.INT,
-    "task_id": Kind.TEXT,
-    "reason": Kind.TEXT,
-    "seed": Kind.INT,
-    "sampling": Kind.JSON,
-    "metadata": Kind.JSON,
-    "external_id": Kind.TEXT,
-    "created_at": Kind.REAL,
-    "ended_at": Kind.REAL,
-    "calls": Kind.INT,
-    "rewards": Kind.JSON,
-    "scores": Kind.JSON,
-    "tags": Kind.JSON,
-    "feedback": Kind.JSON,
+    "session_id": ColumnType.TEXT,
+    "run_id": ColumnType.TEXT,
+    "agent_id": ColumnType.TEXT,
+    "policy_id": ColumnType.TEXT,
+    "channel": ColumnType.TEXT,
+    "status": ColumnType.TEXT,
+    "group_id": ColumnType.TEXT,
+    "slot": ColumnType.INT,
+    "attempt": ColumnType.INT,
+    "task_id": ColumnType.TEXT,
+    "reason": ColumnType.TEXT,
+    "seed": ColumnType.INT,
+    "sampling": ColumnType.JSON,
+    "metadata": ColumnType.JSON,
+    "external_id": ColumnType.TEXT,
+    "created_at": ColumnType.REAL,
+    "ended_at": ColumnType.REAL,
+    "calls": ColumnType.INT,
+    "rewards": ColumnType.JSON,
+    "scores": ColumnType.JSON,
+    "tags": ColumnType.JSON,
+    "feedback": ColumnType.JSON,
 }
 
 CALLS: Columns = {
-    "call_id": Kind.TEXT,
-    "session_id": Kind.TEXT,
-    "run_id": Kind.TEXT,
-    "agent_id": Kind.TEXT,
-    "policy_id": Kind.TEXT,
-    "request_id": Kind.TEXT,
-    "parent_id": Kind.TEXT,
-    "link": Kind.TEXT,
-    "base_id": Kind.TEXT,
-    "base_tokens": Kind.INT,
-    "base_messages": Kind.INT,
-    "prompt_ids": Kind.IDS,
-    "sampled_ids": Kind.IDS,
-    "logprobs": Kind.FLOATS,
-    "behavior_logprobs": Kind.FLOATS,
-    "versions": Kind.IDS,
-    "messages": Kind.JSON,
-    "reply": Kind.JSON,
-    "tools": Kind.JSON,
-    "finish_reason": Kind.TEXT,
-    "status": Kind.TEXT,
-    "trainable": Kind.BOOL,
-    "reason": Kind.TEXT,
-    "dialect": Kind.TEXT,
-    "model": Kind.TEXT,
-    "client_key": Kind.TEXT,
-    "digests": Kind.BYTES,
-    "params": Kind.JSON,
-    "started_at": Kind.REAL,
-    "first_token_at": Kind.REAL,
-    "ended_at": Kind.REAL,
+    "call_id": ColumnType.TEXT,
+    "session_id": ColumnType.TEXT,
+    "run_id": ColumnType.TEXT,
+    "agent_id": ColumnType.TEXT,
+    "policy_id": ColumnType.TEXT,
+    "request_id": ColumnType.TEXT,
+    "parent_id": ColumnType.TEXT,
+    "link": ColumnType.TEXT,
+    "base_id": ColumnType.TEXT,
+    "base_tokens": ColumnType.INT,
+    "base_messages": ColumnType.INT,
+    "prompt_ids": ColumnType.IDS,
+    "sampled_ids": ColumnType.IDS,
+    "logprobs": ColumnType.FLOATS,
+    "behavior_logprobs": ColumnType.FLOATS,
+    "versions": ColumnType.IDS,
+    "messages": ColumnType.JSON,
+    "reply": ColumnType.JSON,
+    "tools": ColumnType.JSON,
+    "finish_reason": ColumnType.TEXT,
+    "status": ColumnType.TEXT,
+    "trainable": ColumnType.BOOL,
+    "reason": ColumnType.TEXT,
+    "dialect": ColumnType.TEXT,
+    "model": ColumnType.TEXT,
+    "client_key": ColumnType.TEXT,
+    "digests": ColumnType.BYTES,
+    "params": ColumnType.JSON,
+    "started_at": ColumnType.REAL,
+    "first_token_at": ColumnType.REAL,
+    "ended_at": ColumnType.REAL,
 }
 """``prompt_ids`` and ``messages`` from the base on; ``tools`` are null where they are the base's."""
 
 SAMPLES: Columns = {
-    "sample_key": Kind.TEXT,
-    "session_id": Kind.TEXT,
-    "group_id": Kind.TEXT,
-    "task_id": Kind.TEXT,
-    "policy_id": Kind.TEXT,
-    "messages": Kind.JSON,
-    "tools": Kind.JSON,
-    "token_ids": Kind.IDS,
-    "mask": Kind.FLOATS,
-    "logprobs": Kind.FLOATS,
-    "behavior_logprobs": Kind.FLOATS,
-    "versions": Kind.IDS,
-    "reward": Kind.REAL,
-    "rewards": Kind.JSON,
+    "sample_key": ColumnType.TEXT,
+    "session_id": ColumnType.TEXT,
+    "group_id": ColumnType.TEXT,
+    "task_id": ColumnType.TEXT,
+    "policy_id": ColumnType.TEXT,
+    "messages": ColumnType.JSON,
+    "tools": ColumnType.JSON,
+    "token_ids": ColumnType.IDS,
+    "mask": ColumnType.FLOATS,
+    "logprobs": ColumnType.FLOATS,
+    "behavior_logprobs": ColumnType.FLOATS,
+    "versions": ColumnType.IDS,
+    "reward": ColumnType.REAL,
+    "rewards": ColumnType.JSON,
 }
 """A flat view, for other programs: one root-to-leaf walk through a session. It is not imported."""
 
-TABLES: dict[Table, Columns] = {"groups": GROUPS, "sessions": SESSIONS, "calls": CALLS, "samples": SAMPLES}
-CONTENT: tuple[Table, ...] = ("groups", "sessions", "calls")
+TABLES: dict[TableName, Columns] = {
+    "groups": GROUPS,
+    "sessions": SESSIONS,
+    "calls": CALLS,
+    "samples": SAMPLES,
+}
+CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
 """The tables that hold everything: what is imported, and what the content hash is of."""
 
 
@@ -142,7 +147,7 @@ _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys
 _escaped = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 
 
-def dump(value: Any) -> str:
+def dump_canonical_json(value: Any) -> str:
     """Compact JSON with sorted keys: equal values, equal text. Lone surrogates, which UTF-8 cannot hold,
     stay escaped."""
     text = _compact(value)
@@ -153,11 +158,11 @@ def dump(value: Any) -> str:
     return text
 
 
-def to_line(columns: Columns, row: Row) -> str:
-    return dump({name: _to_json(kind, row[name]) for name, kind in columns.items()})
+def encode_line(columns: Columns, row: ExportRow) -> str:
+    return dump_canonical_json({name: _to_json(kind, row[name]) for name, kind in columns.items()})
 
 
-def from_line(columns: Columns, line: str, where: str) -> Row:
+def decode_line(columns: Columns, line: str, where: str) -> ExportRow:
     try:
         given: Json = json.loads(line)
         return {name: _from_json(kind, given[name]) for name, kind in columns.items()}
@@ -165,35 +170,35 @@ def from_line(columns: Columns, line: str, where: str) -> Row:
         raise DataError(f"{where} is not a row that Instar has written: {error!r}") from error
 
 
-def _to_json(kind: Kind, value: Any) -> Any:
+def _to_json(kind: ColumnType, value: Any) -> Any:
     if value is None:
         return None
     match kind:
-        case Kind.IDS:
+        case ColumnType.IDS:
             return value.tolist()
-        case Kind.FLOATS:
+        case ColumnType.FLOATS:
             return _floats_to_json(value)
-        case Kind.BYTES:
+        case ColumnType.BYTES:
             return base64.b64encode(value).decode()
         case _:
             return value
 
 
-def _from_json(kind: Kind, value: Any) -> Any:
+def _from_json(kind: ColumnType, value: Any) -> Any:
     if value is None:
         return None
     match kind:
-        case Kind.IDS:
-            return ids(value)
-        case Kind.FLOATS:
+        case ColumnType.IDS:
+            return to_id_array(value)
+        case ColumnType.FLOATS:
             return np.array([np.nan if each is None else float(each) for each in value], np.float32)
-        case Kind.BYTES:
+        case ColumnType.BYTES:
             return base64.b64decode(value, validate=True)
         case _:
             return value
 
 
-def ids(values: Iterable[int]) -> Ids:
+def to_id_array(values: Iterable[int]) -> Ids:
     return np.array(list(values), np.int32)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from instar import __version__
-from instar.datasets.columns import CONTENT, Row, Table
+from instar.datasets.columns import CONTENT_TABLES, ExportRow, TableName
+from instar.datasets.conversations import ConversationWriter, dpo_rows, sft_rows
 from instar.datasets.files import WRITERS
-from instar.datasets.forms import Form, dpo_rows, sft_rows
-from instar.datasets.manifest import WHOLE, ContentHash, Format, Manifest
-from instar.datasets.records import group_row, record_rows
+from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetManifest, Format
+from instar.datasets.records import encode_group, encode_record
 from instar.errors import ConfigError, DataError
 from instar.store.base import SessionFilter, SessionRecord, Store
 from instar.types import Call, Channel, Feedback, Group, Json, Sample, Session, SessionStatus
@@ -24,12 +24,12 @@ from instar.types import Call, Channel, Feedback, Group, Json, Sample, Session, 
 PAGE = 256
 EVERYTHING = SessionFilter()
 
-Progress = Callable[[int, int], object]
+ProgressCallback = Callable[[int, int], object]
 """Told how many sessions are written, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Views:
+class ExportHooks:
     """How a session is read for training; given by whoever composes the rooms."""
 
     samples: Callable[[Session, Sequence[Call]], list[Sample]]
@@ -37,7 +37,7 @@ class Views:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportOptions:
     """What to export, and how."""
 
     format: Format = "jsonl"
@@ -50,10 +50,10 @@ class Wanted:
     """Of `dpo`: how much more than the rejected one's the reward of the chosen one must be."""
 
     @property
-    def tables(self) -> tuple[Table, ...]:
-        return (*CONTENT, "samples") if self.samples or self.format == "hf" else CONTENT
+    def tables(self) -> tuple[TableName, ...]:
+        return (*CONTENT_TABLES, "samples") if self.samples or self.format == "hf" else CONTENT_TABLES
 
-    def described(self) -> Json:
+    def describe(self) -> Json:
         """What was asked for, without what is as by default."""
         usual = asdict(EVERYTHING)
         given = {name: value for name, value in asdict(self.where).items() if value != usual[name]}
@@ -65,7 +65,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _ExportCounts:
     counts: dict[str, int] = field(default_factory=dict[str, int])
     versions: set[int] = field(default_factory=set[int])
 
@@ -86,7 +86,7 @@ def check_target(folder: Path) -> None:
 
 
 @contextmanager
-def _appearing(folder: Path) -> Generator[Path]:
+def _atomic_folder(folder: Path) -> Generator[Path]:
     """A folder to write to, which takes its name when all is well, and is gone otherwise."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as held:
@@ -97,34 +97,34 @@ def _appearing(folder: Path) -> Generator[Path]:
         fresh.rename(folder)
 
 
-async def export(
+async def export_sessions(
     store: Store,
     run_id: str,
     folder: Path,
-    wanted: Wanted,
-    views: Views,
+    options: ExportOptions,
+    hooks: ExportHooks,
     *,
     store_kind: str,
-    progress: Progress | None = None,
-) -> Manifest:
+    progress: ProgressCallback | None = None,
+) -> DatasetManifest:
     """Write the sessions of a run that have ended. The same data gives the same folder."""
     check_target(folder)
-    if wanted.where.channel is Channel.DATA:
+    if options.where.channel is Channel.DATA:
         raise ConfigError("channel: sessions of the data channel came from an export; take that one")
-    chosen = await _choose(store, run_id, wanted.where)
+    chosen = await _select_sessions(store, run_id, options.where)
     if not chosen:
         raise DataError(f"no session of run {run_id} that has ended is as asked for: nothing to export")
-    with _appearing(folder) as fresh:
-        if wanted.format in WHOLE:
-            tally, digest = await _write_whole(store, run_id, fresh, chosen, wanted, views, progress)
+    with _atomic_folder(folder) as fresh:
+        if options.format in IMPORTABLE_FORMATS:
+            tally, digest = await _write_tables(store, run_id, fresh, chosen, options, hooks, progress)
         else:
-            tally, digest = await _write_form(store, run_id, fresh, chosen, wanted, views, progress)
+            tally, digest = await _write_conversations(store, run_id, fresh, chosen, options, hooks, progress)
         run = await store.run(run_id)
-        manifest = Manifest(
-            format=wanted.format,
+        manifest = DatasetManifest(
+            format=options.format,
             run=run_id,
             store=store_kind,
-            filters=wanted.described(),
+            filters=options.describe(),
             counts=tally.counts,
             hash=digest,
             policies=await _policies(store, run.policy_id if run else run_id),
@@ -136,33 +136,37 @@ async def export(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _SelectedSession:
     session_id: str
     group_id: str | None
 
 
-async def _choose(store: Store, run_id: str, where: SessionFilter) -> list[_Chosen]:
+async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> list[_SelectedSession]:
     """In the order in which they were opened. What is under way is left out, and what came from an export."""
-    chosen: list[_Chosen] = []
+    chosen: list[_SelectedSession] = []
     last = 0
     while rows := await store.sessions(run_id, where=where, after=last, limit=PAGE):
         last = rows[-1].seq
         for row in rows:
             session = row.session
             if session.status is not SessionStatus.OPEN and session.channel is not Channel.DATA:
-                chosen.append(_Chosen(session.session_id, session.group_id))
+                chosen.append(_SelectedSession(session.session_id, session.group_id))
     return chosen
 
 
 async def read_records(
-    store: Store, run_id: str, session_ids: Sequence[str], progress: Progress | None = None
+    store: Store, run_id: str, session_ids: Sequence[str], progress: ProgressCallback | None = None
 ) -> AsyncIterator[SessionRecord]:
     """In the order given."""
     feedback = await _feedback(store, run_id, session_ids)
     done = 0
     for start in range(0, len(session_ids), PAGE):
         page = session_ids[start : start + PAGE]
-        rewards, scores, tags = await store.rewards_of(page), await store.scores(page), await store.tags(page)
+        rewards, scores, tags = (
+            await store.rewards_by_session(page),
+            await store.scores(page),
+            await store.tags(page),
+        )
         for session_id in page:
             session = await store.session(session_id)
             assert session is not None, "sessions are never removed"
@@ -189,7 +193,9 @@ async def _feedback(store: Store, run_id: str, session_ids: Sequence[str]) -> di
     return feedback
 
 
-async def _groups(store: Store, run_id: str, chosen: Iterable[_Chosen], where: SessionFilter) -> list[Group]:
+async def _groups(
+    store: Store, run_id: str, chosen: Iterable[_SelectedSession], where: SessionFilter
+) -> list[Group]:
     """Those of the sessions; where all sessions are asked for, also groups without any."""
     named = {each.group_id for each in chosen}
     channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
@@ -206,30 +212,30 @@ async def _policies(store: Store, policy_id: str) -> list[Json]:
             "kind": policy.artifact.kind,
             "name": Path(policy.artifact.path).name,
         }
-        for policy, step in await store.published(policy_id)
+        for policy, step in await store.published_policies(policy_id)
     ]
 
 
-async def _write_whole(
+async def _write_tables(
     store: Store,
     run_id: str,
     folder: Path,
-    chosen: Sequence[_Chosen],
-    wanted: Wanted,
-    views: Views,
-    progress: Progress | None,
-) -> tuple[_Tally, str]:
-    tally, digest = _Tally(), ContentHash()
+    chosen: Sequence[_SelectedSession],
+    wanted: ExportOptions,
+    views: ExportHooks,
+    progress: ProgressCallback | None,
+) -> tuple[_ExportCounts, str]:
+    tally, digest = _ExportCounts(), ContentHash()
     with WRITERS[wanted.format](folder, wanted.tables) as writer:
 
-        def add(table: Table, row: Row) -> None:
+        def add(table: TableName, row: ExportRow) -> None:
             writer.add(table, row, digest.add(table, row))
 
         for group in await _groups(store, run_id, chosen, wanted.where):
-            add("groups", group_row(group))
+            add("groups", encode_group(group))
             tally.add("groups")
         async for record in read_records(store, run_id, [each.session_id for each in chosen], progress):
-            row, calls = record_rows(record)
+            row, calls = encode_record(record)
             add("sessions", row)
             for call in calls:
                 add("calls", call)
@@ -239,13 +245,13 @@ async def _write_whole(
                     add("samples", sample)
                     tally.add("samples")
         writer.finish()
-    return tally, digest.result(*CONTENT)
+    return tally, digest.hexdigest(*CONTENT_TABLES)
 
 
-def sample_rows(record: SessionRecord, views: Views) -> Iterator[Row]:
+def sample_rows(record: SessionRecord, views: ExportHooks) -> Iterator[ExportRow]:
     session = record.session
     by_id = {call.call_id: call for call in record.calls}
-    row, _ = record_rows(record)
+    row, _ = encode_record(record)
     for sample in views.samples(session, record.calls):
         leaf = by_id[sample.spans[-1].call_id]
         yield {
@@ -266,17 +272,17 @@ def sample_rows(record: SessionRecord, views: Views) -> Iterator[Row]:
         }
 
 
-async def _write_form(
+async def _write_conversations(
     store: Store,
     run_id: str,
     folder: Path,
-    chosen: Sequence[_Chosen],
-    wanted: Wanted,
-    views: Views,
-    progress: Progress | None,
-) -> tuple[_Tally, str]:
+    chosen: Sequence[_SelectedSession],
+    wanted: ExportOptions,
+    views: ExportHooks,
+    progress: ProgressCallback | None,
+) -> tuple[_ExportCounts, str]:
     """For dpo, group by group: a pair is of one group."""
-    tally, form = _Tally(), Form(folder)
+    tally, form = _ExportCounts(), ConversationWriter(folder)
     if wanted.format == "sft":
         async for record in read_records(store, run_id, [each.session_id for each in chosen], progress):
             rows = sft_rows(record, views.reward(record), wanted.min_reward)

@@ -10,7 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from instar.datasets.columns import TABLES, Columns, Kind, Row, Table, dump, from_line
+from instar.datasets.columns import (
+    TABLES,
+    Columns,
+    ColumnType,
+    ExportRow,
+    TableName,
+    decode_line,
+    dump_canonical_json,
+)
 from instar.datasets.manifest import Format
 from instar.errors import ConfigError, DataError
 
@@ -19,12 +27,12 @@ ROWS_AT_ONCE = 256
 
 
 class TableWriter(ABC):
-    def __init__(self, folder: Path, tables: Sequence[Table]) -> None:
+    def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         self.folder = folder
         self.tables = tuple(tables)
 
     @abstractmethod
-    def add(self, table: Table, row: Row, line: str) -> None:
+    def add(self, table: TableName, row: ExportRow, line: str) -> None:
         """``line`` is the row's canonical one."""
 
     @abstractmethod
@@ -44,15 +52,15 @@ class TableWriter(ABC):
 
 
 class JsonlWriter(TableWriter):
-    def __init__(self, folder: Path, tables: Sequence[Table]) -> None:
+    def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         super().__init__(folder, tables)
         self._opened = ExitStack()
-        self._files: dict[Table, TextIO] = {
+        self._files: dict[TableName, TextIO] = {
             name: self._opened.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
             for name in tables
         }
 
-    def add(self, table: Table, row: Row, line: str) -> None:
+    def add(self, table: TableName, row: ExportRow, line: str) -> None:
         self._files[table].write(line + "\n")
 
     def finish(self) -> None:
@@ -63,23 +71,23 @@ class JsonlWriter(TableWriter):
 
 
 class ParquetWriter(TableWriter):
-    def __init__(self, folder: Path, tables: Sequence[Table]) -> None:
+    def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         super().__init__(folder, tables)
         pq = _package("pyarrow.parquet")
-        self._waiting: dict[Table, list[Row]] = {name: [] for name in tables}
+        self._waiting: dict[TableName, list[ExportRow]] = {name: [] for name in tables}
         self._schemas = {name: _schema(TABLES[name]) for name in tables}
         self._writers = {
             name: pq.ParquetWriter(folder / f"{name}.parquet", self._schemas[name], compression="zstd")
             for name in tables
         }
 
-    def add(self, table: Table, row: Row, line: str) -> None:
+    def add(self, table: TableName, row: ExportRow, line: str) -> None:
         waiting = self._waiting[table]
         waiting.append(row)
         if len(waiting) >= ROWS_AT_ONCE:
             self._flush(table)
 
-    def _flush(self, table: Table) -> None:
+    def _flush(self, table: TableName) -> None:
         waiting, self._waiting[table] = self._waiting[table], []
         if waiting:
             self._writers[table].write_batch(_batch(self._schemas[table], TABLES[table], waiting))
@@ -115,29 +123,29 @@ WRITERS: dict[Format, type[TableWriter]] = {"jsonl": JsonlWriter, "parquet": Par
 # --- reading ------------------------------------------------------------------------------------
 
 
-def read_rows(folder: Path, format: Format, table: Table) -> Iterator[Row]:
+def read_rows(folder: Path, format: Format, table: TableName) -> Iterator[ExportRow]:
     if format == "jsonl":
         return _read_jsonl(folder / f"{table}.jsonl", table)
     batches = _parquet_batches if format == "parquet" else _arrow_batches
     return _read_batches(batches(folder, table), table, folder)
 
 
-def _read_jsonl(path: Path, table: Table) -> Iterator[Row]:
+def _read_jsonl(path: Path, table: TableName) -> Iterator[ExportRow]:
     try:
         with path.open(encoding="utf-8", newline="\n") as lines:
             for number, line in enumerate(lines, 1):
-                yield from_line(TABLES[table], line, f"{path}, line {number},")
+                yield decode_line(TABLES[table], line, f"{path}, line {number},")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _parquet_batches(folder: Path, table: Table) -> Iterator[Any]:
+def _parquet_batches(folder: Path, table: TableName) -> Iterator[Any]:
     pq = _package("pyarrow.parquet")
     with pq.ParquetFile(folder / f"{table}.parquet") as file:
         yield from file.iter_batches(batch_size=ROWS_AT_ONCE)
 
 
-def _arrow_batches(folder: Path, table: Table) -> Iterator[Any]:
+def _arrow_batches(folder: Path, table: TableName) -> Iterator[Any]:
     """The files of a saved dataset, in its own order, without the package that wrote them."""
     pa = _package("pyarrow")
     state = json.loads((folder / table / "state.json").read_text())
@@ -147,7 +155,7 @@ def _arrow_batches(folder: Path, table: Table) -> Iterator[Any]:
             yield from pa.ipc.open_stream(file)
 
 
-def _read_batches(batches: Iterator[Any], table: Table, folder: Path) -> Iterator[Row]:
+def _read_batches(batches: Iterator[Any], table: TableName, folder: Path) -> Iterator[ExportRow]:
     pa = _package("pyarrow")
     columns = TABLES[table]
     try:
@@ -159,11 +167,11 @@ def _read_batches(batches: Iterator[Any], table: Table, folder: Path) -> Iterato
         raise DataError(f"the table {table} in {folder} cannot be read: {error}") from error
 
 
-def _values(kind: Kind, column: Any) -> list[Any]:
-    if kind in (Kind.IDS, Kind.FLOATS):
+def _values(kind: ColumnType, column: Any) -> list[Any]:
+    if kind in (ColumnType.IDS, ColumnType.FLOATS):
         return [_array(scalar) for scalar in column]
     given = column.to_pylist()
-    if kind is Kind.JSON:
+    if kind is ColumnType.JSON:
         return [None if text is None else json.loads(text) for text in given]
     return given
 
@@ -175,25 +183,25 @@ def _array(scalar: Any) -> Any:
 def _schema(columns: Columns) -> Any:
     pa = _package("pyarrow")
     types = {
-        Kind.TEXT: pa.string(),
-        Kind.INT: pa.int64(),
-        Kind.REAL: pa.float64(),
-        Kind.BOOL: pa.bool_(),
-        Kind.IDS: pa.list_(pa.int32()),
-        Kind.FLOATS: pa.list_(pa.float32()),
-        Kind.JSON: pa.string(),
-        Kind.BYTES: pa.binary(),
+        ColumnType.TEXT: pa.string(),
+        ColumnType.INT: pa.int64(),
+        ColumnType.REAL: pa.float64(),
+        ColumnType.BOOL: pa.bool_(),
+        ColumnType.IDS: pa.list_(pa.int32()),
+        ColumnType.FLOATS: pa.list_(pa.float32()),
+        ColumnType.JSON: pa.string(),
+        ColumnType.BYTES: pa.binary(),
     }
     return pa.schema([pa.field(name, types[kind]) for name, kind in columns.items()])
 
 
-def _batch(schema: Any, columns: Columns, rows: Sequence[Row]) -> Any:
+def _batch(schema: Any, columns: Columns, rows: Sequence[ExportRow]) -> Any:
     pa = _package("pyarrow")
     arrays: list[Any] = []
     for name, kind in columns.items():
         values = [row[name] for row in rows]
-        if kind is Kind.JSON:
-            values = [None if value is None else dump(value) for value in values]
+        if kind is ColumnType.JSON:
+            values = [None if value is None else dump_canonical_json(value) for value in values]
         arrays.append(pa.array(values, type=schema.field(name).type))
     return pa.record_batch(arrays, schema=schema)
 

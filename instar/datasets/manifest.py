@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from instar.datasets.columns import TABLES, Row, Table, to_line
+from instar.datasets.columns import TABLES, ExportRow, TableName, encode_line
 from instar.errors import DataError
 from instar.types import Json
 
@@ -17,12 +17,12 @@ VERSION = 1
 """Of the format; one more with every change of what `columns` declares."""
 
 Format = Literal["jsonl", "parquet", "hf", "sft", "dpo"]
-WHOLE: tuple[Format, ...] = ("jsonl", "parquet", "hf")
+IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
 """Those that hold everything, and can be imported."""
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class DatasetManifest:
     """It names no time and no place, so that the same data is the same folder."""
 
     format: Format
@@ -46,7 +46,7 @@ class Manifest:
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DatasetManifest:
     path = folder / FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format version {found.get('format_version')}, and this Instar reads {VERSION}"
         )
     try:
-        return Manifest(**found)
+        return DatasetManifest(**found)
     except TypeError as error:
         raise DataError(f"{path} is not one that Instar has written: {error}") from error
 
@@ -72,16 +72,16 @@ class ContentHash:
     def __init__(self) -> None:
         self._tables = {name: hashlib.sha256() for name in TABLES}
 
-    def add(self, table: Table, row: Row) -> str:
+    def add(self, table: TableName, row: ExportRow) -> str:
         """Returns the row's line."""
-        line = to_line(TABLES[table], row)
+        line = encode_line(TABLES[table], row)
         self._tables[table].update(line.encode() + b"\n")
         return line
 
-    def add_text(self, table: Table, line: str) -> None:
+    def add_text(self, table: TableName, line: str) -> None:
         self._tables[table].update(line.encode() + b"\n")
 
-    def result(self, *tables: Table) -> str:
+    def hexdigest(self, *tables: TableName) -> str:
         whole = hashlib.sha256()
         for name in tables:
             whole.update(f"{name} {self._tables[name].hexdigest()}\n".encode())

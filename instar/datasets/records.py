@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from instar.datasets.columns import CALLS, SESSIONS, Row, ids
+from instar.datasets.columns import CALLS, SESSIONS, ExportRow, to_id_array
 from instar.errors import DataError
 from instar.store.base import SessionRecord
 from instar.types import (
@@ -35,7 +35,7 @@ from instar.types import (
 )
 
 
-def group_row(group: Group) -> Row:
+def encode_group(group: Group) -> ExportRow:
     return {
         "group_id": group.group_id,
         "run_id": group.run_id,
@@ -50,7 +50,7 @@ def group_row(group: Group) -> Row:
     }
 
 
-def group_of(row: Row) -> Group:
+def decode_group(row: ExportRow) -> Group:
     return Group(
         group_id=row["group_id"],
         run_id=row["run_id"],
@@ -69,10 +69,10 @@ def group_of(row: Row) -> Group:
 _SESSION = [field.name for field in fields(Session)]
 
 
-def record_rows(record: SessionRecord) -> tuple[Row, list[Row]]:
+def encode_record(record: SessionRecord) -> tuple[ExportRow, list[ExportRow]]:
     """The session's row, and those of its calls."""
     session = record.session
-    row: Row = {name: getattr(session, name) for name in _SESSION}
+    row: ExportRow = {name: getattr(session, name) for name in _SESSION}
     row |= {
         "channel": session.channel.value,
         "status": session.status.value,
@@ -96,7 +96,7 @@ def _feedback_said(feedback: Feedback) -> Json:
     return {**_said(feedback), "correction_ids": None if given is None else given.tolist()}
 
 
-def _call_row(call: Call, known: Mapping[str, Call]) -> Row:
+def _call_row(call: Call, known: Mapping[str, Call]) -> ExportRow:
     base = None
     if call.base_id is not None:
         base = known.get(call.base_id)
@@ -105,7 +105,7 @@ def _call_row(call: Call, known: Mapping[str, Call]) -> Row:
                 f"call {call.call_id} stands on call {call.base_id}, which its session "
                 f"{call.session_id} lacks"
             )
-    row: Row = {name: getattr(call, name) for name in CALLS}
+    row: ExportRow = {name: getattr(call, name) for name in CALLS}
     return row | {
         "link": call.link.value,
         "status": call.status.value,
@@ -116,7 +116,7 @@ def _call_row(call: Call, known: Mapping[str, Call]) -> Row:
     }
 
 
-def record_of(row: Row, calls: Sequence[Row]) -> SessionRecord:
+def decode_record(row: ExportRow, calls: Sequence[ExportRow]) -> SessionRecord:
     """What `record_rows` was given."""
     session_id = row["session_id"]
     known: dict[str, Call] = {}
@@ -125,7 +125,7 @@ def record_of(row: Row, calls: Sequence[Row]) -> SessionRecord:
             raise DataError(f"call {each['call_id']} is among the calls of another session, {session_id}")
         call = _call_of(each, known)
         known[call.call_id] = call
-    given: Row = {name: row[name] for name in _SESSION}
+    given: ExportRow = {name: row[name] for name in _SESSION}
     given |= {"channel": Channel(row["channel"]), "status": SessionStatus(row["status"])}
     return SessionRecord(
         session=Session(**given),
@@ -140,7 +140,7 @@ def record_of(row: Row, calls: Sequence[Row]) -> SessionRecord:
 
 
 def _ids_or_none(value: list[int] | None) -> Any:
-    return None if value is None else ids(value)
+    return None if value is None else to_id_array(value)
 
 
 Opinion = TypeVar("Opinion", Reward, Score, Tag, Feedback)
@@ -151,7 +151,7 @@ def _opinion(kind: type[Opinion], session_id: str, given: Json, **read: Any) -> 
     return kind(session_id=session_id, **values)
 
 
-def _call_of(row: Row, known: Mapping[str, Call]) -> Call:
+def _call_of(row: ExportRow, known: Mapping[str, Call]) -> Call:
     base = None
     if row["base_id"] is not None:
         base = known.get(row["base_id"])
@@ -163,7 +163,7 @@ def _call_of(row: Row, known: Mapping[str, Call]) -> Call:
         prompt = np.concatenate([base.sequence[: row["base_tokens"]], prompt])
         messages = (*base.messages, base.reply)[: row["base_messages"]] + messages
         tools = base.tools if row["tools"] is None else tools
-    given: Row = {name: row[name] for name in CALLS}
+    given: ExportRow = {name: row[name] for name in CALLS}
     given |= {
         "link": Link(row["link"]),
         "status": CallStatus(row["status"]),

@@ -66,7 +66,11 @@ class ScriptedEngine(Engine):
         stop = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
         written = prompt.tobytes()
         reply = self._reply(prompt, written, params.seed)
-        state, truncates, delay = _state(written, params.seed), params.truncates, self._config.delay
+        state, truncates, delay = (
+            _state(written, params.seed),
+            params.modifies_distribution,
+            self._config.delay,
+        )
         self._prompted += len(prompt)
         self._running += 1
         try:

@@ -110,7 +110,7 @@ class Authenticator:
 
 
 async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: str = "") -> str:
-    """A new key, which only its holder knows from now on. Raises Conflict when the name is taken."""
+    """A new key, which only its holder knows from now on. Raises ConflictError when the name is taken."""
     key = new_key()
     await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key

@@ -145,7 +145,7 @@ class ControlApi:
         caller, calls = await self._incoming.caller(http), self._routing.engine()
         body = await self._incoming.body_of(http)
         state = await self._sessions.usable(http.path_params["session"], caller)
-        head = (await calls.store.head(state.session.policy_id)).version
+        head = (await calls.store.latest_policy(state.session.policy_id)).version
         given = read_submission(body, calls.engine.info.vocab_size, head)
         return Response(
             write_submitted(await submit(calls, self._hasher, state, given)), 201, media_type=JSON

@@ -19,7 +19,7 @@ from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
-from instar.store.base import Store, lesson_key
+from instar.store.base import Store, correction_key
 from instar.types import (
     Call,
     CallStatus,
@@ -196,7 +196,7 @@ class FeedbackService:
             found = await self._store.call(asked.call_id)
             calls = [] if found is None else [found]
         elif asked.response_id is not None:
-            calls = await self._store.calls_of_request(asked.response_id)
+            calls = await self._store.calls_by_request(asked.response_id)
         else:
             return None
         param = "call_id" if asked.call_id is not None else "response_id"
@@ -306,7 +306,7 @@ def _reward(feedback: Feedback, value: float, subject: Subject, caller: Caller) 
         detail=detail | ({"author": feedback.author} if feedback.author else {}),
         created_at=feedback.created_at,
         # With a prefix of its own: an id that a client chooses must not take the place of a scorer's.
-        reward_id=lesson_key(feedback.feedback_id),
+        reward_id=correction_key(feedback.feedback_id),
     )
 
 

@@ -72,7 +72,7 @@ class SampledReply:
             token_ids=self.ids,
             logprobs=self.logprobs,
             versions=self.versions,
-            behavior_logprobs=self.behavior if self.params.truncates else None,
+            behavior_logprobs=self.behavior if self.params.modifies_distribution else None,
             finish_reason=self.finish_reason,
             stop=self.stop,
         )
@@ -84,7 +84,7 @@ class SampledReply:
             return self.untrainable
         if any(map(math.isnan, self.logprobs)):
             return "logprobs are missing"
-        if self.params.truncates and any(map(math.isnan, self.behavior)):
+        if self.params.modifies_distribution and any(map(math.isnan, self.behavior)):
             return "sampled otherwise than at temperature 1, and the logprobs of that are missing"
         return None
 
@@ -254,7 +254,9 @@ class Recorder:
             logprobs=np.asarray(reply.logprobs if stored else (), np.float32),
             versions=np.asarray(reply.versions if stored else (), np.int32),
             behavior_logprobs=(
-                np.asarray(reply.behavior if stored else (), np.float32) if reply.params.truncates else None
+                np.asarray(reply.behavior if stored else (), np.float32)
+                if reply.params.modifies_distribution
+                else None
             ),
             messages=(*asked.messages[:base_messages], *clean) if hides else asked.messages,
             tools=tools,

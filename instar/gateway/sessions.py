@@ -12,7 +12,7 @@ from itertools import chain as chain_iterables
 from itertools import islice
 from typing import TypeVar
 
-from instar.errors import Conflict
+from instar.errors import ConflictError
 from instar.gateway.auth import Authenticator, Caller, hash_key, new_key
 from instar.gateway.base import (
     ApiError,
@@ -198,7 +198,7 @@ class Sessions:
         key = (agent_id, external_id)
         session_id = self._external.get(key)
         if session_id is None:
-            session = await self._store.session_by_external(self._run_id, agent_id, external_id)
+            session = await self._store.session_by_external_id(self._run_id, agent_id, external_id)
             # Another request may have opened it meanwhile.
             session_id = self._external.get(key) or (session.session_id if session else None)
         state = await self._open_state(session_id) if session_id else None
@@ -285,7 +285,7 @@ class Sessions:
 
     async def answer(self, caller: Caller, request_id: str) -> list[Call]:
         """The calls behind an earlier answer of this caller's."""
-        calls = await self._store.calls_of_request(request_id)
+        calls = await self._store.calls_by_request(request_id)
         if calls:
             try:
                 caller.check_access((await self.state(calls[0].session_id)).session)
@@ -322,7 +322,7 @@ class Sessions:
         if state.graph is None:
             async with state.loading:
                 if state.graph is None:
-                    rows = await self._store.graph_rows(state.session.session_id)
+                    rows = await self._store.call_deltas(state.session.session_id)
                     state.graph = MessageGraph(self._hasher, rows)
         return state.graph
 
@@ -340,7 +340,7 @@ class Sessions:
     async def close_silent(self, seconds: float) -> int:
         """End live sessions without a call for so long."""
         closed = 0
-        for session_id in await self._store.silent_sessions(self._run_id, time.time() - seconds):
+        for session_id in await self._store.idle_sessions(self._run_id, time.time() - seconds):
             state = await self._open_state(session_id)
             if state is None or state.in_flight or state.used_at > time.time() - seconds:
                 continue
@@ -380,7 +380,7 @@ class Sessions:
         )
         try:
             await self._store.open_session(session, hash_key(key))
-        except Conflict as error:
+        except ConflictError as error:
             raise ApiError(409, str(error), code="conflict") from error
         self._states[session.session_id] = SessionState(session)
         self._evict()

@@ -163,7 +163,7 @@ def write_generated(request_id: str, replies: Sequence[SampledReply]) -> bytes:
             versions=reply.versions,
             finish_reason=reply.finish_reason,
             text=reply.message["content"],
-            behavior_logprobs=reply.behavior if reply.params.truncates else None,
+            behavior_logprobs=reply.behavior if reply.params.modifies_distribution else None,
             stop=reply.stop,
         )
         for index, reply in enumerate(replies)

@@ -11,7 +11,7 @@ from instar.errors import (
     BackendUnavailable,
     EngineUnavailable,
     InstarError,
-    NonFinite,
+    NonFiniteError,
     PromptTooLong,
 )
 from instar.protocol.base import ProtocolError
@@ -26,7 +26,7 @@ def to_protocol_error(error: Exception) -> ProtocolError:
         return error
     if isinstance(error, (EngineUnavailable, BackendUnavailable)):
         return ProtocolError(str(error), 503, "server")
-    if isinstance(error, (NonFinite, PromptTooLong, BackendError)):
+    if isinstance(error, (NonFiniteError, PromptTooLong, BackendError)):
         return ProtocolError(str(error))
     log.error("an operation failed", exc_info=error)
     text = str(error) if isinstance(error, InstarError) else f"internal error: {type(error).__name__}"

@@ -36,7 +36,6 @@ from instar.record.nodes import (
     redacted_within,
     tool_call_ids,
 )
-from instar.store.base import CallPart
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT = 8

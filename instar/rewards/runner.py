@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instar.config import ScoringConfig
-from instar.errors import Conflict
+from instar.errors import ConflictError
 from instar.rewards.base import JUDGE_AGENT, NO_TASK, GroupScorer, Scorer, ScoringResult, Transcript
 from instar.rewards.scoring import score_sessions
-from instar.store.base import Store, Unscored
+from instar.store.base import Store, UnscoredSession
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
 
 POLL = 0.2
@@ -107,7 +107,7 @@ class ScoringRunner:
     async def record(self, verdict: ScoringResult) -> None:
         try:
             new = await self.store.record_scores(verdict.scores, verdict.rewards)
-        except Conflict:  # another process was faster, in the very moment
+        except ConflictError:  # another process was faster, in the very moment
             new = False
         if new:
             self.counts.add(verdict)
@@ -156,10 +156,10 @@ class _ScorerQueue:
         """Begin with as many as there is room for. False: all there are, are begun with."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled is None:
-            self._settled = await store.settled(run_id, self.channels)
+            self._settled = await store.last_ended_seq(run_id, self.channels)
         limit = self._limit  # in which those under way come up again, at most
-        found = await store.unscored(
-            run_id, self.scorer.key, self.channels, after=self._at, limit=limit, awaited=True
+        found = await store.unscored_sessions(
+            run_id, self.scorer.key, self.channels, after=self._at, limit=limit, pending_only=True
         )
         room = limit - len(self._under_way)
         fresh = [each for each in found if self._is_fresh(each.session)]
@@ -185,7 +185,7 @@ class _ScorerQueue:
         if time.monotonic() - self._walked > LOOK_AGAIN:
             self._at, self._walked = 0, time.monotonic()
 
-    async def _score(self, found: Unscored) -> None:
+    async def _score(self, found: UnscoredSession) -> None:
         runner, session = self.runner, found.session
         runner.counts.under_way += 1
 

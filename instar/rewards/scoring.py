@@ -81,8 +81,8 @@ async def _within(seconds: float, work: Coroutine[Any, Any, list[Reward]]) -> li
         seconds,
         work,
         grace=GRACE,
-        on_timeout=ScoreError(f"no answer within {seconds:g} s", again=True),
-        on_cancel=ScoreError("the scorer cancelled itself", again=True),
+        on_timeout=ScoreError(f"no answer within {seconds:g} s", retryable=True),
+        on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
     )
 
 
@@ -132,14 +132,14 @@ def _given_up(
 
 def _may_pass(error: Exception) -> bool:
     if isinstance(error, ScoreError):
-        return error.again
+        return error.retryable
     return not isinstance(error, InstarError) or isinstance(error, EngineUnavailable)
 
 
 def _pause(failures: int, error: Exception) -> float:
     """Doubling, with jitter, so that many do not come back at once; not sooner than the scorer asked."""
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures)
-    asked = error.wait if isinstance(error, ScoreError) and error.wait else 0.0
+    asked = error.retry_after if isinstance(error, ScoreError) and error.retry_after else 0.0
     return (max(pause, min(asked, LONGEST_WAIT))) * random.uniform(1.0, 1.5)
 
 

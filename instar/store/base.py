@@ -37,12 +37,12 @@ from instar.types import (
 )
 
 KeyKind = Literal["admin", "agent"]
-LESSON = "feedback:"
+CORRECTION_KEY_PREFIX = "feedback:"
 
 
-def lesson_key(feedback_id: str) -> str:
+def correction_key(feedback_id: str) -> str:
     """The sample key of a correction."""
-    return LESSON + feedback_id
+    return CORRECTION_KEY_PREFIX + feedback_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class SessionFilter:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPart:
+class CallDelta:
     """A call without what it shares with its base: what a session's message graph is made from."""
 
     call_id: str
@@ -152,7 +152,7 @@ class KeyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Unscored:
+class UnscoredSession:
     """A session that a scorer is still to see. ``seq`` orders sessions as they were opened."""
 
     seq: int
@@ -221,7 +221,7 @@ class Store(ABC):
 
     @abstractmethod
     async def open_session(self, session: Session, key_hash: str | None = None) -> None:
-        """Raises Conflict when the id is taken."""
+        """Raises ConflictError when the id is taken."""
 
     @abstractmethod
     async def session(self, session_id: str) -> Session | None: ...
@@ -230,7 +230,7 @@ class Store(ABC):
     async def session_by_key(self, key_hash: str) -> Session | None: ...
 
     @abstractmethod
-    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+    async def session_by_external_id(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
         """The newest open one that the agent calls so."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class Store(ABC):
         has one, and the newest such call."""
 
     @abstractmethod
-    async def silent_sessions(self, run_id: str, before: float) -> list[str]:
+    async def idle_sessions(self, run_id: str, before: float) -> list[str]:
         """Open live sessions whose last call ended before that time, or which were created before it and
         have none."""
 
@@ -257,7 +257,7 @@ class Store(ABC):
         (nothing is changed then). ``metadata`` is merged into the session's."""
 
     @abstractmethod
-    async def settled(self, run_id: str, channels: Sequence[Channel]) -> int:
+    async def last_ended_seq(self, run_id: str, channels: Sequence[Channel]) -> int:
         """The ``seq`` up to which every session of these channels has ended."""
 
     @abstractmethod
@@ -277,7 +277,7 @@ class Store(ABC):
         that bound the page: with ``after`` and ``limit``, the oldest so many behind it."""
 
     @abstractmethod
-    async def sessions_in(self, group_ids: Sequence[str]) -> dict[str, list[Session]]:
+    async def sessions_by_group(self, group_ids: Sequence[str]) -> dict[str, list[Session]]:
         """The sessions of groups, oldest first; an empty list for a group without any."""
 
     # calls
@@ -293,8 +293,8 @@ class Store(ABC):
         """All or none. A call's ``base_id`` must be stored before or earlier in the sequence.
         Adding a call to a session that has ended is allowed: it happened.
 
-        ``opening`` is opened first, in the same transaction, with ``key_hash`` as its key; raises Conflict
-        when its id is taken. ``tail_keys`` gives calls, by id, what `session_by_tail` finds them by."""
+        ``opening`` is opened first, in the same transaction, with ``key_hash`` as its key; raises
+        ConflictError when its id is taken. ``tail_keys`` maps call ids to the keys of `session_by_tail`."""
 
     @abstractmethod
     async def call(self, call_id: str) -> Call | None: ...
@@ -304,15 +304,15 @@ class Store(ABC):
         """In the order they were committed, prompts and messages whole."""
 
     @abstractmethod
-    async def calls_of(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
+    async def calls_by_session(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
         """As `calls`, of several sessions; an empty list for one without any."""
 
     @abstractmethod
-    async def calls_of_request(self, request_id: str) -> list[Call]:
+    async def calls_by_request(self, request_id: str) -> list[Call]:
         """The calls of one request, several where it asked for several replies."""
 
     @abstractmethod
-    async def graph_rows(self, session_id: str) -> list[CallPart]:
+    async def call_deltas(self, session_id: str) -> list[CallDelta]:
         """In the order they were committed. Costs what was stored, not the sum of the prompts."""
 
     # rewards and what was said of sessions
@@ -324,11 +324,11 @@ class Store(ABC):
     async def rewards(self, session_id: str) -> list[Reward]: ...
 
     @abstractmethod
-    async def rewards_of(self, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
+    async def rewards_by_session(self, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
         """In the order they were given; an empty list for a session without any."""
 
     @abstractmethod
-    async def unscored(
+    async def unscored_sessions(
         self,
         run_id: str,
         scorer: str,
@@ -336,8 +336,8 @@ class Store(ABC):
         *,
         after: int = 0,
         limit: int = 256,
-        awaited: bool = False,
-    ) -> list[Unscored]:
+        pending_only: bool = False,
+    ) -> list[UnscoredSession]:
         """Completed sessions without a score by this scorer, oldest first, from those behind ``after``.
         ``awaited``: none of a group that is ready, or was dropped, nor one that another version of the scorer
         has scored."""
@@ -378,9 +378,9 @@ class Store(ABC):
         """Oldest first. ``corrected``: only what comes with a correction."""
 
     @abstractmethod
-    async def lessons(self, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-        """Corrections that can be trained on and whose `lesson_key` has no claim in that epoch, oldest first.
-        Not of sessions for evaluation, nor of those tagged as untrainable."""
+    async def corrections(self, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+        """Corrections that can be trained on and whose `correction_key` has no claim in that epoch, oldest
+        first. Not of sessions for evaluation, nor of those tagged as untrainable."""
 
     @abstractmethod
     async def judgment(self, key: bytes) -> Json | None: ...
@@ -390,14 +390,14 @@ class Store(ABC):
         """The first answer to a question stands."""
 
     @abstractmethod
-    async def judged(self, run_id: str) -> tuple[int, float]:
+    async def judgment_totals(self, run_id: str) -> tuple[int, float]:
         """(answers paid for, their cost)"""
 
     # data that was put aside, and known by name
     @abstractmethod
     async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        """Sessions as they were elsewhere, with the groups that they belong to, all or none. Raises Conflict
-        when the id of one, or of anything in it, is taken."""
+        """Sessions as they were elsewhere, with the groups that they belong to, all or none. Raises
+        ConflictError when the id of one, or of anything in it, is taken."""
 
     @abstractmethod
     async def put_dataset(self, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
@@ -434,26 +434,26 @@ class Store(ABC):
         """(version, step) of those reserved and neither published nor tombstoned."""
 
     @abstractmethod
-    async def steps_of_versions(self, policy_id: str) -> dict[int, int]:
+    async def steps_by_version(self, policy_id: str) -> dict[int, int]:
         """The step that made each version, whatever became of it."""
 
     @abstractmethod
-    async def head(self, policy_id: str) -> Policy:
+    async def latest_policy(self, policy_id: str) -> Policy:
         """The newest published version; version 0 with a ``base`` artifact when there is none."""
 
     @abstractmethod
-    async def published(self, policy_id: str) -> list[tuple[Policy, int]]:
+    async def published_policies(self, policy_id: str) -> list[tuple[Policy, int]]:
         """(policy, step that made it), oldest first."""
 
     # training steps
     @abstractmethod
     async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
         """Record the step as claimed with the claims of every group it consumes, all or none: samples
-        trained, and those dropped with it (a group without signal). Raises Conflict when a sample is
+        trained, and those dropped with it (a group without signal). Raises ConflictError when a sample is
         claimed already in that run and epoch."""
 
     @abstractmethod
-    async def drop(self, claims: Sequence[Claim]) -> None:
+    async def drop_samples(self, claims: Sequence[Claim]) -> None:
         """Record samples as dropped (stale, late), each with its reason. One that names a step is released
         with it."""
 
@@ -486,7 +486,7 @@ class Store(ABC):
     ) -> list[Claim]: ...
 
     @abstractmethod
-    async def settled_claims(self, run_id: str, epoch: int, groups: int) -> list[Claim]:
+    async def recent_claims(self, run_id: str, epoch: int, groups: int) -> list[Claim]:
         """Those of the train channel's ``groups`` groups of highest index that have any in that epoch, in
         the order they were made."""
 
@@ -496,7 +496,7 @@ class Store(ABC):
     # keys and secrets
     @abstractmethod
     async def put_key(self, key: KeyRow) -> None:
-        """Raises Conflict when a key of this hash is there, or one of this name that is not revoked."""
+        """Raises ConflictError when a key of this hash is there, or one of this name that is not revoked."""
 
     @abstractmethod
     async def key(self, key_hash: str) -> KeyRow | None:

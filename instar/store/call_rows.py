@@ -16,16 +16,16 @@ import msgspec
 import numpy as np
 
 from instar.errors import StoreCorrupt, StoreError
-from instar.store.base import CallPart
+from instar.store.base import CallDelta
 from instar.store.codec import (
-    Row,
+    DatabaseRow,
     checksum,
     dump_message,
     load_message,
     pack_floats,
     pack_ids,
     pack_runs,
-    plain,
+    sanitize_text,
     unpack_floats,
     unpack_ids,
     unpack_runs,
@@ -34,7 +34,7 @@ from instar.store.codec import (
 from instar.types import Call, CallStatus, Ids, Link, Message, SamplingParams, Tool
 
 
-class BaseFacts(NamedTuple):
+class BaseCallSummary(NamedTuple):
     """What is asked of a call that another one stands on."""
 
     prompt_tokens: int
@@ -50,9 +50,9 @@ class EncodedCall:
     base_id: str | None
     base_tokens: int
     base_messages: int
-    begins_with: int
+    prefix_crc: int
     """Checksum of the prompt's first ``base_tokens``."""
-    as_base: BaseFacts
+    base_summary: BaseCallSummary
     tools: tuple[str, str] | None
     """(hash, body), where the call had tools."""
     values: tuple[object, ...]
@@ -65,7 +65,7 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     tail = prompt[base_tokens:]
     begins_with = checksum(prompt[:base_tokens]) if base_tokens else 0
     prompt_crc = checksum(tail, begins_with)
-    as_base = BaseFacts(len(prompt), len(sampled), checksum(sampled, prompt_crc), len(call.messages))
+    as_base = BaseCallSummary(len(prompt), len(sampled), checksum(sampled, prompt_crc), len(call.messages))
     tools = _encode_tools(call.tools)
     # This is done for every call, and a mapping would take as long again.
     values = (
@@ -87,7 +87,7 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         as_base.message_count,
         call.status.value,
         int(call.trainable),
-        plain(call.reason),
+        sanitize_text(call.reason),
         call.finish_reason,
         call.dialect,
         msgspec.json.encode(call.params).decode(),
@@ -102,8 +102,8 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         None if call.behavior_logprobs is None else pack_floats(call.behavior_logprobs),
         dump_message(call.messages[call.base_messages :]),
         dump_message(call.reply),
-        plain(call.model),
-        plain(call.client_key),
+        sanitize_text(call.model),
+        sanitize_text(call.client_key),
         call.digests,
         tail_key,
     )
@@ -134,7 +134,7 @@ def _check_lengths(call: Call) -> None:
         raise StoreError(f"call {call.call_id}: base_messages {call.base_messages} is beyond its messages")
 
 
-def check_base(call: EncodedCall, base: BaseFacts | None) -> None:
+def check_base(call: EncodedCall, base: BaseCallSummary | None) -> None:
     """Refuse a call whose prompt is not its base's tokens + its own.
 
     Where it goes on from within the base's sequence, only reading can tell.
@@ -148,7 +148,7 @@ def check_base(call: EncodedCall, base: BaseFacts | None) -> None:
         raise _refused(
             call, f"base_messages {call.base_messages} of a base of {base.message_count + 1} messages"
         )
-    if call.base_tokens == tokens and call.begins_with != base.sequence_crc:
+    if call.base_tokens == tokens and call.prefix_crc != base.sequence_crc:
         raise _refused(call, f"its prompt does not begin with the tokens of its base {call.base_id}")
 
 
@@ -167,7 +167,7 @@ def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:
 
 
 @dataclass(slots=True)
-class _Strand:
+class _TokenSequence:
     """Tokens that a line of calls shares: a child that goes on where its parent ended adds to it, so
     the whole line is one array and each prompt a view of it."""
 
@@ -186,9 +186,9 @@ class _Strand:
 
 
 @dataclass(slots=True)
-class _Rebuilt:
-    row: Row
-    strand: _Strand
+class _RebuiltCall:
+    row: DatabaseRow
+    sequence: _TokenSequence
     crc: int
     messages: list[Message]
     reply: Message
@@ -199,10 +199,10 @@ class _Rebuilt:
         return self.row["prompt_tokens"] + self.row["sampled_tokens"]
 
 
-def decode_calls(rows: Iterable[Row], tools: Mapping[str, str], wanted: Iterable[str]) -> list[Call]:
+def decode_calls(rows: Iterable[DatabaseRow], tools: Mapping[str, str], wanted: Iterable[str]) -> list[Call]:
     """Whole calls of the ids ``wanted``, from their rows and those of all their bases, a base before
     what stands on it. Costs the tokens stored, not the sum of the prompts."""
-    rebuilt: dict[str, _Rebuilt] = {}
+    rebuilt: dict[str, _RebuiltCall] = {}
     for row in rows:
         rebuilt[row["call_id"]] = _rebuild(row, rebuilt)
     decoded_tools: dict[str, tuple[Tool, ...]] = {
@@ -211,19 +211,19 @@ def decode_calls(rows: Iterable[Row], tools: Mapping[str, str], wanted: Iterable
     return [_to_call(rebuilt[call_id], decoded_tools) for call_id in wanted]
 
 
-def _rebuild(row: Row, known: Mapping[str, _Rebuilt]) -> _Rebuilt:
+def _rebuild(row: DatabaseRow, known: Mapping[str, _RebuiltCall]) -> _RebuiltCall:
     tail, sampled = unpack_ids(row["prompt_ids"]), unpack_ids(row["sampled_ids"])
     messages: list[Message] = load_message(row["messages"])
-    strand, crc = _Strand(), 0
+    strand, crc = _TokenSequence(), 0
     if row["base_id"] is not None:
         base = known.get(row["base_id"])
         if base is None:
             raise _damaged(row, f"its base {row['base_id']} is missing")
         messages = [*base.messages, base.reply][: row["base_messages"]] + messages
-        if row["base_tokens"] == base.tokens and base.strand.length == base.tokens:
-            strand, crc = base.strand, base.crc
+        if row["base_tokens"] == base.tokens and base.sequence.length == base.tokens:
+            strand, crc = base.sequence, base.crc
         else:
-            strand.append(base.strand.array[: row["base_tokens"]])
+            strand.append(base.sequence.array[: row["base_tokens"]])
             crc = checksum(strand.array)
     strand.append(tail)
     crc = checksum(tail, crc)
@@ -235,19 +235,19 @@ def _rebuild(row: Row, known: Mapping[str, _Rebuilt]) -> _Rebuilt:
     crc = checksum(sampled, crc)
     if crc != row["sequence_crc"]:
         raise _damaged(row, "its sampled tokens are not those that were written")
-    return _Rebuilt(row, strand, crc, messages, load_message(row["reply"]), sampled)
+    return _RebuiltCall(row, strand, crc, messages, load_message(row["reply"]), sampled)
 
 
-def _damaged(row: Row, detail: str) -> StoreCorrupt:
+def _damaged(row: DatabaseRow, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"call {row['call_id']} of session {row['session_id']} is damaged in the store ({detail}): "
         "leave the session out, or restore the store from a backup"
     )
 
 
-def _to_call(rebuilt: _Rebuilt, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
+def _to_call(rebuilt: _RebuiltCall, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
     row = rebuilt.row
-    prompt = rebuilt.strand.array[: row["prompt_tokens"]]
+    prompt = rebuilt.sequence.array[: row["prompt_tokens"]]
     prompt.flags.writeable = False  # shared with the other calls of its line
     behavior = row["behavior_logprobs"]
     return Call(
@@ -285,7 +285,7 @@ def _to_call(rebuilt: _Rebuilt, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
     )
 
 
-PART_COLUMNS = (
+DELTA_COLUMNS = (
     "call_id, request_id, parent_id, link, base_id, base_tokens, base_messages, message_count, status, "
     "trainable, reason, tools_hash, prompt_ids, sampled_ids, reply, client_key, digests, "
     "CASE WHEN length(digests) = 0 THEN messages END AS messages"
@@ -293,10 +293,10 @@ PART_COLUMNS = (
 """What `decode_part` reads, of the table of calls."""
 
 
-def decode_part(row: Row, tools: Mapping[str, tuple[Tool, ...]]) -> CallPart:
+def decode_delta(row: DatabaseRow, tools: Mapping[str, tuple[Tool, ...]]) -> CallDelta:
     """``tools`` by hash: those of the rows without digests."""
     bare = row["messages"] is not None
-    return CallPart(
+    return CallDelta(
         call_id=row["call_id"],
         request_id=row["request_id"],
         parent_id=row["parent_id"],

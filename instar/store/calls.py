@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instar.errors import StoreError
-from instar.store.base import CallPart
+from instar.store.base import CallDelta
 from instar.store.call_rows import (
-    PART_COLUMNS,
-    BaseFacts,
+    DELTA_COLUMNS,
+    BaseCallSummary,
     EncodedCall,
     check_base,
     decode_calls,
-    decode_part,
+    decode_delta,
     encode_call,
 )
-from instar.store.codec import Row, load_message, plain
+from instar.store.codec import DatabaseRow, load_message, sanitize_text
 from instar.store.database import Database
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
-from instar.store.writer import Joint
+from instar.store.writer import BatchableWrite
 from instar.types import Call, Channel, Session, SessionStatus, Tool
 
 # A call with every call it stands on, the furthest first.
@@ -60,14 +60,14 @@ _BY_TAIL = f"""
 # --- writing ------------------------------------------------------------------------------------
 
 
-class Bases:
+class BaseCallCache:
     """What later calls stand on: those that this process stored last. A call is never changed or deleted, so
     it need not be asked for again."""
 
     def __init__(self) -> None:
-        self._facts: dict[str, BaseFacts] = {}
+        self._facts: dict[str, BaseCallSummary] = {}
 
-    def get(self, call_id: str) -> BaseFacts | None:
+    def get(self, call_id: str) -> BaseCallSummary | None:
         return self._facts.get(call_id)
 
     def remember(self, calls: Iterable[EncodedCall]) -> None:
@@ -75,10 +75,10 @@ class Bases:
         if len(self._facts) > REMEMBERED:
             self._facts.clear()  # those that are wanted again are looked up once
         for call in calls:
-            self._facts[call.call_id] = call.as_base
+            self._facts[call.call_id] = call.base_summary
 
 
-class AddCalls(Joint):
+class AddCalls(BatchableWrite):
     """A write of calls, and of the session that they open. Many of them are done as one."""
 
     def __init__(
@@ -87,29 +87,29 @@ class AddCalls(Joint):
         opening: Session | None,
         key_hash: str | None,
         tail_keys: Mapping[str, bytes],
-        bases: Bases,
+        bases: BaseCallCache,
     ) -> None:
-        self._given = (calls, opening, key_hash, tail_keys)
+        self._inputs = (calls, opening, key_hash, tail_keys)
         self._bases = bases
         self._calls: list[EncodedCall] = []
         self._opening: dict[str, Any] | None = None
 
     def prepare(self) -> None:
-        calls, opening, key_hash, tail_keys = self._given
+        calls, opening, key_hash, tail_keys = self._inputs
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
         self._opening = None if opening is None else encode_session(opening, key_hash)
 
-    def done(self) -> None:
+    def on_committed(self) -> None:
         self._bases.remember(self._calls)
 
     def __call__(self, db: Database) -> None:
         self._write(db, [self], check=True)
 
-    def together(self, db: Database, others: Sequence[AddCalls]) -> None:
+    def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
         # Without a session, the foreign key refuses all; each by itself is then told why.
         self._write(db, [self, *others], check=bool(db.for_update))
 
-    def alone(self, db: Database, others: Sequence[AddCalls]) -> bool:
+    def write_single(self, db: Database, others: Sequence[AddCalls]) -> bool:
         works = (self, *others)
         if any(work._opening is not None for work in works):
             return False
@@ -120,7 +120,7 @@ class AddCalls(Joint):
                     return False
                 check_base(call, base)
         # Without their session or their tools, the foreign keys refuse them.
-        return db.insert_alone(CALLS, [call.values for call in calls])
+        return db.insert_autocommit(CALLS, [call.values for call in calls])
 
     @staticmethod
     def _write(db: Database, works: Sequence[AddCalls], *, check: bool) -> None:
@@ -150,7 +150,7 @@ def _hold_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str])
         raise StoreError(f"call {call.call_id}: there is no session {call.session_id}")
 
 
-def _check_bases(db: Database, calls: Sequence[EncodedCall], known: Bases) -> None:
+def _check_bases(db: Database, calls: Sequence[EncodedCall], known: BaseCallCache) -> None:
     unknown = {
         base_id for call in calls if (base_id := call.base_id) is not None and known.get(base_id) is None
     }
@@ -159,77 +159,78 @@ def _check_bases(db: Database, calls: Sequence[EncodedCall], known: Bases) -> No
         if (base_id := call.base_id) is not None:
             check_base(call, found.get(base_id) or known.get(base_id))
         if unknown:  # it may be one of these, if it comes before what stands on it
-            found.setdefault(call.call_id, call.as_base)
+            found.setdefault(call.call_id, call.base_summary)
 
 
-def _facts(db: Database, call_ids: Sequence[str]) -> dict[str, BaseFacts]:
+def _facts(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
     # One row for all, since each row that is stepped to gives other threads a turn.
     sql = (
-        f"SELECT {db.json_rows.format(', '.join(('call_id', *BaseFacts._fields)))} AS found FROM calls "
+        f"SELECT {db.json_rows.format(', '.join(('call_id', *BaseCallSummary._fields)))} AS found FROM calls "
         f"WHERE call_id IN ({db.json_texts.format('?')})"
     )
     rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["found"])
-    return {call_id: BaseFacts._make(facts) for call_id, *facts in rows}
+    return {call_id: BaseCallSummary._make(facts) for call_id, *facts in rows}
 
 
 # --- reading ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchedCalls:
     """Rows as read, to be decoded once the read transaction has ended."""
 
-    rows: list[Row]
-    wanted: list[str]
+    rows: list[DatabaseRow]
+    call_ids: list[str]
     tools: dict[str, str] = field(default_factory=dict[str, str])
 
     def decode(self) -> list[Call]:
-        return decode_calls(self.rows, self.tools, self.wanted)
+        return decode_calls(self.rows, self.tools, self.call_ids)
 
-    def decode_parts(self) -> list[CallPart]:
+    def decode_deltas(self) -> list[CallDelta]:
         tools: dict[str, tuple[Tool, ...]] = {
             key: tuple(load_message(body)) for key, body in self.tools.items()
         }
-        return [decode_part(row, tools) for row in self.rows]
+        return [decode_delta(row, tools) for row in self.rows]
 
 
-def fetch_call(db: Database, call_id: str) -> Fetched:
-    rows = db.execute(_CHAIN, (plain(call_id),)).fetchall()
-    return _with_tools(db, Fetched(rows, [call_id] if rows else []))
+def fetch_call(db: Database, call_id: str) -> FetchedCalls:
+    rows = db.execute(_CHAIN, (sanitize_text(call_id),)).fetchall()
+    return _with_tools(db, FetchedCalls(rows, [call_id] if rows else []))
 
 
-def fetch_calls(db: Database, column: str, *values: str) -> Fetched:
+def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
     """Those with one of these values in ``column``, and what they stand on."""
     marks = ", ".join("?" * len(values))
     own = db.execute(
-        f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq", [plain(value) for value in values]
+        f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq",
+        [sanitize_text(value) for value in values],
     ).fetchall()
     there = {row["call_id"] for row in own}
-    outside: dict[str, Row] = {}
+    outside: dict[str, DatabaseRow] = {}
     for base_id in {row["base_id"] for row in own} - there - {None}:
         for row in db.execute(_CHAIN, (base_id,)):
             if row["call_id"] not in there:
                 outside.setdefault(row["call_id"], row)
     # A base is committed before what stands on it, so the order of commits suits every chain.
     rows = sorted([*outside.values(), *own], key=lambda row: int(row["seq"])) if outside else own
-    return _with_tools(db, Fetched(rows, [row["call_id"] for row in own]))
+    return _with_tools(db, FetchedCalls(rows, [row["call_id"] for row in own]))
 
 
-def fetch_parts(db: Database, session_id: str) -> Fetched:
+def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
     rows = db.execute(
-        f"SELECT {PART_COLUMNS} FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
+        f"SELECT {DELTA_COLUMNS} FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
     ).fetchall()
-    fetched = Fetched(rows, [])
+    fetched = FetchedCalls(rows, [])
     _add_tools(db, fetched, [row for row in rows if row["messages"] is not None])
     return fetched
 
 
-def _with_tools(db: Database, fetched: Fetched) -> Fetched:
+def _with_tools(db: Database, fetched: FetchedCalls) -> FetchedCalls:
     _add_tools(db, fetched, fetched.rows)
     return fetched
 
 
-def _add_tools(db: Database, fetched: Fetched, rows: Iterable[Row]) -> None:
+def _add_tools(db: Database, fetched: FetchedCalls, rows: Iterable[DatabaseRow]) -> None:
     for digest in {row["tools_hash"] for row in rows} - {None}:
         body = db.execute("SELECT body FROM tools WHERE hash = ?", (digest,)).fetchone()
         fetched.tools[digest] = body["body"]

@@ -16,7 +16,7 @@ import numpy as np
 from instar.types import Floats, Ids
 
 
-class Row(Protocol):
+class DatabaseRow(Protocol):
     """A row of any database driver, by column name."""
 
     def __getitem__(self, key: str, /) -> Any: ...
@@ -104,6 +104,6 @@ def load_message(text: str) -> Any:
         return json.loads(text)
 
 
-def plain(text: str | None) -> str | None:
+def sanitize_text(text: str | None) -> str | None:
     """Text that a database can hold: a program's output may carry bytes that are no UTF-8, or NUL."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

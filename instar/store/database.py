@@ -45,19 +45,19 @@ class Database(Protocol):
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         """The values of each row in the order of `Table.inserted`."""
 
-    def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
+    def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         """As a transaction of its own, in one statement. False, and nothing done, where that cannot be."""
         ...
 
-    def hold(self, name: str) -> None:
+    def lock_name(self, name: str) -> None:
         """Until the transaction ends, nobody else has the name."""
 
     # what readers do
 
-    def begin_reading(self) -> None:
+    def begin_read(self) -> None:
         """A transaction that sees one snapshot."""
 
-    def is_lost(self, error: Exception) -> bool:
+    def is_connection_lost(self, error: Exception) -> bool:
         """Whether the connection is gone, and what it was asked should be asked again on a new one."""
         ...
 
@@ -73,15 +73,15 @@ class Database(Protocol):
     def rollback(self) -> None:
         """Whatever state it is in. Never raises for a connection that is lost."""
 
-    def has_undone(self, error: Exception) -> bool:
+    def is_rolled_back(self, error: Exception) -> bool:
         """Whether the error undid, or must undo, the whole transaction and not the statement alone."""
         ...
 
-    def is_for_all(self, error: Exception) -> bool:
+    def is_global_failure(self, error: Exception) -> bool:
         """Whether no write could have fared better: the database is locked, or out of reach."""
         ...
 
-    def is_passing(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """Whether the same transaction, which was not committed, may be tried again."""
         ...
 

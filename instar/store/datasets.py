@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from instar.store.base import DatasetRow
-from instar.store.codec import Row, dump_json, load_json
+from instar.store.codec import DatabaseRow, dump_json, load_json
 from instar.store.database import Database
 from instar.store.schema import DATASETS
 from instar.types import Json
@@ -54,7 +54,7 @@ def remove_dataset(db: Database, name: str, version: int | None) -> int:
     return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount
 
 
-def _decode(row: Row) -> DatasetRow:
+def _decode(row: DatabaseRow) -> DatasetRow:
     return DatasetRow(
         name=row["name"],
         version=row["version"],

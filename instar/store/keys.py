@@ -6,7 +6,7 @@ import secrets
 import time
 
 from instar.store.base import KeyRow
-from instar.store.codec import Row
+from instar.store.codec import DatabaseRow
 from instar.store.database import Database
 from instar.store.schema import KEYS
 
@@ -35,7 +35,7 @@ def get_keys(db: Database) -> list[KeyRow]:
     return [_decode(row) for row in db.execute("SELECT * FROM keys ORDER BY created_at, key_hash")]
 
 
-def _decode(row: Row) -> KeyRow:
+def _decode(row: DatabaseRow) -> KeyRow:
     return KeyRow(
         key_hash=row["key_hash"],
         kind=row["kind"],

@@ -8,7 +8,7 @@ from instar.errors import LeaseLost
 from instar.store.database import Database
 
 
-def take(db: Database, run_id: str, name: str) -> int:
+def take_lease(db: Database, run_id: str, name: str) -> int:
     row = db.execute(
         "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
         "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",
@@ -17,7 +17,7 @@ def take(db: Database, run_id: str, name: str) -> int:
     return int(row["lease"])
 
 
-def guard(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
+def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
     """What a transaction begins with that is to be under the lease: nobody takes another before it ends."""
 
     def check(db: Database) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instar.store.base import SessionFilter, SessionRow
-from instar.store.codec import Row
+from instar.store.codec import DatabaseRow
 from instar.store.database import Database
 from instar.store.rows import decode_session
 from instar.types import Channel, RewardSource, Session, SessionStatus
@@ -45,7 +45,7 @@ def get_sessions(db: Database, page: Page) -> list[SessionRow]:
     return [_decode(row) for row in rows]
 
 
-def _decode(row: Row) -> SessionRow:
+def _decode(row: DatabaseRow) -> SessionRow:
     return SessionRow(
         decode_session(row),
         calls=row["calls"],

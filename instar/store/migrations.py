@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from instar.errors import StoreError, StoreNewer
-from instar.store.connection import BUSY_TIMEOUT, SqliteDatabase, corrupt, is_busy
 from instar.store.schema import APPLICATION_ID, INDEXES, TABLES, TRIGGERS, VERSION
+from instar.store.sqlite_database import BUSY_TIMEOUT, SqliteDatabase, corrupt_file_error, is_busy
 
 MIGRATIONS: Mapping[int, Sequence[str]] = {
     1: (
@@ -79,7 +79,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
 }
 
 
-def prepare(
+def create_or_migrate(
     connection: SqliteDatabase,
     path: Path,
     *,
@@ -109,7 +109,7 @@ def prepare(
     _check_tables(connection, path)
 
 
-def check(connection: SqliteDatabase, path: Path, *, version: int = VERSION) -> None:
+def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERSION) -> None:
     """That a file opened for reading only is a store of this version."""
     found = _found_version(connection, path, version)
     if found == 0:
@@ -169,4 +169,4 @@ def _create(connection: SqliteDatabase) -> None:
 def _check_tables(connection: SqliteDatabase, path: Path) -> None:
     there = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if missing := sorted({table.name for table in TABLES} - there):
-        raise corrupt(path, f"without its table {missing[0]}")
+        raise corrupt_file_error(path, f"without its table {missing[0]}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 from instar.errors import StoreError
-from instar.store.codec import plain
+from instar.store.codec import sanitize_text
 from instar.store.database import Database
 from instar.store.rows import decode_policy
 from instar.types import Artifact, Policy, PolicyState
 
 
 def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int:
-    db.hold(f"versions of {policy_id}")
+    db.lock_name(f"versions of {policy_id}")
     row = db.execute(
         "SELECT MAX(version) AS newest FROM policies WHERE policy_id = ?", (policy_id,)
     ).fetchone()
@@ -51,7 +51,7 @@ def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
         return
     db.execute(
         "UPDATE policies SET state = ?, reason = ?, updated_at = ? WHERE policy_id = ? AND version = ?",
-        (PolicyState.TOMBSTONED.value, plain(reason), time.time(), policy_id, version),
+        (PolicyState.TOMBSTONED.value, sanitize_text(reason), time.time(), policy_id, version),
     )
 
 

@@ -13,10 +13,10 @@ from typing import Self
 import psycopg
 
 from instar.config import PostgresStoreConfig, RunConfig
-from instar.store.postgres_connection import PostgresDatabase, WritingDatabase
-from instar.store.postgres_schema import check
-from instar.store.postgres_server import Server
-from instar.store.reader import Readers
+from instar.store.postgres_database import PostgresDatabase, PostgresWriteDatabase
+from instar.store.postgres_schema import check_version
+from instar.store.postgres_server import PostgresServer
+from instar.store.reader import ReaderPool
 from instar.store.sql import SqlStore
 from instar.store.writer import Writer
 
@@ -24,14 +24,14 @@ from instar.store.writer import Writer
 class PostgresStore(SqlStore):
     """Opens the schema, making or migrating it first unless ``read_only``."""
 
-    def __init__(self, server: Server, *, readers: int = 4, read_only: bool = False) -> None:
+    def __init__(self, server: PostgresServer, *, readers: int = 4, read_only: bool = False) -> None:
         if read_only:
             _check_readable(server)
         name, patience = server.name, server.timeout
         super().__init__(
             name,
-            None if read_only else Writer(_open_for_writing(server), name, patience=patience),
-            Readers(lambda: _open_for_reading(server), name, threads=readers, patience=patience),
+            None if read_only else Writer(_open_for_writing(server), name, retry_timeout=patience),
+            ReaderPool(lambda: _open_for_reading(server), name, threads=readers, retry_timeout=patience),
         )
 
     @classmethod
@@ -40,30 +40,30 @@ class PostgresStore(SqlStore):
         assert isinstance(section, PostgresStoreConfig)
         variable = section.password_env_name(os.environ)
         password = os.environ[variable] if variable else None
-        server = Server(section.url, section.db_schema, section.timeout, password)
+        server = PostgresServer(section.url, section.db_schema, section.timeout, password)
         return cls(server, readers=section.pool, read_only=read_only)
 
 
-def _open_for_writing(server: Server) -> WritingDatabase:
+def _open_for_writing(server: PostgresServer) -> PostgresWriteDatabase:
     try:
-        return WritingDatabase.open(server)
+        return PostgresWriteDatabase.open(server)
     except psycopg.Error as error:
         raise server.translate(error) from error
 
 
-def _open_for_reading(server: Server) -> PostgresDatabase:
+def _open_for_reading(server: PostgresServer) -> PostgresDatabase:
     try:
         return PostgresDatabase(server, server.connect("instar", read_only=True))
     except psycopg.Error as error:
         raise server.translate(error) from error
 
 
-def _check_readable(server: Server) -> None:
+def _check_readable(server: PostgresServer) -> None:
     """At once: who only reads is a person who waits."""
     try:
-        connection = server.connect("instar", read_only=True, patience=0.0)
+        connection = server.connect("instar", read_only=True, retry_timeout=0.0)
         try:
-            check(connection, server)
+            check_version(connection, server)
         finally:
             connection.close()
     except psycopg.Error as error:

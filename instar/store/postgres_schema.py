@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from instar.errors import StoreError, StoreNewer
 from instar.store.migrations import MIGRATIONS
-from instar.store.postgres_server import GRACE, OLDEST, Connection, Server
+from instar.store.postgres_server import GRACE, OLDEST, PostgresConnection, PostgresServer
 from instar.store.schema import GROUP_COUNTS, INDEXES, INTEGER, REAL, SESSION_COUNTS, TABLES, VERSION, Table
 
 MARK = "instar_store"
@@ -33,7 +33,7 @@ _WORD = re.compile("|".join(rf"\b{word}" for word in _WORDS))
 _PLAIN_INDEX = re.compile(r"^CREATE INDEX (\w+) ON (\w+) \(([^)]*)\)")
 
 
-def in_postgres(ddl: str) -> str:
+def to_postgres_ddl(ddl: str) -> str:
     """A statement that makes or changes tables, from SQLite's words."""
     return _WORD.sub(lambda found: _WORDS[found[0]], _with_order(ddl))
 
@@ -48,9 +48,9 @@ def _with_order(ddl: str) -> str:
     return f"CREATE INDEX {found[1]} ON {found[2]} ({found[3]}, seq)" + ddl[found.end() :]
 
 
-def prepare(
-    connection: Connection,
-    server: Server,
+def create_or_migrate(
+    connection: PostgresConnection,
+    server: PostgresServer,
     *,
     version: int = VERSION,
     migrations: Mapping[int, Sequence[str]] = MIGRATIONS,
@@ -60,18 +60,18 @@ def prepare(
     What is not ours, or newer than we are, is left exactly as it was."""
     _check_server(connection, server)
     if _found_version(connection, server, version) != version:
-        connection.patience = MIGRATION_TIMEOUT
+        connection.response_timeout = MIGRATION_TIMEOUT
         with connection.transaction():
             connection.execute("SET LOCAL statement_timeout = 0")
             connection.execute(
                 "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"{server.schema} {MARK}",)
             )
             _bring_to(connection, server, version, migrations)
-        connection.patience = server.timeout * GRACE
+        connection.response_timeout = server.timeout * GRACE
     _check_tables(connection, server)
 
 
-def check(connection: Connection, server: Server, *, version: int = VERSION) -> None:
+def check_version(connection: PostgresConnection, server: PostgresServer, *, version: int = VERSION) -> None:
     """That a schema opened for reading only is a store of this version."""
     _check_server(connection, server)
     found = _found_version(connection, server, version)
@@ -86,7 +86,10 @@ def check(connection: Connection, server: Server, *, version: int = VERSION) -> 
 
 
 def _bring_to(
-    connection: Connection, server: Server, version: int, migrations: Mapping[int, Sequence[str]]
+    connection: PostgresConnection,
+    server: PostgresServer,
+    version: int,
+    migrations: Mapping[int, Sequence[str]],
 ) -> None:
     found = _found_version(connection, server, version)
     if found == 0:
@@ -94,11 +97,11 @@ def _bring_to(
         found = VERSION
     for number in range(found, version):
         for statement in migrations[number]:
-            connection.execute(in_postgres(statement).encode())
+            connection.execute(to_postgres_ddl(statement).encode())
     connection.execute(f"UPDATE {MARK} SET version = %s".encode(), (version,))
 
 
-def _check_server(connection: Connection, server: Server) -> None:
+def _check_server(connection: PostgresConnection, server: PostgresServer) -> None:
     if connection.info.server_version < OLDEST * 10_000:
         found = connection.info.server_version // 10_000
         raise StoreError(f"{server.name} is PostgreSQL {found}: the store needs {OLDEST} or later")
@@ -106,7 +109,7 @@ def _check_server(connection: Connection, server: Server) -> None:
         raise StoreError(f"{server.name} has the encoding {encoding}: make a database with UTF8")
 
 
-def _found_version(connection: Connection, server: Server, version: int) -> int:
+def _found_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
     """0 when the schema is empty or not there. Refuses what is not ours or is newer."""
     there = _tables(connection, server)
     if not there:
@@ -126,12 +129,12 @@ def _found_version(connection: Connection, server: Server, version: int) -> int:
     return found
 
 
-def _tables(connection: Connection, server: Server) -> set[str]:
+def _tables(connection: PostgresConnection, server: PostgresServer) -> set[str]:
     rows = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (server.schema,))
     return {row["tablename"] for row in rows}
 
 
-def _check_tables(connection: Connection, server: Server) -> None:
+def _check_tables(connection: PostgresConnection, server: PostgresServer) -> None:
     wanted = {table.name for table in (*TABLES, WRITERS)}
     if missing := sorted(wanted - _tables(connection, server)):
         raise server.corrupt(f"without its table {missing[0]}")
@@ -140,7 +143,7 @@ def _check_tables(connection: Connection, server: Server) -> None:
 # --- making it ----------------------------------------------------------------------------------
 
 
-def _create(connection: Connection, server: Server) -> None:
+def _create(connection: PostgresConnection, server: PostgresServer) -> None:
     exists = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (server.schema,)).fetchone()
     if exists is None:
         connection.execute(f'CREATE SCHEMA "{server.schema}"'.encode())
@@ -152,10 +155,10 @@ def _statements() -> list[str]:
     counted = {table.name: _by_backend(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
     tables = [counted.get(table.name, table) for table in TABLES]
     return [
-        *(in_postgres(table.create) for table in (*tables, WRITERS)),
+        *(to_postgres_ddl(table.create) for table in (*tables, WRITERS)),
         f"CREATE TABLE {MARK} (version BIGINT NOT NULL)",
         f"INSERT INTO {MARK} (version) VALUES ({VERSION})",
-        *(in_postgres(index) for index in INDEXES),
+        *(to_postgres_ddl(index) for index in INDEXES),
         *_counting("groups", "group_counts", ("run_id", "channel", "status", "consumed")),
         *_counting("sessions", "session_counts", ("run_id", "channel", "status")),
     ]

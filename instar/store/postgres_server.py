@@ -15,7 +15,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8BinaryDumper
 
-from instar.errors import Conflict, StoreCorrupt, StoreError, StoreFull
+from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _NO_ROOM = ("53000", "53100", "53200", "53400")
 _DAMAGED = ("XX001", "XX002", "42P01", "42703")
 
 
-class NoAnswer(psycopg.OperationalError):
+class ServerTimeout(psycopg.OperationalError):
     pass
 
 
@@ -44,15 +44,15 @@ class NotCommitted(psycopg.OperationalError):
     """The connection was lost, and the server says that the transaction went with it."""
 
 
-class Connection(psycopg.Connection[DictRow]):
+class PostgresConnection(psycopg.Connection[DictRow]):
     """Its server answers within ``patience`` seconds, or the connection is given up."""
 
-    patience = 30.0 * GRACE
+    response_timeout = 30.0 * GRACE
 
     def wait(self, gen: PQGen[T], interval: float = 0.1, timeout: float | None = None) -> T:
         try:
-            return super().wait(_answered(gen, time.monotonic() + self.patience), interval, timeout)
-        except NoAnswer:
+            return super().wait(_answered(gen, time.monotonic() + self.response_timeout), interval, timeout)
+        except ServerTimeout:
             self.close()
             raise
 
@@ -65,14 +65,14 @@ def _answered(gen: PQGen[T], deadline: float) -> PQGen[T]:
         while True:
             ready = yield asks
             if not ready and time.monotonic() > deadline:
-                raise NoAnswer("the server does not answer")
+                raise ServerTimeout("the server does not answer")
             asks = steps.send(ready)
     except StopIteration as end:
         return end.value
 
 
 @dataclass(frozen=True)
-class Server:
+class PostgresServer:
     """Where the store is, and how to get there."""
 
     url: str
@@ -85,10 +85,12 @@ class Server:
         """For people."""
         return f"{self.url} (schema {self.schema})"
 
-    def connect(self, label: str, *, read_only: bool = False, patience: float | None = None) -> Connection:
+    def connect(
+        self, label: str, *, read_only: bool = False, retry_timeout: float | None = None
+    ) -> PostgresConnection:
         """In autocommit mode. Tried again until ``patience``, by default the timeout, is over; then raises
         psycopg's error."""
-        deadline = time.monotonic() + (self.timeout if patience is None else patience)
+        deadline = time.monotonic() + (self.timeout if retry_timeout is None else retry_timeout)
         pause, told = 0.05, False
         while True:
             try:
@@ -97,12 +99,12 @@ class Server:
                 if _HOPELESS.search(str(error)) or time.monotonic() + pause > deadline:
                     raise
                 if not told:
-                    logger.warning("%s cannot be reached, trying again: %s", self.name, said(error))
+                    logger.warning("%s cannot be reached, trying again: %s", self.name, error_text(error))
                     told = True
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def _connect(self, label: str, read_only: bool) -> Connection:
+    def _connect(self, label: str, read_only: bool) -> PostgresConnection:
         settings: dict[str, Any] = {
             "connect_timeout": max(2, round(self.timeout / 2)),
             "keepalives_idle": 10,
@@ -115,9 +117,11 @@ class Server:
         }
         if self.password is not None:
             settings["password"] = self.password
-        connection = Connection.connect(make_conninfo("", **settings), autocommit=True, row_factory=dict_row)
+        connection = PostgresConnection.connect(
+            make_conninfo("", **settings), autocommit=True, row_factory=dict_row
+        )
         try:
-            connection.patience = self.timeout * GRACE
+            connection.response_timeout = self.timeout * GRACE
             # One type for all numbers, so that a statement is prepared once.
             connection.adapters.register_dumper(int, Int8BinaryDumper)
             self._set_up(connection, read_only)
@@ -126,7 +130,7 @@ class Server:
             raise
         return connection
 
-    def _set_up(self, connection: Connection, read_only: bool) -> None:
+    def _set_up(self, connection: PostgresConnection, read_only: bool) -> None:
         """A commit waits for the disk also where the server's own setting is not to; a host that vanishes
         holds no lock for long."""
         milliseconds = str(round(self.timeout * 1000))
@@ -149,9 +153,9 @@ class Server:
 
     def translate(self, error: Exception) -> StoreError:
         """What a caller of the store is told, for anything that PostgreSQL refused."""
-        code, text = _code(error), said(error)
+        code, text = _code(error), error_text(error)
         if code == "23505":
-            return Conflict(f"there already: {text}")
+            return ConflictError(f"there already: {text}")
         if code.startswith(("22", "23")) or isinstance(error, psycopg.DataError):
             return StoreError(f"the store refuses the row: {text}")
         if code in _NO_ROOM:
@@ -195,7 +199,7 @@ def _code(error: Exception) -> str:
     return (error.sqlstate or "") if isinstance(error, psycopg.Error) else ""
 
 
-def said(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """The server's message and its detail, in a line."""
     if isinstance(error, psycopg.Error) and error.diag.message_primary:
         detail = error.diag.message_detail
@@ -203,10 +207,10 @@ def said(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def is_lost(error: Exception) -> bool:
+def is_connection_lost(error: Exception) -> bool:
     return isinstance(error, NotCommitted) or _code(error) in _LOST
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Two transactions in each other's way, of which this one was undone."""
     return _code(error) in _PASSING

@@ -18,15 +18,15 @@ from instar.store.database import Database
 T = TypeVar("T")
 
 
-class Readers:
+class ReaderPool:
     def __init__(
-        self, connect: Callable[[], Database], name: str, *, threads: int, patience: float = 0.0
+        self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
         """``name`` is the store's, for errors. A read whose connection is lost is done again on a new
         one, for ``patience`` seconds."""
         self._connect = connect
         self._name = name
-        self._patience = patience
+        self._retry_timeout = retry_timeout
         self._local = threading.local()
         self._connections: list[Database] = []
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Readers:
         """A read of any number of statements. In a thread of `submit`."""
 
         def read(db: Database) -> T:
-            db.begin_reading()
+            db.begin_read()
             try:
                 return fetch(db)
             finally:
@@ -70,10 +70,10 @@ class Readers:
             try:
                 return fetch(db)
             except db.errors as error:
-                if not db.is_lost(error):
+                if not db.is_connection_lost(error):
                     raise db.translate(error) from error
                 self._forget(db)
-                deadline = deadline or time.monotonic() + self._patience
+                deadline = deadline or time.monotonic() + self._retry_timeout
                 if time.monotonic() > deadline:
                     raise db.translate(error) from error
 

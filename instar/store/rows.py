@@ -8,7 +8,7 @@ from typing import Any
 
 from instar.errors import StoreError
 from instar.store.base import Run
-from instar.store.codec import Row, dump_json, load_json, plain
+from instar.store.codec import DatabaseRow, dump_json, load_json, sanitize_text
 from instar.types import (
     Artifact,
     Channel,
@@ -34,12 +34,12 @@ def encode_run(run: Run) -> dict[str, Any]:
         "policy_id": run.policy_id,
         "config": dump_json(run.config),
         "status": run.status,
-        "reason": plain(run.reason),
+        "reason": sanitize_text(run.reason),
         "created_at": run.created_at,
     }
 
 
-def decode_run(row: Row) -> Run:
+def decode_run(row: DatabaseRow) -> Run:
     return Run(
         run_id=row["run_id"],
         policy_id=row["policy_id"],
@@ -60,12 +60,12 @@ def encode_group(group: Group) -> dict[str, Any]:
         "task_id": group.task.task_id,
         "task_data": dump_json(group.task.data),
         "status": group.status.value,
-        "reason": plain(group.reason),
+        "reason": sanitize_text(group.reason),
         "created_at": group.created_at or time.time(),
     }
 
 
-def decode_group(row: Row) -> Group:
+def decode_group(row: DatabaseRow) -> Group:
     return Group(
         group_id=row["group_id"],
         run_id=row["run_id"],
@@ -94,18 +94,18 @@ def encode_session(session: Session, key_hash: str | None) -> dict[str, Any]:
         "slot": session.slot,
         "attempt": session.attempt,
         "task_id": session.task_id,
-        "reason": plain(session.reason),
+        "reason": sanitize_text(session.reason),
         "seed": session.seed,
         "sampling": dump_json(session.sampling) if session.sampling else "{}",
         "metadata": dump_json(session.metadata) if session.metadata else "{}",
         "key_hash": key_hash,
         "created_at": session.created_at or time.time(),
         "ended_at": ended_at,
-        "external_id": plain(session.external_id),
+        "external_id": sanitize_text(session.external_id),
     }
 
 
-def decode_session(row: Row) -> Session:
+def decode_session(row: DatabaseRow) -> Session:
     return Session(
         session_id=row["session_id"],
         run_id=row["run_id"],
@@ -147,7 +147,7 @@ def encode_reward(reward: Reward) -> dict[str, Any]:
     }
 
 
-def decode_reward(row: Row) -> Reward:
+def decode_reward(row: DatabaseRow) -> Reward:
     return Reward(
         session_id=row["session_id"],
         value=row["value"],
@@ -162,12 +162,12 @@ def decode_reward(row: Row) -> Reward:
     )
 
 
-def decode_policy(row: Row) -> Policy:
+def decode_policy(row: DatabaseRow) -> Policy:
     artifact = Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
     return Policy(row["policy_id"], row["version"], artifact)
 
 
-def decode_step(row: Row) -> Step:
+def decode_step(row: DatabaseRow) -> Step:
     return Step(
         run_id=row["run_id"],
         step=row["step"],
@@ -191,14 +191,14 @@ def encode_claim(claim: Claim, step: int | None) -> dict[str, Any]:
         "group_id": claim.group_id,
         "outcome": claim.outcome.value,
         "step": step,
-        "reason": plain(claim.reason),
+        "reason": sanitize_text(claim.reason),
         "reward": None if claim.reward is None else float(claim.reward),
         "advantage": None if claim.advantage is None else float(claim.advantage),
         "staleness": None if claim.staleness is None else int(claim.staleness),
     }
 
 
-def decode_claim(row: Row) -> Claim:
+def decode_claim(row: DatabaseRow) -> Claim:
     return Claim(
         run_id=row["run_id"],
         epoch=row["epoch"],
@@ -221,13 +221,13 @@ def encode_endpoint(endpoint: Endpoint) -> dict[str, Any]:
         "name": endpoint.name,
         "url": endpoint.url,
         "pid": endpoint.pid,
-        "doing": plain(endpoint.doing),
+        "doing": sanitize_text(endpoint.doing),
         "log": endpoint.log,
         "heartbeat": endpoint.heartbeat or time.time(),
     }
 
 
-def decode_endpoint(row: Row) -> Endpoint:
+def decode_endpoint(row: DatabaseRow) -> Endpoint:
     return Endpoint(
         run_id=row["run_id"],
         role=row["role"],

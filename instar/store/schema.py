@@ -32,21 +32,21 @@ class Table:
         return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
 
     @property
-    def inserted(self) -> tuple[str, ...]:
+    def insert_columns(self) -> tuple[str, ...]:
         return tuple(name for name in self.columns if name not in self.generated)
 
     @property
     def insert(self) -> str:
-        values = ", ".join(f":{name}" for name in self.inserted)
-        return f"INSERT INTO {self.name} ({', '.join(self.inserted)}) VALUES ({values})"
+        values = ", ".join(f":{name}" for name in self.insert_columns)
+        return f"INSERT INTO {self.name} ({', '.join(self.insert_columns)}) VALUES ({values})"
 
     def insert_many(self, count: int) -> str:
         """So many rows, of the values of `inserted` in that order."""
-        return _insert_many(self.name, self.inserted, count)
+        return _insert_many(self.name, self.insert_columns, count)
 
     def values(self, row: Mapping[str, object]) -> tuple[object, ...]:
         """Those of `inserted`, in that order."""
-        return tuple(row[name] for name in self.inserted)
+        return tuple(row[name] for name in self.insert_columns)
 
 
 @cache

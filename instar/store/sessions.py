@@ -8,7 +8,7 @@ from typing import Any
 
 from instar.errors import StoreError
 from instar.store.base import Run
-from instar.store.codec import dump_json, load_json, plain
+from instar.store.codec import dump_json, load_json, sanitize_text
 from instar.store.database import Database
 from instar.store.rows import (
     decode_endpoint,
@@ -66,7 +66,7 @@ def open_group(db: Database, row: dict[str, Any]) -> None:
 def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | None) -> None:
     done = db.execute(
         "UPDATE groups SET status = ?, reason = ? WHERE group_id = ?",
-        (status.value, plain(reason), group_id),
+        (status.value, sanitize_text(reason), group_id),
     )
     if done.rowcount == 0:
         raise StoreError(f"there is no group {group_id}")
@@ -74,7 +74,7 @@ def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | 
 
 
 def get_group(db: Database, group_id: str) -> Group | None:
-    row = db.execute("SELECT * FROM groups WHERE group_id = ?", (plain(group_id),)).fetchone()
+    row = db.execute("SELECT * FROM groups WHERE group_id = ?", (sanitize_text(group_id),)).fetchone()
     return decode_group(row) if row else None
 
 
@@ -107,7 +107,7 @@ def open_session(db: Database, row: dict[str, Any]) -> None:
 
 
 def get_session(db: Database, column: str, value: str) -> Session | None:
-    row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (plain(value),)).fetchone()
+    row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (sanitize_text(value),)).fetchone()
     return decode_session(row) if row else None
 
 
@@ -115,7 +115,7 @@ def get_session_by_external(db: Database, run_id: str, agent_id: str, external_i
     row = db.execute(
         "SELECT * FROM sessions WHERE run_id = ? AND agent_id = ? AND external_id = ? AND status = ? "
         "ORDER BY seq DESC LIMIT 1",
-        (run_id, agent_id, plain(external_id), SessionStatus.OPEN.value),
+        (run_id, agent_id, sanitize_text(external_id), SessionStatus.OPEN.value),
     ).fetchone()
     return decode_session(row) if row else None
 
@@ -150,7 +150,7 @@ def end_session(
     merged = {**load_json(row["metadata"]), **(metadata or {})}
     db.execute(
         "UPDATE sessions SET status = ?, reason = ?, metadata = ?, ended_at = ? WHERE session_id = ?",
-        (status.value, plain(reason), dump_json(merged), time.time(), session_id),
+        (status.value, sanitize_text(reason), dump_json(merged), time.time(), session_id),
     )
     add_rewards(db, rewards)
     return True

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from instar.errors import StoreError
+from instar.store import annotations, leases, listing, policies, sessions, steps
 from instar.store import calls as call_queries
 from instar.store import datasets as dataset_queries
 from instar.store import keys as key_queries
-from instar.store import leases, listing, opinions, policies, sessions, steps
-from instar.store import records as record_queries
+from instar.store import session_records as record_queries
 from instar.store.base import (
-    CallPart,
+    CallDelta,
     DatasetRow,
     KeyRow,
     Progress,
@@ -23,10 +23,10 @@ from instar.store.base import (
     SessionRecord,
     SessionRow,
     Store,
-    Unscored,
+    UnscoredSession,
 )
 from instar.store.database import Database
-from instar.store.reader import Readers
+from instar.store.reader import ReaderPool
 from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
 from instar.store.writer import Writer
 from instar.types import (
@@ -59,12 +59,12 @@ class SqlStore(Store):
     """Usable from any event loop. A caller that is cancelled while its write is under way may find it
     written; cancelled before, not."""
 
-    def __init__(self, name: str, writer: Writer | None, readers: Readers) -> None:
+    def __init__(self, name: str, writer: Writer | None, readers: ReaderPool) -> None:
         """``name`` tells people which store it is. Without a writer it is for reading only."""
         self._name = name
         self._writer = writer
         self._readers = readers
-        self._bases = call_queries.Bases()
+        self._bases = call_queries.BaseCallCache()
 
     @property
     def commits(self) -> int:
@@ -90,8 +90,8 @@ class SqlStore(Store):
 
     async def _decoded(
         self,
-        fetch: Callable[[Database], call_queries.Fetched],
-        decode: Callable[[call_queries.Fetched], T],
+        fetch: Callable[[Database], call_queries.FetchedCalls],
+        decode: Callable[[call_queries.FetchedCalls], T],
     ) -> T:
         return await asyncio.wrap_future(self._readers.submit(lambda: decode(self._readers.snapshot(fetch))))
 
@@ -140,7 +140,7 @@ class SqlStore(Store):
     async def session_by_key(self, key_hash: str) -> Session | None:
         return await self._look_up(lambda db: sessions.get_session(db, "key_hash", key_hash))
 
-    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+    async def session_by_external_id(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
         return await self._look_up(
             lambda db: sessions.get_session_by_external(db, run_id, agent_id, external_id)
         )
@@ -148,7 +148,7 @@ class SqlStore(Store):
     async def session_by_tail(self, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
         return await self._look_up(lambda db: call_queries.session_by_tail(db, run_id, agent_id, keys))
 
-    async def silent_sessions(self, run_id: str, before: float) -> list[str]:
+    async def idle_sessions(self, run_id: str, before: float) -> list[str]:
         return await self._look_up(lambda db: sessions.silent_sessions(db, run_id, before))
 
     async def end_session(
@@ -167,10 +167,10 @@ class SqlStore(Store):
         def end(db: Database) -> bool:
             return sessions.end_session(db, session_id, status, reason, rows, metadata)
 
-        return await self._write(lambda db: opinions.end_scored(db, end, scores))
+        return await self._write(lambda db: annotations.end_scored(db, end, scores))
 
-    async def settled(self, run_id: str, channels: Sequence[Channel]) -> int:
-        return await self._read(lambda db: opinions.settled(db, run_id, channels))
+    async def last_ended_seq(self, run_id: str, channels: Sequence[Channel]) -> int:
+        return await self._read(lambda db: annotations.settled(db, run_id, channels))
 
     async def sessions(
         self,
@@ -189,7 +189,7 @@ class SqlStore(Store):
         page = listing.Page(run_id, group_id, wanted, before, after, limit)
         return await self._read(lambda db: listing.get_sessions(db, page))
 
-    async def sessions_in(self, group_ids: Sequence[str]) -> dict[str, list[Session]]:
+    async def sessions_by_group(self, group_ids: Sequence[str]) -> dict[str, list[Session]]:
         return await self._read(lambda db: listing.get_sessions_in(db, group_ids))
 
     # calls
@@ -206,35 +206,37 @@ class SqlStore(Store):
 
     async def call(self, call_id: str) -> Call | None:
         decoded = await self._decoded(
-            lambda db: call_queries.fetch_call(db, call_id), call_queries.Fetched.decode
+            lambda db: call_queries.fetch_call(db, call_id), call_queries.FetchedCalls.decode
         )
         return decoded[0] if decoded else None
 
     async def calls(self, session_id: str) -> list[Call]:
         return await self._decoded(
-            lambda db: call_queries.fetch_calls(db, "session_id", session_id), call_queries.Fetched.decode
+            lambda db: call_queries.fetch_calls(db, "session_id", session_id),
+            call_queries.FetchedCalls.decode,
         )
 
-    async def calls_of(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
+    async def calls_by_session(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
         found: dict[str, list[Call]] = {session_id: [] for session_id in session_ids}
         for start in range(0, len(session_ids), SESSIONS_AT_ONCE):
             part = session_ids[start : start + SESSIONS_AT_ONCE]
             calls = await self._decoded(
                 lambda db, part=part: call_queries.fetch_calls(db, "session_id", *part),
-                call_queries.Fetched.decode,
+                call_queries.FetchedCalls.decode,
             )
             for call in calls:
                 found[call.session_id].append(call)
         return found
 
-    async def calls_of_request(self, request_id: str) -> list[Call]:
+    async def calls_by_request(self, request_id: str) -> list[Call]:
         return await self._decoded(
-            lambda db: call_queries.fetch_calls(db, "request_id", request_id), call_queries.Fetched.decode
+            lambda db: call_queries.fetch_calls(db, "request_id", request_id),
+            call_queries.FetchedCalls.decode,
         )
 
-    async def graph_rows(self, session_id: str) -> list[CallPart]:
+    async def call_deltas(self, session_id: str) -> list[CallDelta]:
         return await self._decoded(
-            lambda db: call_queries.fetch_parts(db, session_id), call_queries.Fetched.decode_parts
+            lambda db: call_queries.fetch_deltas(db, session_id), call_queries.FetchedCalls.decode_deltas
         )
 
     # rewards and what was said of sessions
@@ -246,10 +248,10 @@ class SqlStore(Store):
     async def rewards(self, session_id: str) -> list[Reward]:
         return await self._read(lambda db: sessions.get_rewards(db, session_id))
 
-    async def rewards_of(self, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
-        return await self._read(lambda db: opinions.get_rewards_of(db, session_ids))
+    async def rewards_by_session(self, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
+        return await self._read(lambda db: annotations.get_rewards_of(db, session_ids))
 
-    async def unscored(
+    async def unscored_sessions(
         self,
         run_id: str,
         scorer: str,
@@ -257,51 +259,51 @@ class SqlStore(Store):
         *,
         after: int = 0,
         limit: int = 256,
-        awaited: bool = False,
-    ) -> list[Unscored]:
+        pending_only: bool = False,
+    ) -> list[UnscoredSession]:
         return await self._read(
-            lambda db: opinions.unscored(db, run_id, scorer, channels, after, limit, awaited)
+            lambda db: annotations.unscored(db, run_id, scorer, channels, after, limit, pending_only)
         )
 
     async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
         rows = [encode_reward(reward) for reward in rewards]
-        return await self._write(lambda db: opinions.record_scores(db, scores, rows))
+        return await self._write(lambda db: annotations.record_scores(db, scores, rows))
 
     async def scores(self, session_ids: Sequence[str]) -> dict[str, list[Score]]:
-        return await self._read(lambda db: opinions.get_scores(db, session_ids))
+        return await self._read(lambda db: annotations.get_scores(db, session_ids))
 
     async def score_counts(self, run_id: str) -> dict[str, dict[str, int]]:
-        return await self._read(lambda db: opinions.score_counts(db, run_id))
+        return await self._read(lambda db: annotations.score_counts(db, run_id))
 
     async def add_tags(self, tags: Sequence[Tag]) -> None:
-        await self._write(lambda db: opinions.add_tags(db, tags))
+        await self._write(lambda db: annotations.add_tags(db, tags))
 
     async def remove_tags(self, session_ids: Sequence[str], name: str) -> int:
-        return await self._write(lambda db: opinions.remove_tags(db, session_ids, name))
+        return await self._write(lambda db: annotations.remove_tags(db, session_ids, name))
 
     async def tags(self, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
-        return await self._read(lambda db: opinions.get_tags(db, session_ids))
+        return await self._read(lambda db: annotations.get_tags(db, session_ids))
 
     async def add_feedback(self, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
         rows = [encode_reward(reward) for reward in rewards]
-        return await self._write(lambda db: opinions.add_feedback(db, feedback, rows))
+        return await self._write(lambda db: annotations.add_feedback(db, feedback, rows))
 
     async def feedback(
         self, run_id: str, *, session_id: str | None = None, corrected: bool = False
     ) -> list[Feedback]:
-        return await self._read(lambda db: opinions.get_feedback(db, run_id, session_id, corrected))
+        return await self._read(lambda db: annotations.get_feedback(db, run_id, session_id, corrected))
 
-    async def lessons(self, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-        return await self._read(lambda db: opinions.get_lessons(db, run_id, epoch, limit))
+    async def corrections(self, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+        return await self._read(lambda db: annotations.get_lessons(db, run_id, epoch, limit))
 
     async def judgment(self, key: bytes) -> Json | None:
-        return await self._look_up(lambda db: opinions.get_judgment(db, key))
+        return await self._look_up(lambda db: annotations.get_judgment(db, key))
 
     async def put_judgment(self, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
-        await self._write(lambda db: opinions.put_judgment(db, key, run_id, answer, cost))
+        await self._write(lambda db: annotations.put_judgment(db, key, run_id, answer, cost))
 
-    async def judged(self, run_id: str) -> tuple[int, float]:
-        return await self._read(lambda db: opinions.judged(db, run_id))
+    async def judgment_totals(self, run_id: str) -> tuple[int, float]:
+        return await self._read(lambda db: annotations.judged(db, run_id))
 
     # data that was put aside, and known by name
 
@@ -334,13 +336,13 @@ class SqlStore(Store):
     async def reserved_versions(self, policy_id: str) -> list[tuple[int, int]]:
         return await self._read(lambda db: policies.reserved_versions(db, policy_id))
 
-    async def steps_of_versions(self, policy_id: str) -> dict[int, int]:
+    async def steps_by_version(self, policy_id: str) -> dict[int, int]:
         return await self._read(lambda db: policies.steps_of_versions(db, policy_id))
 
-    async def head(self, policy_id: str) -> Policy:
+    async def latest_policy(self, policy_id: str) -> Policy:
         return await self._read(lambda db: policies.head(db, policy_id))
 
-    async def published(self, policy_id: str) -> list[tuple[Policy, int]]:
+    async def published_policies(self, policy_id: str) -> list[tuple[Policy, int]]:
         return await self._read(lambda db: policies.published(db, policy_id))
 
     # training steps
@@ -352,7 +354,7 @@ class SqlStore(Store):
         rows = [encode_claim(claim, step) for claim in claims]
         await self._write(lambda db: steps.claim_step(db, run_id, step, rows))
 
-    async def drop(self, claims: Sequence[Claim]) -> None:
+    async def drop_samples(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
             if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
                 raise StoreError(f"claim of {claim.sample_key} is no drop with a reason")
@@ -384,7 +386,7 @@ class SqlStore(Store):
     ) -> list[Claim]:
         return await self._read(lambda db: steps.get_claims(db, run_id, step, session_id))
 
-    async def settled_claims(self, run_id: str, epoch: int, groups: int) -> list[Claim]:
+    async def recent_claims(self, run_id: str, epoch: int, groups: int) -> list[Claim]:
         return await self._read(lambda db: steps.get_settled_claims(db, run_id, epoch, groups))
 
     async def progress(self, run_id: str, channel: Channel = Channel.TRAIN) -> Progress:
@@ -411,13 +413,13 @@ class SqlStore(Store):
     # who acts for a run
 
     async def take_lease(self, run_id: str, name: str) -> int:
-        return await self._write(lambda db: leases.take(db, run_id, name))
+        return await self._write(lambda db: leases.take_lease(db, run_id, name))
 
     async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
-        check = leases.guard(run_id, name, lease)
+        check = leases.make_lease_check(run_id, name, lease)
         await self._write(check)
         assert self._writer is not None
-        self._writer.guard = check
+        self._writer.lease_check = check
 
     # roles that are up
 

@@ -13,9 +13,9 @@ from typing import Self
 from instar.config import RunConfig
 from instar.errors import StoreError
 from instar.store import migrations
-from instar.store.connection import SqliteDatabase, connect, translate
-from instar.store.reader import Readers
+from instar.store.reader import ReaderPool
 from instar.store.sql import SqlStore
+from instar.store.sqlite_database import SqliteDatabase, connect, translate_error
 from instar.store.writer import Writer
 
 READERS = 4
@@ -30,7 +30,7 @@ class SqliteStore(SqlStore):
         if read_only:
             _check_readable(path)
         super().__init__(
-            str(path), writer, Readers(lambda: _open_for_reading(path), str(path), threads=READERS)
+            str(path), writer, ReaderPool(lambda: _open_for_reading(path), str(path), threads=READERS)
         )
 
     @classmethod
@@ -47,13 +47,13 @@ def _open_for_writing(path: Path) -> SqliteDatabase:
     try:
         connection = connect(path)
         try:
-            migrations.prepare(connection, path)
+            migrations.create_or_migrate(connection, path)
             connection.wait_in_begin()
         except BaseException:
             connection.close()
             raise
     except sqlite3.Error as error:
-        raise translate(error, path) from error
+        raise translate_error(error, path) from error
     return connection
 
 
@@ -61,7 +61,7 @@ def _open_for_reading(path: Path) -> SqliteDatabase:
     try:
         return connect(path, read_only=True)
     except sqlite3.Error as error:
-        raise translate(error, path) from error
+        raise translate_error(error, path) from error
 
 
 def _check_readable(path: Path) -> None:
@@ -70,8 +70,8 @@ def _check_readable(path: Path) -> None:
     try:
         connection = connect(path, read_only=True)
         try:
-            migrations.check(connection, path)
+            migrations.check_version(connection, path)
         finally:
             connection.close()
     except sqlite3.Error as error:
-        raise translate(error, path) from error
+        raise translate_error(error, path) from error

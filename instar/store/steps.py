@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from instar.errors import Conflict, StoreError
+from instar.errors import ConflictError, StoreError
 from instar.store.base import Progress
 from instar.store.codec import dump_json
 from instar.store.database import Database
@@ -23,7 +23,7 @@ ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMM
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[dict[str, Any]]) -> None:
     there = _step(db, run_id, step)
     if there is not None and there.state is not StepState.RELEASED:
-        raise Conflict(f"step {step} of run {run_id} is there already ({there.state})")
+        raise ConflictError(f"step {step} of run {run_id} is there already ({there.state})")
     db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
     row = {
         "run_id": run_id,
@@ -54,7 +54,7 @@ def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequenc
     ).fetchone()
     if row is not None:
         taken = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
-        raise Conflict(
+        raise ConflictError(
             f"sample {row['sample_key']} is claimed already {taken} in epoch {epoch} of run {run_id}"
         )
 

@@ -5,7 +5,7 @@ undone alone and only its caller hears of it. A write may be run a second time, 
 shared transaction could not be committed, so it must depend on nothing but the database.
 
 Every statement costs the writer its turn at the interpreter, which a busy event loop gives back late.
-So writes of one kind, one behind another, are done with few statements (`Joint`), with a single one
+So writes of one kind, one behind another, are done with few statements (`BatchableWrite`), with a single one
 where nothing has to be looked up first, and all callers of a commit are woken at once.
 """
 
@@ -33,7 +33,7 @@ so under load this is time won. A write that comes alone does not wait, nor do a
 time."""
 
 
-class Joint(ABC):
+class BatchableWrite(ABC):
     """A write that returns nothing and can be done with others of its kind."""
 
     @abstractmethod
@@ -44,31 +44,31 @@ class Joint(ABC):
     def __call__(self, db: Database) -> None: ...
 
     @abstractmethod
-    def together(self, db: Database, others: Sequence[Any]) -> None:
+    def write_batch(self, db: Database, others: Sequence[Any]) -> None:
         """This one and then ``others`` of its kind. Raises when any would fail; each is then done by
         itself."""
 
     @abstractmethod
-    def alone(self, db: Database, others: Sequence[Any]) -> bool:
+    def write_single(self, db: Database, others: Sequence[Any]) -> bool:
         """As `together`, in one statement, which is a transaction of its own. False, and nothing done, where
         it takes more. Raises when any would fail."""
 
     @abstractmethod
-    def done(self) -> None:
+    def on_committed(self) -> None:
         """It is on disk."""
 
 
-class _Job:
-    __slots__ = ("error", "future", "joint", "result", "work")
+class _WriteJob:
+    __slots__ = ("batchable", "error", "future", "result", "work")
 
     def __init__(self, work: Work[Any], future: asyncio.Future[Any]) -> None:
         self.work = work
-        self.joint = work if isinstance(work, Joint) else None
+        self.batchable = work if isinstance(work, BatchableWrite) else None
         self.future = future
         self.result: Any = None
         self.error: Exception | None = None
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """On the event loop of its caller."""
         if self.future.done():
             return
@@ -81,17 +81,17 @@ class _Job:
 class Writer:
     """Owns its connection. `commits` and `writes` tell how well writes are grouped."""
 
-    def __init__(self, db: Database, name: str, *, patience: float = 0.0) -> None:
+    def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
         """``name`` is the store's, for errors. A transaction whose failure passes is tried again for
         ``patience`` seconds."""
         self.commits = 0
         self.writes = 0
-        self.guard: Work[None] | None = None
+        self.lease_check: Work[None] | None = None
         """Run first in every transaction; nothing is written where it raises StoreError."""
         self._db = db
         self._name = name
-        self._patience = patience
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._retry_timeout = retry_timeout
+        self._queue: SimpleQueue[_WriteJob | None] = SimpleQueue()
         self._closed = False
         self._grouped = 0
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store {self._name} is closed")
-            self._queue.put(_Job(work, future))
+            self._queue.put(_WriteJob(work, future))
         return future
 
     def close(self) -> None:
@@ -134,10 +134,10 @@ class Writer:
             jobs.clear()
         self._db.close()
 
-    def _next_batch(self) -> tuple[list[_Job], bool]:
+    def _next_batch(self) -> tuple[list[_WriteJob], bool]:
         """Everything that is queued, waiting for the first and prepared while more may come; and whether to
         stop after it."""
-        jobs: list[_Job] = []
+        jobs: list[_WriteJob] = []
         job = self._queue.get()
         deadline = time.monotonic() + (GATHER if self._grouped > 1 else 0.0)
         while job is not None:
@@ -151,7 +151,7 @@ class Writer:
                 return jobs, False
         return jobs, True
 
-    def _take(self, deadline: float) -> _Job | None:
+    def _take(self, deadline: float) -> _WriteJob | None:
         """The next one that is queued. Raises Empty when there is none at the deadline."""
         try:
             return self._queue.get_nowait()
@@ -160,13 +160,13 @@ class Writer:
                 raise
             return self._queue.get(timeout=left)
 
-    def _commit(self, jobs: Sequence[_Job]) -> None:
+    def _commit(self, jobs: Sequence[_WriteJob]) -> None:
         if not jobs:
             return
         try:
-            self._persist(jobs)
+            self._commit_with_retry(jobs)
         except self._db.errors as error:
-            if len(jobs) == 1 or self._db.is_for_all(error):
+            if len(jobs) == 1 or self._db.is_global_failure(error):
                 _fail(jobs, self._db.translate(error))
             else:
                 # One write that does not fit on the disk must not take the others with it.
@@ -176,7 +176,7 @@ class Writer:
             self._db.rollback()
             _fail(jobs, error)
 
-    def _persist(self, jobs: Sequence[_Job]) -> None:
+    def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
         """One transaction, tried again while what hinders it may pass and each attempt was undone."""
         deadline: float | None = None
         while True:
@@ -184,53 +184,53 @@ class Writer:
                 return self._transact(jobs)
             except self._db.errors as error:
                 self._db.rollback()
-                deadline = deadline or time.monotonic() + self._patience
-                if not self._db.is_passing(error) or time.monotonic() > deadline:
+                deadline = deadline or time.monotonic() + self._retry_timeout
+                if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
-                if len(jobs) > 1 and not self._db.is_for_all(error):
+                if len(jobs) > 1 and not self._db.is_global_failure(error):
                     raise  # two groups in each other's way: one by one, they are not
 
-    def _transact(self, jobs: Sequence[_Job]) -> None:
+    def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
             job.result, job.error = None, None
-        if not self._alone(jobs):
-            self._apart(jobs)
+        if not self._write_single(jobs):
+            self._write_transaction(jobs)
         self.commits += 1
         self.writes += len(jobs)
 
-    def _alone(self, jobs: Sequence[_Job]) -> bool:
+    def _write_single(self, jobs: Sequence[_WriteJob]) -> bool:
         """Whether it took but one statement. Whatever fails is told in the long way."""
-        first = jobs[0].joint
-        if first is None or self.guard is not None:
+        first = jobs[0].batchable
+        if first is None or self.lease_check is not None:
             return False
         others = [job.work for job in jobs[1:]]
         if any(type(other) is not type(first) for other in others):
             return False
         try:
-            return first.alone(self._db, others)
+            return first.write_single(self._db, others)
         except Exception:  # noqa: BLE001 whatever it is, the long way finds whose it is
             return False
 
-    def _apart(self, jobs: Sequence[_Job]) -> None:
+    def _write_transaction(self, jobs: Sequence[_WriteJob]) -> None:
         """Each kind by itself, within a transaction."""
         self._db.begin()
-        if self.guard is not None:
-            self.guard(self._db)
+        if self.lease_check is not None:
+            self.lease_check(self._db)
         for alike in _alike(jobs):
-            if not self._together(alike):
+            if not self._write_batch(alike):
                 for job in alike:
                     self._attempt(job)
         self._db.commit()
 
-    def _together(self, jobs: Sequence[_Job]) -> bool:
+    def _write_batch(self, jobs: Sequence[_WriteJob]) -> bool:
         """False when they are to be done one by one."""
-        first = jobs[0].joint
+        first = jobs[0].batchable
         if len(jobs) == 1 or first is None:
             return False
         others = [job.work for job in jobs[1:]]
-        return self._under_savepoint(lambda db: first.together(db, others)) is None
+        return self._under_savepoint(lambda db: first.write_batch(db, others)) is None
 
-    def _attempt(self, job: _Job) -> None:
+    def _attempt(self, job: _WriteJob) -> None:
         def work(db: Database) -> None:
             job.result = job.work(db)
 
@@ -243,7 +243,7 @@ class Writer:
         try:
             work(self._db)
         except Exception as error:  # whatever a write raises belongs to its caller
-            if self._db.has_undone(error):
+            if self._db.is_rolled_back(error):
                 raise
             self._db.execute("ROLLBACK TO job")
             self._db.execute("RELEASE job")
@@ -252,32 +252,32 @@ class Writer:
         return None
 
 
-def _prepare(job: _Job) -> None:
-    if job.joint is not None:
+def _prepare(job: _WriteJob) -> None:
+    if job.batchable is not None:
         try:
-            job.joint.prepare()
+            job.batchable.prepare()
         except Exception as error:  # noqa: BLE001 whatever a write raises belongs to its caller
             job.error = error
 
 
-def _done(jobs: Sequence[_Job]) -> None:
+def _done(jobs: Sequence[_WriteJob]) -> None:
     for job in jobs:
-        if job.error is None and job.joint is not None:
-            job.joint.done()
+        if job.error is None and job.batchable is not None:
+            job.batchable.on_committed()
 
 
-def _fail(jobs: Sequence[_Job], error: Exception) -> None:
+def _fail(jobs: Sequence[_WriteJob], error: Exception) -> None:
     for job in jobs:
         job.error = error
 
 
-def _alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+def _alike(jobs: Sequence[_WriteJob]) -> Iterator[list[_WriteJob]]:
     """Runs of writes of one kind, in the order they were queued."""
     for _, run in groupby(jobs, key=lambda job: type(job.work)):
         yield list(run)
 
 
-def _wake(jobs: Sequence[_Job]) -> None:
+def _wake(jobs: Sequence[_WriteJob]) -> None:
     for loop, theirs in groupby(jobs, key=lambda job: job.future.get_loop()):
         settled = list(theirs)
         try:
@@ -286,6 +286,6 @@ def _wake(jobs: Sequence[_Job]) -> None:
             continue  # the loop is closed, and with it went everyone who waited
 
 
-def _settle(jobs: Sequence[_Job]) -> None:
+def _settle(jobs: Sequence[_WriteJob]) -> None:
     for job in jobs:
-        job.settle()
+        job.resolve()

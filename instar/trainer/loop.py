@@ -138,14 +138,14 @@ class Trainer:
         """Wait for a batch and train on it. Return False if no data is left."""
         await self._renew_head()
         self.doing = f"waiting for the data of step {self.step + 1}"
-        head = await self.store.head(self.policy_id)
+        head = await self.store.latest_policy(self.policy_id)
         wait_started = time.monotonic()
         was_finished = self.is_rollout_finished
         waiting = self.batcher.next_batch(
             step=self.step + 1,
             epoch=EPOCH,
             version=head.version,
-            step_by_version=await self.store.steps_of_versions(self.policy_id),
+            step_by_version=await self.store.steps_by_version(self.policy_id),
             stop=self.stop_event,
             is_finished=lambda: self.is_rollout_finished,
             timeout=self._batch_timeout(),
@@ -183,7 +183,7 @@ class Trainer:
         step = self.step + 1
         started = time.monotonic()
         corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, EPOCH)
-        await self.store.drop(batch.drops)
+        await self.store.drop_samples(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
         metrics: Json = {
@@ -318,7 +318,7 @@ class Trainer:
         because every step ends with a version."""
         if self.renewal_time is None or time.time() < self.renewal_time:
             return False
-        head = await self.store.head(self.policy_id)
+        head = await self.store.latest_policy(self.policy_id)
         logger.info("exporting version %s again: its sampler expires", head.version)
         await self._publish_head(head.version)
         return True
@@ -352,10 +352,10 @@ class Trainer:
             await self._restore_published_version()
             await self._commit()
             await self._record_missing_metrics()
-        head = await self.store.head(self.policy_id)
+        head = await self.store.latest_policy(self.policy_id)
         if head.artifact.kind == "live":
             await self._publish_files(head.version)
-            head = await self.store.head(self.policy_id)
+            head = await self.store.latest_policy(self.policy_id)
         self._schedule_renewal(head)
         if not await self._renew_head():
             # The base model is pushed too: an engine may serve a version that was just tombstoned.
@@ -365,14 +365,14 @@ class Trainer:
         # Called before their steps are released, so that a crash in between finds the versions again.
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
-        for policy, step in await self.store.published(self.policy_id):
+        for policy, step in await self.store.published_policies(self.policy_id):
             if step > self.saved_step:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
         """Set the version of a saved step that was published before its row was updated."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
-        for policy, step in await self.store.published(self.policy_id):
+        for policy, step in await self.store.published_policies(self.policy_id):
             if step == self.saved_step and rows[step].version is None:
                 await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)
 

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from instar.rollout.base import AgentSession
-from tests.postgres import PASSWORD, PostgresServer
+from tests.postgres import PASSWORD, PostgresTestServer
 from tests.tiny import make_tiny_model
 from tests.torture import play
 from tests.torture.tortured import ROOT, Tortured, settings
@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer(fsync=True)
+def postgres() -> Iterator[PostgresTestServer]:
+    server = PostgresTestServer(fsync=True)
     yield server
     server.remove()
 
@@ -43,7 +43,7 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
 class PostgresRun(Tortured):
     """Reaches its server with a password, which comes by the environment."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], server: PostgresServer) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], server: PostgresTestServer) -> None:
         config["store"] = {
             "type": "postgres",
             "url": server.tcp_url,
@@ -79,7 +79,7 @@ class PostgresRun(Tortured):
 
 @pytest.mark.timeout(240)
 def test_a_run_on_postgres_finishes_and_is_looked_into(
-    model: Path, tmp_path: Path, postgres: PostgresServer
+    model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
     run = PostgresRun(tmp_path, settings(tmp_path, model, steps=2), postgres)
     run.start()
@@ -109,7 +109,7 @@ def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_killed_and_resumed_while_the_server_restarts(
-    model: Path, tmp_path: Path, postgres: PostgresServer
+    model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
     run = PostgresRun(tmp_path, settings(tmp_path, model, steps=5), postgres)
 

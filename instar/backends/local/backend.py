@@ -27,7 +27,7 @@ from instar.backends.local.model import TrainedModel, load_frozen, load_model
 from instar.backends.local.pack import PackedRow, pack, split_micro_batches
 from instar.backends.weight_export import has_adapter_on_tied_head, iterate_served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
-from instar.errors import BackendError, NonFinite
+from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ class LocalBackend(Backend):
         samples: Sequence[Sample],
         loss: LossConfig,
     ) -> tuple[Tensor, losses.LossSums]:
-        """Raises NonFinite, naming the samples, before any gradient is taken."""
+        """Raises NonFiniteError, naming the samples, before any gradient is taken."""
         places = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
         index = torch.from_numpy(np.searchsorted(wanted, np.concatenate(places)))
 
@@ -216,7 +216,7 @@ class LocalBackend(Backend):
         value, sums = losses.token_loss(loss, values[index.to(values.device)], tokens)
         if not math.isfinite(number := float(value.detach())):
             keys = ", ".join(sample.sample_key for sample in samples[:4])
-            raise NonFinite(f"the {loss.name} loss is {number} on {len(samples)} samples ({keys}, ...)")
+            raise NonFiniteError(f"the {loss.name} loss is {number} on {len(samples)} samples ({keys}, ...)")
         return value, sums
 
     def _restore(self, before: dict[str, Tensor | None]) -> None:
@@ -238,7 +238,7 @@ class LocalBackend(Backend):
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad(set_to_none=True)
-            raise NonFinite(f"the gradient norm is {grad_norm}; the step was not applied")
+            raise NonFiniteError(f"the gradient norm is {grad_norm}; the step was not applied")
         if adam.grad_clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), adam.grad_clip_norm, norm)
         for group in self._optimizer.param_groups:

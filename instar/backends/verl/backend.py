@@ -33,7 +33,7 @@ from instar.backends.verl.settings import WorkerSettings
 from instar.backends.verl.sharding import RankShares, SerializedWeight, distribute_samples, gather
 from instar.backends.verl.workers import RayWorkers
 from instar.config import AdamConfig, LossConfig, ModelConfig, VerlBackendConfig
-from instar.errors import BackendError, BackendLost, ConfigError, NonFinite
+from instar.errors import BackendError, BackendLost, ConfigError, NonFiniteError
 from instar.models import device_and_dtype, resolve_model
 from instar.types import Artifact, Floats, Sample
 
@@ -158,7 +158,7 @@ class VerlBackend(Backend):
             parts = self._workers.call("train", shares.max_tokens, loss, shares=shares.rows)
             new = gather(shares, [part.logprobs for part in parts], chosen)
             if not parts[0].finite:
-                raise NonFinite(_not_finite(loss, chosen, new))
+                raise NonFiniteError(_not_finite(loss, chosen, new))
             self._has_gradient = True
             for i, logprobs in zip(trained, new, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.float32(np.nan))
@@ -180,7 +180,7 @@ class VerlBackend(Backend):
         self._has_gradient = False
         grad_norm = float(self._workers.call("step", adam)[0])
         if not math.isfinite(grad_norm):
-            raise NonFinite(f"the gradient norm is {grad_norm}; the step was not applied")
+            raise NonFiniteError(f"the gradient norm is {grad_norm}; the step was not applied")
         clipped = 0.0 < adam.grad_clip_norm < grad_norm
         return OptimStepResult(grad_norm, {"lr": adam.lr, "grad_clipped": float(clipped)})
 

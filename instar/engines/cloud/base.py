@@ -153,7 +153,7 @@ class CloudEngine(Engine):
         ids, reason, stop = self._cut(sampled, params, room)
         logprobs = sampled.logprobs[: len(ids)]
         behavior = None
-        if params.truncates:
+        if params.modifies_distribution:
             logprobs, behavior = await self._logprobs_of_truncated(served, prompt, ids, params)
         return TokenChunk(
             token_ids=ids,

@@ -57,7 +57,9 @@ class Sampler:
         return SampledTokens(
             ids=[int(row[0]) for row in drawn],
             logprobs=[row[1] for row in drawn],
-            behavior=[row[2] if p.truncates else None for row, p in zip(drawn, params, strict=True)],
+            behavior=[
+                row[2] if p.modifies_distribution else None for row, p in zip(drawn, params, strict=True)
+            ],
         )
 
     def _draw_tempered(
@@ -69,7 +71,7 @@ class Sampler:
         behavior: Tensor,
     ) -> None:
         """Rows with a temperature only, then those with top_k or top_p: drawn again, their own way."""
-        warm = [i for i, p in enumerate(params) if p.temperature > 0 and p.truncates]
+        warm = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
         cut = [i for i in warm if params[i].top_p < 1 or params[i].top_k > 0]
         plain = [i for i in warm if i not in set(cut)]
         for chosen in (plain, cut):

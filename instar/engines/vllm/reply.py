@@ -136,7 +136,7 @@ class VllmReply:
 
     def _behavior(self, count: int) -> list[float] | None:
         """A greedy token was certain; of another distribution than the full softmax vLLM tells nothing."""
-        if not self._params.truncates:
+        if not self._params.modifies_distribution:
             return None
         return [0.0 if self._params.temperature == 0 else math.nan] * count
 

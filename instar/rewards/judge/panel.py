@@ -107,7 +107,7 @@ class JudgePanel:
                 await self._context.store.put_judgment(
                     digest([key.hex(), new_id("garbage")]), self._context.run_id, useless, cost
                 )
-                raise ScoreError(str(error), again=True) from error
+                raise ScoreError(str(error), retryable=True) from error
             kept: Json = {"answer": answer, "cost": cost, "session": session_id}
             await self._context.store.put_judgment(key, self._context.run_id, kept, cost)
         return kept
@@ -141,4 +141,4 @@ async def gather_all(asked: Sequence[Awaitable[T]]) -> list[T]:
 def _gravity(failure: BaseException) -> tuple[bool, bool, float]:
     if not isinstance(failure, ScoreError):
         return True, True, 0.0
-    return False, not failure.again, failure.wait or 0.0
+    return False, not failure.retryable, failure.retry_after or 0.0

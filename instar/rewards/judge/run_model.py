@@ -59,7 +59,9 @@ class RunModelEndpoint(JudgeEndpoint):
         try:
             return msgspec.json.decode(raw, type=OpenedSession)
         except msgspec.DecodeError as error:
-            raise ScoreError(f"the gateway opened no session for the judge: {error}", again=True) from error
+            raise ScoreError(
+                f"the gateway opened no session for the judge: {error}", retryable=True
+            ) from error
 
     async def close(self) -> None:
         await self._http.close()

@@ -86,18 +86,20 @@ class JudgeHttpClient:
                 ) as response:
                     raw = await _read(response)
         except TimeoutError as error:
-            raise ScoreError(f"no answer from the judge within {self._timeout:g} s", again=True) from error
+            raise ScoreError(
+                f"no answer from the judge within {self._timeout:g} s", retryable=True
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             cause = self._clean(str(error) or type(error).__name__)
-            raise ScoreError(f"the judge cannot be reached: {cause}", again=True) from error
+            raise ScoreError(f"the judge cannot be reached: {cause}", retryable=True) from error
         if 200 <= response.status < 300:
             return raw
         again = response.status in _AGAIN or response.status >= 500
         raise JudgeHttpError(
             response.status,
             f"the judge answered {response.status}: {self._clean(_said(raw))}",
-            again=again,
-            wait=parse_retry_after(response.headers.get("Retry-After")) if again else None,
+            retryable=again,
+            retry_after=parse_retry_after(response.headers.get("Retry-After")) if again else None,
         )
 
     def _clean(self, text: str) -> str:
@@ -114,7 +116,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     async for piece in response.content.iter_chunked(1 << 16):
         raw += piece
         if len(raw) > MOST_BYTES:
-            raise ScoreError(f"the judge's answer is longer than {MOST_BYTES} bytes", again=True)
+            raise ScoreError(f"the judge's answer is longer than {MOST_BYTES} bytes", retryable=True)
     return bytes(raw)
 
 
@@ -213,7 +215,7 @@ def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ScoreError(f"the judge's answer is no answer of its API: {error}", again=True) from error
+        raise ScoreError(f"the judge's answer is no answer of its API: {error}", retryable=True) from error
 
 
 # --- both ---------------------------------------------------------------------------------------

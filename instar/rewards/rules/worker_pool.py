@@ -96,7 +96,7 @@ class CheckWorkerPool:
         await _end(worker)
         if missing := said.get("missing"):
             raise ConfigError(f"reward.type: {self.check_name} needs {missing}: pip install 'instar[rules]'")
-        raise ScoreError(f"the process that checks {self.check_name} did not start", again=True)
+        raise ScoreError(f"the process that checks {self.check_name} did not start", retryable=True)
 
     async def _begin(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
         """A process, and what it says first."""

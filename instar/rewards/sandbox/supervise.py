@@ -109,7 +109,7 @@ async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimit
     text = output.decode(errors="replace")
     if said != b"ready" and stopped != "time":
         raise ScoreError(
-            f"the sandbox failed: {(said.decode(errors='replace') or text).strip():.500}", again=True
+            f"the sandbox failed: {(said.decode(errors='replace') or text).strip():.500}", retryable=True
         )
     assert process.returncode is not None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode

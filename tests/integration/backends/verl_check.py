@@ -26,7 +26,7 @@ from instar.conformance.cases import ADAM
 from instar.conformance.compare import BackendRecord, CheckResult, compare, difference
 from instar.conformance.runner import build_job, run_cases
 from instar.conformance.tiny import make_tiny_model
-from instar.errors import BackendError, BackendLost, NonFinite
+from instar.errors import BackendError, BackendLost, NonFiniteError
 
 CONTEXT = 256
 TOLERANCE = 1e-5
@@ -110,7 +110,9 @@ async def resumes_and_refuses(checks: Checks, backend: VerlBackend, folder: Path
         await backend.load_state(folder / "two")
         await backend.forward_backward(tree_samples(), LossConfig())
         if with_bad:
-            named = await raised(NonFinite, backend.forward_backward([*tree_samples(1), far], LossConfig()))
+            named = await raised(
+                NonFiniteError, backend.forward_backward([*tree_samples(1), far], LossConfig())
+            )
             checks.that("a loss that is not finite names its sample", "far" in str(named), str(named))
         norms.append((await backend.optim_step(ADAM)).grad_norm)
     checks.that("a loss that is not finite adds nothing", norms[0] == norms[1], str(norms))
@@ -119,7 +121,7 @@ async def resumes_and_refuses(checks: Checks, backend: VerlBackend, folder: Path
     huge = make_sample("huge", [4, 5, 6, 7], 2, advantages=np.full(4, 1e37, np.float32))
     await backend.forward_backward([huge], LossConfig(name="cross_entropy"))
     checks.that(
-        "a gradient that is not finite", await raised(NonFinite, backend.optim_step(ADAM)) is not None
+        "a gradient that is not finite", await raised(NonFiniteError, backend.optim_step(ADAM)) is not None
     )
     after = await backend.forward(tree_samples())
     checks.that(

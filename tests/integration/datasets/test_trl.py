@@ -9,7 +9,7 @@ import pytest
 
 from instar.store.sqlite import SqliteStore
 from tests.tiny import make_tiny_model
-from tests.unit.datasets.house import export_all, fill
+from tests.unit.datasets.harness import export_all, fill
 
 pytest.importorskip("trl")
 pytestmark = [

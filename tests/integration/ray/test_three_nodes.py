@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from tests.integration.ray.nodes import ROOT, Network, RayNode, require_namespaces
-from tests.postgres import PASSWORD, PostgresServer
+from tests.postgres import PASSWORD, PostgresTestServer
 from tests.tiny import make_tiny_model
 
 HERE = "tests.integration.ray.play"
@@ -42,7 +42,7 @@ class Cluster:
         stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.network = Network()
         stack.callback(self.network.remove)
-        self.postgres = PostgresServer(host=self.network.address)
+        self.postgres = PostgresTestServer(host=self.network.address)
         stack.callback(self.postgres.remove)
         self.head = self._node(stack, "a", 1, None, front=1)
         self.head.wait()

@@ -23,5 +23,5 @@ class SlowRule(Scorer):
         await asyncio.sleep(0.05)
         if transcript.session_id not in self.seen:
             self.seen.add(transcript.session_id)
-            raise ScoreError("not at the first try", again=True)
+            raise ScoreError("not at the first try", retryable=True)
         return [Reward(transcript.session_id, rule(task.data, transcript), RewardSource.RULE)]

@@ -90,7 +90,9 @@ class Policies:
 async def recorded(run: Tortured) -> tuple[list[Call], dict[int, str]]:
     store = open_store(RunFolder(run.run_dir).read_config(), read_only=True)
     try:
-        published = {policy.version: policy.artifact.path for policy, _ in await store.published("served")}
+        published = {
+            policy.version: policy.artifact.path for policy, _ in await store.published_policies("served")
+        }
         sessions = [row[0] for row in run.query("SELECT session_id FROM sessions")]
         return [call for name in sessions for call in await store.calls(name)], published
     finally:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig
 from instar.conformance.batches import make_sample, tree_samples
-from instar.errors import BackendError, NonFinite
+from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Sample
 
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -242,7 +242,7 @@ class BackendConformance:
         clean, hit = await begun(make_backend), await begun(make_backend)
         for backend in (clean, hit):
             await backend.forward_backward(tree_samples(), LossConfig())
-        with pytest.raises(NonFinite, match="bad" if self.names_samples else "loss"):
+        with pytest.raises(NonFiniteError, match="bad" if self.names_samples else "loss"):
             await hit.forward_backward([*tree_samples(1), bad], LossConfig())
         for backend in (clean, hit):
             await backend.optim_step(ADAM)
@@ -259,7 +259,7 @@ class BackendConformance:
         # The loss is finite in fp32 and its gradient's norm is not.
         huge = make_sample("huge", [4, 5, 6, 7], 2, advantages=np.full(4, 1e37, np.float32))
         await backend.forward_backward([huge], LossConfig(name="cross_entropy"))
-        with pytest.raises(NonFinite):
+        with pytest.raises(NonFiniteError):
             await backend.optim_step(ADAM)
         after = await backend.publish(tmp_path / "after")
         assert read_all(self.published(before)) == read_all(self.published(after))

@@ -27,7 +27,7 @@ from instar.config import (
 )
 from instar.conformance.batches import make_sample, tree_samples
 from instar.engines.cloud.weaver import WeaverSampler
-from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError, NonFinite
+from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError, NonFiniteError
 from instar.protocol.base import ServiceLimits
 from instar.types import Policy, Sample, SamplingParams
 from tests.unit.protocol.serving import served
@@ -231,7 +231,7 @@ async def test_refusals_leave_the_session_as_it_was(make: Make) -> None:
     with pytest.raises(BackendError, match="999999"):
         await backend.forward([make_sample("unknown", [4, 999999], 1)])
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
-    with pytest.raises(NonFinite):
+    with pytest.raises(NonFiniteError):
         await backend.forward_backward([far], LossConfig())
     with pytest.raises(BackendError, match="gradient"):
         await backend.optim_step(ADAM)

@@ -65,7 +65,7 @@ async def _fill(config: RunConfig, tokenizer: Any) -> None:
 async def _kept(config: RunConfig) -> tuple[list[Reward], list[Feedback]]:
     store: Store = open_store(config)
     try:
-        return await store.rewards("s-1"), await store.lessons("rated", 0, 10)
+        return await store.rewards("s-1"), await store.corrections("rated", 0, 10)
     finally:
         await store.close()
 

@@ -42,7 +42,7 @@ async def take(
     """The next batch, recorded as the trainer does."""
     batch = await batcher.next_batch(step, 0, version, timeout=wait)
     assert batch is not None
-    await store.drop(batch.drops)
+    await store.drop_samples(batch.drops)
     await store.claim_step(RUN, step, batch.claims)
     return batch
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from instar.datasets import export
-from instar.datasets.bring_in import bring_back, check_content
 from instar.datasets.columns import CALLS, SESSIONS
 from instar.datasets.export import read_records
-from instar.errors import ConfigError, Conflict, DataError
+from instar.datasets.importing import import_sessions, verify_content
+from instar.errors import ConfigError, ConflictError, DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Channel, Feedback, Reward, RewardSource, Session
@@ -55,7 +55,7 @@ async def everything(store: Store) -> list[object]:
     return [
         [row.session for row in rows],
         [await store.groups(RUN, channel) for channel in Channel],
-        await store.rewards_of(ids),
+        await store.rewards_by_session(ids),
         await store.scores(ids),
         await store.tags(ids),
         [(f.feedback_id, f.correction, f.created_at) for f in await store.feedback(RUN)],
@@ -65,8 +65,8 @@ async def everything(store: Store) -> list[object]:
 @pytest.mark.parametrize("format", FORMATS)
 async def test_comes_back_as_it_was(store: Store, empty: Store, tmp_path: Path, format: str) -> None:
     manifest = await export_all(store, tmp_path / "out", format=format)
-    assert check_content(tmp_path / "out") == manifest
-    brought = await bring_back(empty, tmp_path / "out", RUN, manifest)
+    assert verify_content(tmp_path / "out") == manifest
+    brought = await import_sessions(empty, tmp_path / "out", RUN, manifest)
     assert (brought.groups, brought.sessions) == (3, 8)
     assert await everything(empty) == await everything(store)
     for session in ("s0-0", "s2-1", "odd"):
@@ -82,17 +82,17 @@ async def test_importing_twice_changes_nothing(
     store: Store, empty: Store, tmp_path: Path, format: str
 ) -> None:
     manifest = await export_all(store, tmp_path / "out", format=format)
-    await bring_back(empty, tmp_path / "out", RUN, manifest)
+    await import_sessions(empty, tmp_path / "out", RUN, manifest)
     before = await everything(empty)
-    again = await bring_back(empty, tmp_path / "out", RUN, manifest)
-    assert (again.groups, again.sessions, again.there) == (0, 0, 8)
+    again = await import_sessions(empty, tmp_path / "out", RUN, manifest)
+    assert (again.groups, again.sessions, again.unchanged) == (0, 0, 8)
     assert await everything(empty) == before
 
 
 async def test_the_hash_is_of_the_content(store: Store, empty: Store, tmp_path: Path) -> None:
     hashes = {format: (await export_all(store, tmp_path / format, format=format)).hash for format in FORMATS}
     assert len(set(hashes.values())) == 1
-    await bring_back(empty, tmp_path / "parquet", RUN, check_content(tmp_path / "parquet"))
+    await import_sessions(empty, tmp_path / "parquet", RUN, verify_content(tmp_path / "parquet"))
     assert (await export_all(empty, tmp_path / "again", format="jsonl")).hash == hashes["jsonl"]
     await store.add_rewards([Reward("odd", 0.0, RewardSource.RULE, "later")])
     assert (await export_all(store, tmp_path / "later")).hash != hashes["jsonl"]
@@ -111,10 +111,10 @@ async def test_the_same_data_is_the_same_bytes(store: Store, tmp_path: Path, for
 
 async def test_a_conflict_is_named(store: Store, empty: Store, tmp_path: Path) -> None:
     manifest = await export_all(store, tmp_path / "out")
-    await bring_back(empty, tmp_path / "out", RUN, manifest)
+    await import_sessions(empty, tmp_path / "out", RUN, manifest)
     await empty.add_rewards([Reward("s1-0", 0.0, RewardSource.HUMAN)])
-    with pytest.raises(Conflict, match=r"session s1-0 .*: rewards differ"):
-        await bring_back(empty, tmp_path / "out", RUN, manifest)
+    with pytest.raises(ConflictError, match=r"session s1-0 .*: rewards differ"):
+        await import_sessions(empty, tmp_path / "out", RUN, manifest)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_changed_content_is_refused(store: Store, tmp_path: Path, old: str
     calls = tmp_path / "out" / "calls.jsonl"
     calls.write_text(calls.read_text().replace(old, new, 1))
     with pytest.raises(DataError, match="not what its manifest says"):
-        check_content(tmp_path / "out")
+        verify_content(tmp_path / "out")
 
 
 async def test_a_torn_file_is_refused(store: Store, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ async def test_a_torn_file_is_refused(store: Store, tmp_path: Path) -> None:
     calls = tmp_path / "out" / "calls.jsonl"
     calls.write_text(calls.read_text()[:-20])
     with pytest.raises(DataError, match=r"calls.jsonl, line \d+, is not a row"):
-        check_content(tmp_path / "out")
+        verify_content(tmp_path / "out")
 
 
 async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path) -> None:

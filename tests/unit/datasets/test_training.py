@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from instar.datasets.as_data import import_for_training
+from instar.datasets.bring_in import import_sessions
 
 from instar.cli.plan import make_plan
 from instar.config import RunConfig
 from instar.config.data import count_groups
 from instar.data.batcher import Batcher, StepBatch
-from instar.datasets.as_data import bring_as_data
-from instar.datasets.bring_in import bring_back
 from instar.errors import DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
@@ -47,13 +47,13 @@ def make(data: Any, **trainer: Any) -> RunConfig:
 
 async def bring(store: Store, empty: Store, tmp_path: Path, label: str = "golden@1") -> None:
     manifest = await export_all(store, tmp_path / label)
-    await bring_as_data(empty, tmp_path / label, RUN, label, manifest)
+    await import_for_training(empty, tmp_path / label, RUN, label, manifest)
 
 
 async def train(store: Store, batcher: Batcher, step: int) -> StepBatch | None:
     batch = await batcher.next_batch(step, 0, version=step - 1, is_finished=lambda: True)
     if batch is not None:
-        await store.drop(batch.drops)
+        await store.drop_samples(batch.drops)
         await store.claim_step(RUN, step, batch.claims)
     return batch
 
@@ -79,7 +79,7 @@ async def test_an_import_makes_the_same_batches(store: Store, tmp_path: Path) ->
     manifest = await export_all(store, tmp_path / "out", format="parquet")
     copy = SqliteStore(tmp_path / "copy.db")
     await begin(copy)
-    await bring_back(copy, tmp_path / "out", RUN, manifest)
+    await import_sessions(copy, tmp_path / "out", RUN, manifest)
     config = make("live", max_staleness=8)
     one, other = Batcher(store, RUN, config), Batcher(copy, RUN, config)
     for step in (1, 2):
@@ -205,16 +205,16 @@ async def test_bringing_it_twice_changes_nothing(store: Store, empty: Store, tmp
     await bring(store, empty, tmp_path)
     before = await empty.sessions(RUN)
     manifest = await export_all(store, tmp_path / "again")
-    brought = await bring_as_data(empty, tmp_path / "again", RUN, "golden@1", manifest)
-    assert (brought.groups, brought.sessions, brought.there) == (0, 0, 5)
+    brought = await import_for_training(empty, tmp_path / "again", RUN, "golden@1", manifest)
+    assert (brought.groups, brought.sessions, brought.unchanged) == (0, 0, 5)
     assert await empty.sessions(RUN) == before
-    other = await bring_as_data(empty, tmp_path / "again", RUN, "golden@2", manifest)
+    other = await import_for_training(empty, tmp_path / "again", RUN, "golden@2", manifest)
     assert other.groups == 5
 
 
 async def test_the_store_may_have_it_as_what_it_was(store: Store, tmp_path: Path) -> None:
     manifest = await export_all(store, tmp_path / "out")
-    await bring_as_data(store, tmp_path / "out", RUN, "golden@1", manifest)
+    await import_for_training(store, tmp_path / "out", RUN, "golden@1", manifest)
     (session,) = [
         row.session for row in await store.sessions(RUN) if row.session.session_id.startswith("s1-1.")
     ]
@@ -225,8 +225,8 @@ async def test_the_store_may_have_it_as_what_it_was(store: Store, tmp_path: Path
 async def test_evaluation_is_not_trained_on(store: Store, empty: Store, tmp_path: Path) -> None:
     await talk(store, "held-out", ["x"], 1.0, channel=Channel.VAL)
     manifest = await export_all(store, tmp_path / "out", where=SessionFilter(channel=Channel.VAL))
-    brought = await bring_as_data(empty, tmp_path / "out", RUN, "x@1", manifest)
-    assert (brought.groups, brought.there) == (0, 0)
+    brought = await import_for_training(empty, tmp_path / "out", RUN, "x@1", manifest)
+    assert (brought.groups, brought.unchanged) == (0, 0)
 
 
 async def test_missing_logprobs_are_for_cross_entropy_alone(
@@ -240,8 +240,8 @@ async def test_missing_logprobs_are_for_cross_entropy_alone(
     where = SessionFilter(ids=("bare",))
     manifest = await export_all(store, tmp_path / "out", where=where)
     with pytest.raises(DataError, match="bare lacks logprobs"):
-        await bring_as_data(empty, tmp_path / "out", RUN, "x@1", manifest)
-    await bring_as_data(empty, tmp_path / "out", RUN, "x@1", manifest, needs_logprobs=False)
+        await import_for_training(empty, tmp_path / "out", RUN, "x@1", manifest)
+    await import_for_training(empty, tmp_path / "out", RUN, "x@1", manifest, needs_logprobs=False)
     batcher = Batcher(
         empty, RUN, make("dataset:x@1", loss={"name": "cross_entropy"}, advantage={"estimator": "reward"})
     )

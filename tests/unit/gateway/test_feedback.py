@@ -264,7 +264,7 @@ async def test_no_secret_is_stored(gateway: Served) -> None:
 
 
 async def the_lesson(gateway: Served) -> list[int]:
-    (lesson,) = await gateway.store.lessons("run", 0, 10)
+    (lesson,) = await gateway.store.corrections("run", 0, 10)
     assert lesson.correction_ids is not None
     assert lesson.correction_ids.dtype == np.int32
     return lesson.correction_ids.tolist()
@@ -320,7 +320,7 @@ async def test_what_would_end_the_answer_early_is_no_lesson(gateway: Served, tex
     told = await given(gateway, session.api_key, correction=text)
     assert not told["lesson"]
     assert "something else" in told["reason"]
-    assert await gateway.store.lessons("run", 0, 10) == []
+    assert await gateway.store.corrections("run", 0, 10) == []
 
 
 async def test_what_is_too_long_is_no_lesson(gateway: Served) -> None:

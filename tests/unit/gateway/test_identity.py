@@ -150,9 +150,9 @@ class SlowLookups(SqliteStore):
         await asyncio.sleep(0.1)
         return await super().session(session_id)
 
-    async def session_by_external(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
+    async def session_by_external_id(self, run_id: str, agent_id: str, external_id: str) -> Session | None:
         await asyncio.sleep(0.1)
-        return await super().session_by_external(run_id, agent_id, external_id)
+        return await super().session_by_external_id(run_id, agent_id, external_id)
 
 
 async def test_first_calls_at_once_with_one_id_make_one_session(serving: Serve) -> None:

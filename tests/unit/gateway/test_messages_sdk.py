@@ -231,7 +231,7 @@ async def test_the_session_is_known_by_the_id_that_claude_code_sends(gateway: Se
     for session in ("a-1", "b-2", "a-1"):
         assert (await ask(session)).status_code == 200
     sessions = {
-        name: await gateway.store.session_by_external("run", "agent", f"claude-session:{name}")
+        name: await gateway.store.session_by_external_id("run", "agent", f"claude-session:{name}")
         for name in ("a-1", "b-2")
     }
     counts = [len(await gateway.store.calls(opened.session_id)) for opened in sessions.values() if opened]

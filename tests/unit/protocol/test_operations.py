@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from instar.errors import BackendError, EngineUnavailable, NonFinite
+from instar.errors import BackendError, EngineUnavailable, NonFiniteError
 from instar.protocol.base import ProtocolError, ServiceLimits
 from instar.protocol.operations import LocalOperationScheduler
 
@@ -135,7 +135,7 @@ async def test_a_failure_is_told_and_lets_the_next_one_run(operations: LocalOper
 
     errors = [
         (ProtocolError("no such loss", 422), 422, "user", "no such loss"),
-        (NonFinite("the loss is nan"), 400, "user", "the loss is nan"),
+        (NonFiniteError("the loss is nan"), 400, "user", "the loss is nan"),
         (BackendError("token 9 is outside"), 400, "user", "token 9 is outside"),
         (EngineUnavailable("the engine is closed"), 503, "server", "the engine is closed"),
         (KeyError("a secret"), 500, "server", "internal error: KeyError"),

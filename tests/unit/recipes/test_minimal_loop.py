@@ -27,7 +27,7 @@ async def test_the_minimal_loop_trains_and_publishes(
     await main(tmp_path, model=str(model), steps=2, reward=has_an_a)
     assert capsys.readouterr().out.count("reward 0.") == 2
     store = SqliteStore(tmp_path / "store.db")
-    published = [policy.version for policy, _ in await store.published("minimal")]
+    published = [policy.version for policy, _ in await store.published_policies("minimal")]
     sessions = await store.sessions("minimal")
     await store.close()
     assert published == [1, 2]

@@ -10,7 +10,7 @@ from instar.record.base import Placement, Renderer
 from instar.record.graph import MessageGraph
 from instar.record.hashing import HashChain, MessageHasher
 from instar.record.render import TemplateRenderer
-from instar.store.base import CallPart
+from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Link, Message, Tool, ToolCall, new_id
 from tests.unit.record.conftest import Load
 from tests.unit.record.talk import CALC, echo, follow_up, reply_text, words
@@ -180,9 +180,9 @@ def test_template_that_cannot_be_bridged_branches(load: Load) -> None:
     assert talk.say([user("one"), first.reply, user("x")], talk.ids("y")).link is Link.BRANCH
 
 
-def part(call: Call, *, digests: bool = True) -> CallPart:
+def part(call: Call, *, digests: bool = True) -> CallDelta:
     """As the store gives it back."""
-    return CallPart(
+    return CallDelta(
         call_id=call.call_id,
         request_id=call.request_id,
         parent_id=call.parent_id,

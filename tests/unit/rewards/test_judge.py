@@ -122,7 +122,7 @@ async def test_a_restart_midway_keeps_the_votes_that_came(path: Path, server: Ju
     async with start_judge(path, server.url, votes=3, input_price=1.0) as judge:
         with pytest.raises(ScoreError, match="500") as failed:
             await judge.score(TASK, make_answer_transcript("42"))
-        assert failed.value.again
+        assert failed.value.retryable
     async with start_judge(path, server.url, votes=3, input_price=1.0) as judge:
         (reward,) = await judge.score(TASK, make_answer_transcript("42"))
     assert len(server.requests) == 4
@@ -144,7 +144,7 @@ async def test_a_budget_of_calls_holds_over_a_restart_and_counts_garbage(
         await judge.score(TASK, make_answer_transcript("2"))
         with pytest.raises(ScoreError, match="budget of 3 answers is spent") as over:
             await judge.score(TASK, make_answer_transcript("3"))
-        assert not over.value.again
+        assert not over.value.retryable
         assert (await judge.score(TASK, make_answer_transcript("2")))[0].value == 0.75  # it is known
     assert len(server.requests) == 3
 
@@ -157,9 +157,9 @@ async def test_a_budget_of_dollars_is_not_overrun_by_many_at_once(path: Path, se
     spent = [r for r in results if isinstance(r, ScoreError)]
     assert 8 <= len(server.requests) <= 12
     assert len(spent) == 20 - len(server.requests)
-    assert all("budget of $5 is spent" in str(error) and not error.again for error in spent)
+    assert all("budget of $5 is spent" in str(error) and not error.retryable for error in spent)
     store = SqliteStore(path)
-    answers, dollars = await store.judged(RUN)
+    answers, dollars = await store.judgment_totals(RUN)
     assert answers == len(server.requests)
     assert dollars <= 5
     assert dollars == pytest.approx(0.4 * answers)
@@ -205,7 +205,7 @@ async def test_a_failure_says_whether_to_try_again(
     async with start_judge(path, server.url, timeout=timeout, api_key_env="JUDGE_KEY") as judge:
         with pytest.raises(ScoreError, match=said) as failed:
             await judge.score(TASK, make_answer_transcript("42"))
-        assert (failed.value.again, failed.value.wait) == (again, wait)
+        assert (failed.value.retryable, failed.value.retry_after) == (again, wait)
         assert "sk-secret" not in str(failed.value)
         assert (await judge.score(TASK, make_answer_transcript("42")))[0].value == 0.75
 
@@ -215,7 +215,7 @@ async def test_a_model_that_is_not_there_is_permanent(path: Path, server: JudgeS
     async with start_judge(path, server.url) as judge:
         with pytest.raises(ScoreError, match="404") as failed:
             await judge.score(TASK, make_answer_transcript("42"))
-        assert not failed.value.again
+        assert not failed.value.retryable
         await judge.score(TASK, make_answer_transcript("42"))
     assert "response_format" in server.requests[-1].body  # that was not the schema's fault
 
@@ -246,7 +246,7 @@ async def test_an_answer_that_is_none_is_garbage(path: Path, server: JudgeServer
     async with start_judge(path, server.url) as judge:
         with pytest.raises(ScoreError, match="cannot be read") as failed:
             await judge.score(TASK, make_answer_transcript("42"))
-        assert failed.value.again
+        assert failed.value.retryable
 
 
 async def test_of_several_failures_the_one_that_stands_most_against_another_try_is_told(

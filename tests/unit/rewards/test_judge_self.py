@@ -66,7 +66,7 @@ async def test_its_questions_are_recorded_but_neither_scored_nor_trained_on(gate
         assert "6 times 7" in calls[0].messages[-1]["content"]
         judge = own_judge()
         assert await judge.score(TASK, Transcript(session.session_id, calls, None)) == []
-    assert await gateway.store.unscored("run", "judge:outcome@x", list(Channel)) == []
+    assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
 
 
 async def test_it_is_asked_without_a_proxy(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ async def test_an_agents_key_will_do(gateway: Served) -> None:
 async def test_a_wrong_key_is_permanent_and_not_told(gateway: Served) -> None:
     with pytest.raises(ScoreError, match="401") as failed:
         await judge_with(gateway, "sk-instar-not-known")
-    assert not failed.value.again
+    assert not failed.value.retryable
     assert "sk-instar-not-known" not in str(failed.value)
 
 
@@ -95,7 +95,7 @@ async def test_a_gateway_that_is_away_is_tried_again_where_it_is_then(gateway: S
     async with asyncio.timeout(10):
         with pytest.raises(ScoreError, match="cannot be reached") as failed:
             await judge.score(TASK, make_answer_transcript("42"))
-    assert failed.value.again
+    assert failed.value.retryable
     around.base_url = gateway.url
     (reward,) = await judge.score(TASK, make_answer_transcript("42"))
     assert reward.value == 0.5

@@ -26,7 +26,7 @@ from instar.types import (
     SessionStatus,
     Task,
 )
-from tests.unit.store.make import POLICY, RUN, make_call, make_group, make_session
+from tests.unit.store.factories import POLICY, RUN, make_call, make_group, make_session
 
 QUICK = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
 
@@ -62,7 +62,7 @@ class Counting(Scorer):
         if "hopeless" in session:
             raise ScoreError("no budget")
         if "once" in session and self.asked[session] == 1:
-            raise ScoreError("busy", again=True, wait=0.01)
+            raise ScoreError("busy", retryable=True, retry_after=0.01)
         return [
             Reward(session, 0.5, RewardSource.JUDGE, cost=0.01),
             Reward(session, 1.0, RewardSource.JUDGE, call_id=f"call-{session}"),

@@ -223,7 +223,7 @@ class RolloutHarness:
         async with asyncio.timeout(20):
             batch = await batcher.next_batch(step, 0, version)
         assert batch is not None
-        await self.store.drop(batch.drops)
+        await self.store.drop_samples(batch.drops)
         await self.store.claim_step(RUN, step, batch.claims)
         published = await self.store.reserve_version(RUN, RUN, step)
         policy = Policy(RUN, published, Artifact("adapter", "nowhere"))

@@ -43,7 +43,7 @@ class Sides:
     async def claim(self, step: int, version: int = 0) -> None:
         batch = await self.batcher.next_batch(step, 0, version, timeout=0.0)
         assert batch is not None
-        await self.store.drop(batch.drops)
+        await self.store.drop_samples(batch.drops)
         await self.store.claim_step(RUN, step, batch.claims)
 
     async def commit(self, step: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from instar.errors import Conflict, StoreError
+from instar.errors import ConflictError, StoreError
 from instar.store.base import Run, Store
 from instar.types import (
     CallStatus,
@@ -24,14 +24,14 @@ from instar.types import (
     SessionStatus,
 )
 
+from .conformance_annotations import Opinions
 from .conformance_feedback import OfPeople
 from .conformance_gateway import Gateway
 from .conformance_listing import Listing
-from .conformance_opinions import Opinions
 from .conformance_records import Records
 from .conformance_sharing import ManyHosts
 from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
-from .make import (
+from .factories import (
     CALCULATOR,
     POLICY,
     RUN,
@@ -95,9 +95,9 @@ class RunsAndSessions(Conformance):
         await store.open_session(make_session("a"), key_hash="hash")
         await store.open_session(make_session("b"))
         await store.open_session(make_session("c"))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.open_session(make_session("a", task_id="another"))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.open_session(make_session("d"), key_hash="hash")
         assert await store.session("d") is None
 
@@ -143,10 +143,10 @@ class RunsAndSessions(Conformance):
         for name in ("\0", "\udcff"):
             assert await store.session(name) is None
             assert await store.call(name) is None
-            assert await store.calls(name) == await store.calls_of_request(name) == []
-            assert await store.session_by_external(RUN, "agent", name) is None
+            assert await store.calls(name) == await store.calls_by_request(name) == []
+            assert await store.session_by_external_id(RUN, "agent", name) is None
         await store.open_session(make_session("named", external_id="\0"))
-        assert await store.session_by_external(RUN, "agent", "\0") is not None
+        assert await store.session_by_external_id(RUN, "agent", "\0") is not None
 
     async def test_two_enders_one_wins(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -291,7 +291,7 @@ class Calls(Conformance):
     async def test_all_or_none(self, store: Store) -> None:
         await store.open_session(make_session())
         await store.add_calls([make_call("a")])
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.add_calls([make_call("b"), make_call("a")])
         assert [call.call_id for call in await store.calls("s")] == ["a"]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from instar.errors import StoreError
-from instar.store.base import Store, lesson_key
+from instar.store.base import Store, correction_key
 from instar.types import UNTRAINABLE, Channel, Feedback, Reward, RewardSource, Tag
 
-from .make import RUN, ids, make_claim, make_session
+from .factories import RUN, ids, make_claim, make_session
 
 
 def correction(number: int, session_id: str = "s") -> Feedback:
@@ -28,7 +28,7 @@ class OfPeople:
     async def test_feedback_comes_back_whole_and_once(self, store: Store) -> None:
         await store.open_session(make_session())
         whole = replace(correction(1), thumbs=-1, score=0.25, text="no\x00", author="Ada")
-        reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=lesson_key("f1"))
+        reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=correction_key("f1"))
         assert await store.add_feedback(whole, [reward])
         assert not await store.add_feedback(replace(whole, text="other"), [replace(reward, value=1.0)])
         (found,) = await store.feedback(RUN)
@@ -55,11 +55,11 @@ class OfPeople:
             await store.add_feedback(one)
 
         async def left(epoch: int = 0, limit: int = 10) -> list[str]:
-            return [one.feedback_id for one in await store.lessons(RUN, epoch, limit)]
+            return [one.feedback_id for one in await store.corrections(RUN, epoch, limit)]
 
         assert await left() == ["f1", "f2", "f3"]
         assert await left(limit=2) == ["f1", "f2"]
-        claim = replace(make_claim(lesson_key("f1")), session_id="s", group_id=None, step=1)
+        claim = replace(make_claim(correction_key("f1")), session_id="s", group_id=None, step=1)
         await store.claim_step(RUN, 1, [claim])
         assert await left() == ["f2", "f3"]
         assert await left(epoch=1) == ["f1", "f2", "f3"]

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from instar.errors import Conflict, StoreError
-from instar.store.base import CallPart, KeyRow, Store
+from instar.errors import ConflictError, StoreError
+from instar.store.base import CallDelta, KeyRow, Store
 from instar.types import Call, CallStatus, Channel, Link, SessionStatus
 
-from .make import AGENT, CALCULATOR, RUN, assert_same_call, follow, ids, make_call, make_session, user
+from .factories import AGENT, CALCULATOR, RUN, assert_same_call, follow, ids, make_call, make_session, user
 
 OpenStore = Callable[[], Store]
 
@@ -36,7 +36,7 @@ class OpenedWithTheirCall:
         await store.add_calls([make_call("a", "taken")], opening=make_session("taken"))
         with pytest.raises(StoreError, match="no session nobody"):
             await store.add_calls([make_call("b", "nobody")], opening=make_session("t"))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.add_calls([make_call("c", "taken")], opening=make_session("taken"))
         assert await store.session("t") is None
         assert [call.call_id for call in await store.calls("taken")] == ["a"]
@@ -56,7 +56,7 @@ class OpenedWithTheirCall:
 
         results = await asyncio.gather(*(add(number) for number in range(75)), return_exceptions=True)
         assert [type(result) for result in results] == [
-            Conflict if number == 20 else type(None) for number in range(75)
+            ConflictError if number == 20 else type(None) for number in range(75)
         ]
         assert len(await store.sessions(channel=Channel.LIVE)) == 74
 
@@ -70,7 +70,7 @@ class FoundAgain:
         await store.open_session(make_session("e"))
 
         async def found(external_id: str, agent_id: str = AGENT) -> str | None:
-            session = await store.session_by_external(RUN, agent_id, external_id)
+            session = await store.session_by_external_id(RUN, agent_id, external_id)
             return session.session_id if session else None
 
         assert await found("x") == "b"
@@ -125,9 +125,9 @@ class FoundAgain:
         await store.add_calls([make_call("1", "quiet", ended_at=2.0), make_call("2", "quiet", ended_at=40.0)])
         await store.add_calls([make_call("3", "busy", ended_at=90.0), make_call("4", "busy", ended_at=2.0)])
         await store.end_session("ended", SessionStatus.COMPLETED)
-        assert await store.silent_sessions(RUN, before=50.0) == ["idle", "quiet"]
-        assert await store.silent_sessions(RUN, before=40.0) == ["idle"]
-        assert await store.silent_sessions(RUN, before=10.0) == []
+        assert await store.idle_sessions(RUN, before=50.0) == ["idle", "quiet"]
+        assert await store.idle_sessions(RUN, before=40.0) == ["idle"]
+        assert await store.idle_sessions(RUN, before=10.0) == []
 
     async def test_calls_of_a_request(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -143,9 +143,9 @@ class FoundAgain:
         )
         await store.add_calls([root])
         await store.add_calls([one, two])
-        for found, call in zip(await store.calls_of_request("asked"), [one, two], strict=True):
+        for found, call in zip(await store.calls_by_request("asked"), [one, two], strict=True):
             assert_same_call(found, call)
-        assert await store.calls_of_request("never") == []
+        assert await store.calls_by_request("never") == []
 
 
 class Parts:
@@ -163,11 +163,11 @@ class Parts:
             reason="client gone",
         )
         await store.add_calls([root, second])
-        first, last = await store.graph_rows("s")
+        first, last = await store.call_deltas("s")
         assert_part(first, root)
         assert_part(last, second)
         assert last.prompt_tail.tolist() == [20, 21]
-        assert await store.graph_rows("none") == []
+        assert await store.call_deltas("none") == []
 
     async def test_parts_without_digests_come_with_their_messages(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -175,7 +175,7 @@ class Parts:
         second = follow(root, "second", ids(20), user("and?"))
         third = follow(second, "third", ids(30), user("so?"), tools=(CALCULATOR,), digests=b"e" * 48)
         await store.add_calls([root, second, third])
-        parts = await store.graph_rows("s")
+        parts = await store.call_deltas("s")
         assert [part.messages for part in parts] == [(user("hello"),), (user("and?"),), ()]
         assert [part.tools for part in parts] == [(CALCULATOR,), (), ()]
         for part, call in zip(parts, [root, second, third], strict=True):
@@ -194,14 +194,14 @@ class Parts:
         best = float("inf")
         for _ in range(5):
             started = time.perf_counter()
-            parts = await store.graph_rows("s")
+            parts = await store.call_deltas("s")
             best = min(best, time.perf_counter() - started)
         assert sum(len(part.prompt_tail) for part in parts) == 100_000
         assert best < 0.1, f"{best * 1e3:.1f} ms"
 
 
-def assert_part(part: CallPart, call: Call) -> None:
-    for name in CallPart.__dataclass_fields__:
+def assert_part(part: CallDelta, call: Call) -> None:
+    for name in CallDelta.__dataclass_fields__:
         if name not in ("prompt_tail", "sampled_ids", "message_count", "messages", "tools"):
             assert getattr(part, name) == getattr(call, name), name
     assert part.prompt_tail.dtype == part.sampled_ids.dtype == np.int32
@@ -236,9 +236,9 @@ class KeysAndSecrets:
 
     async def test_hash_and_name_are_taken_once(self, store: Store) -> None:
         await store.put_key(KeyRow("a" * 64, "agent", "coder", "laptop"))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.put_key(KeyRow("a" * 64, "agent", "coder", "another"))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.put_key(KeyRow("b" * 64, "agent", "coder", "laptop"))
         await store.revoke_key("laptop")
         await store.put_key(KeyRow("b" * 64, "agent", "coder", "laptop"))

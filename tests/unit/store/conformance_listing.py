@@ -12,7 +12,7 @@ from instar.store.base import SessionFilter, Store
 from instar.store.listing import RARE
 from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
 
-from .make import RUN, follow, ids, make_call, make_claim, make_group, make_session, user
+from .factories import RUN, follow, ids, make_call, make_claim, make_group, make_session, user
 
 
 async def fill(store: Store) -> None:
@@ -95,10 +95,10 @@ class Listing:
         await store.open_session(make_session("b", group_id="g"))
         first = make_call("a1", "a")
         await store.add_calls([first, make_call("b1", "b"), follow(first, "a2", ids(9), user("go on"))])
-        found = await store.sessions_in(["g", "nobody"])
+        found = await store.sessions_by_group(["g", "nobody"])
         assert [session.session_id for session in found["g"]] == ["a", "b"]
         assert found["nobody"] == []
-        calls = await store.calls_of(["b", "a", "nobody"])
+        calls = await store.calls_by_session(["b", "a", "nobody"])
         assert {each: [call.call_id for call in those] for each, those in calls.items()} == {
             "a": ["a1", "a2"],
             "b": ["b1"],
@@ -113,6 +113,6 @@ class Listing:
             make_claim(f"g{index}/0", group_id=f"g{index}", session_id=f"s{index}") for index in range(2)
         ]
         await store.claim_step(RUN, 1, claims)
-        assert [claim.group_id for claim in await store.settled_claims(RUN, 0, 9)] == ["g0", "g1"]
-        assert [claim.group_id for claim in await store.settled_claims(RUN, 0, 1)] == ["g1"]
-        assert await store.settled_claims(RUN, 1, 9) == []
+        assert [claim.group_id for claim in await store.recent_claims(RUN, 0, 9)] == ["g0", "g1"]
+        assert [claim.group_id for claim in await store.recent_claims(RUN, 0, 1)] == ["g1"]
+        assert await store.recent_claims(RUN, 1, 9) == []

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from instar.errors import Conflict
+from instar.errors import ConflictError
 from instar.store.base import SessionRecord, Store
 from instar.types import Feedback, GroupStatus, Reward, RewardSource, Score, ScoreState, SessionStatus, Tag
 
-from .make import RUN, make_call, make_group, make_session
+from .factories import RUN, make_call, make_group, make_session
 
 
 def make_record(session_id: str = "s", **fields: Any) -> SessionRecord:
@@ -48,7 +48,7 @@ class Records:
             "reward": make_record("t", rewards=(Reward("t", 0.0, RewardSource.RULE, reward_id="s-r"),)),
             "feedback": make_record("t", feedback=(Feedback("s-f", "t", thumbs=1),)),
         }[taken]
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.put_records([make_group("g")], [make_record("u"), clash])
         assert [row.session.session_id for row in await store.sessions(RUN)] == ["s"]
         assert await store.groups(RUN, make_group("g").channel) == []

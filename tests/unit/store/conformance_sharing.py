@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from instar.errors import Conflict, LeaseLost
+from instar.errors import ConflictError, LeaseLost
 from instar.store.base import Store
 from instar.types import (
     Artifact,
@@ -23,7 +23,7 @@ from instar.types import (
     StepState,
 )
 
-from .make import CALCULATOR, POLICY, RUN, dropped, make_call, make_claim, make_group, make_session
+from .factories import CALCULATOR, POLICY, RUN, dropped, make_call, make_claim, make_group, make_session
 
 OpenStore = Callable[[], Store]
 HOSTS = 3
@@ -77,7 +77,7 @@ class ManyHosts:
                         RUN, 100 * host + start, [make_claim(f"k-{group}", group_id=group) for group in mine]
                     )
                     won += mine
-                except Conflict:
+                except ConflictError:
                     continue
             return won
 
@@ -94,7 +94,7 @@ class ManyHosts:
 
         async def drop(host: Store) -> None:
             for index in range(count):
-                await host.drop([dropped(f"d{index}", group_id=f"g{index}")])
+                await host.drop_samples([dropped(f"d{index}", group_id=f"g{index}")])
 
         async def train(host: Store) -> None:
             for index in reversed(range(count)):
@@ -166,7 +166,7 @@ class ManyHosts:
 
         numbers = await asyncio.gather(*(publish(host) for host in hosts))
         assert sorted(number for mine in numbers for number in mine) == list(range(1, 6 * HOSTS + 1))
-        assert len(await hosts[0].published(POLICY)) == 3 * HOSTS
+        assert len(await hosts[0].published_policies(POLICY)) == 3 * HOSTS
 
     async def test_a_secret_is_made_once(self, hosts: list[Store]) -> None:
         made = await asyncio.gather(*(host.secret(name) for name in ("a", "b") for host in hosts * 2))
@@ -186,7 +186,7 @@ class ManyHosts:
         writing = asyncio.gather(*(write(host) for host in range(HOSTS)))
         seen: list[str] = []
         while not writing.done():
-            now = [part.call_id for part in await hosts[0].graph_rows("s")]
+            now = [part.call_id for part in await hosts[0].call_deltas("s")]
             assert now[: len(seen)] == seen
             seen = now
         await writing
@@ -199,7 +199,7 @@ class ManyHosts:
             try:
                 call = make_call(f"c{number}", f"s{number}", tools=(CALCULATOR,))
                 await host.add_calls([call], opening=make_session(f"s{number}"))
-            except Conflict:
+            except ConflictError:
                 return False
             return True
 

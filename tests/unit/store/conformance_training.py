@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from instar.errors import Conflict, StoreError
+from instar.errors import ConflictError, StoreError
 from instar.store.base import Run, Store
 from instar.types import (
     Artifact,
@@ -20,7 +20,7 @@ from instar.types import (
     Task,
 )
 
-from .make import (
+from .factories import (
     POLICY,
     RUN,
     dropped,
@@ -32,8 +32,8 @@ from .make import (
 
 class Policies:
     async def test_base_model_is_always_there(self, store: Store) -> None:
-        assert await store.head(POLICY) == Policy(POLICY, 0, Artifact("base"))
-        assert await store.published(POLICY) == []
+        assert await store.latest_policy(POLICY) == Policy(POLICY, 0, Artifact("base"))
+        assert await store.published_policies(POLICY) == []
 
     async def test_versions_are_never_reused(self, store: Store) -> None:
         numbers = await asyncio.gather(*(store.reserve_version(POLICY, RUN, step) for step in range(10)))
@@ -49,19 +49,19 @@ class Policies:
         two = Policy(POLICY, 2, Artifact("remote", "sampler", expires_at=9.5))
         await store.publish(two)
         await store.publish(one)
-        assert await store.head(POLICY) == two
-        assert await store.published(POLICY) == [(one, 5), (two, 6)]
+        assert await store.latest_policy(POLICY) == two
+        assert await store.published_policies(POLICY) == [(one, 5), (two, 6)]
         assert await store.reserved_versions(POLICY) == [(3, 7)]
         renewed = Policy(POLICY, 2, Artifact("remote", "sampler-again", expires_at=99.0))
         await store.publish(renewed)
-        assert await store.head(POLICY) == renewed
+        assert await store.latest_policy(POLICY) == renewed
         await store.tombstone(POLICY, 2, "bad")
         await store.tombstone(POLICY, 2, "bad")
-        assert await store.head(POLICY) == one
+        assert await store.latest_policy(POLICY) == one
         await store.tombstone(POLICY, 3, "abandoned")
         assert await store.reserved_versions(POLICY) == []
-        assert await store.steps_of_versions(POLICY) == {1: 5, 2: 6, 3: 7}
-        assert await store.steps_of_versions("other") == {}
+        assert await store.steps_by_version(POLICY) == {1: 5, 2: 6, 3: 7}
+        assert await store.steps_by_version("other") == {}
 
     async def test_only_reserved_versions_are_published(self, store: Store) -> None:
         with pytest.raises(StoreError, match="never reserved"):
@@ -87,7 +87,7 @@ class GroupsAndSteps:
         assert ready == [replace(groups[1], status=GroupStatus.READY)]
         (gone,) = await store.groups(RUN, Channel.TRAIN, GroupStatus.DROPPED)
         assert gone.reason == "no one came"
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await store.open_group(groups[0])
         with pytest.raises(StoreError):
             await store.close_group("none", GroupStatus.READY)
@@ -96,7 +96,7 @@ class GroupsAndSteps:
         for index in range(3):
             await store.open_group(make_group(f"g{index}", index, status=GroupStatus.READY))
         await store.claim_step(RUN, 0, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
-        await store.drop([dropped("c", group_id="g1"), dropped("d", group_id="g2", run_id="other")])
+        await store.drop_samples([dropped("c", group_id="g1"), dropped("d", group_id="g2", run_id="other")])
 
         async def unclaimed(epoch: int) -> list[str]:
             found = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
@@ -115,17 +115,17 @@ class GroupsAndSteps:
     async def test_a_sample_is_claimed_once_per_run_and_epoch(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)
         await store.claim_step(RUN, 1, [claim])
-        with pytest.raises(Conflict, match="a is claimed already by step 1"):
+        with pytest.raises(ConflictError, match="a is claimed already by step 1"):
             await store.claim_step(RUN, 2, [make_claim("b"), make_claim("a")])
-        with pytest.raises(Conflict):
-            await store.drop([dropped("a")])
+        with pytest.raises(ConflictError):
+            await store.drop_samples([dropped("a")])
         assert [step.step for step in await store.steps(RUN)] == [1]
         await store.claim_step(RUN, 2, [make_claim("a", epoch=1)])
         await store.claim_step("other", 1, [make_claim("a", run_id="other")])
         assert await store.claims(RUN, step=1) == [claim]
         assert await store.claims(RUN) == [claim, make_claim("a", epoch=1, step=2)]
         assert await store.claims(RUN, session_id="nobody") == []
-        with pytest.raises(Conflict, match="step 2"):
+        with pytest.raises(ConflictError, match="step 2"):
             await store.claim_step(RUN, 2, [make_claim("z")])
 
     async def test_one_of_many_claimers_wins(self, store: Store) -> None:
@@ -133,14 +133,14 @@ class GroupsAndSteps:
             store.claim_step(RUN, step, [make_claim("a"), make_claim(f"x{step}")]) for step in range(8)
         )
         results = await asyncio.gather(*attempts, return_exceptions=True)
-        assert sum(isinstance(result, Conflict) for result in results) == 7
+        assert sum(isinstance(result, ConflictError) for result in results) == 7
         assert len(await store.claims(RUN)) == 2
 
     async def test_drops_need_a_reason(self, store: Store) -> None:
         with pytest.raises(StoreError, match="no drop with a reason"):
-            await store.drop([dropped("a", reason="")])
+            await store.drop_samples([dropped("a", reason="")])
         with pytest.raises(StoreError, match="no drop with a reason"):
-            await store.drop([make_claim("a", reason="x")])
+            await store.drop_samples([make_claim("a", reason="x")])
         with pytest.raises(StoreError, match="advantage is nan"):
             await store.claim_step(RUN, 1, [make_claim("a", advantage=float("nan"))])
         assert await store.claims(RUN) == []
@@ -167,7 +167,7 @@ class GroupsAndSteps:
             await store.claim_step(RUN, number, [make_claim(f"k{number}")])
             await store.advance_step(RUN, number, state)
         await store.claim_step("other", 9, [make_claim("x", run_id="other")])
-        await store.drop([dropped("d")])
+        await store.drop_samples([dropped("d")])
         assert await store.release_steps(RUN, after=2) == [3]
         assert await store.release_steps(RUN, after=-1) == [2]
         assert await store.release_steps(RUN, after=-1) == []
@@ -199,7 +199,7 @@ class ProgressOfRun:
         await store.close_group("g3", GroupStatus.DROPPED, "x")
         assert await counts() == (0, 3, 1)
         await store.claim_step(RUN, 1, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
-        await store.drop([dropped("c", group_id="g0"), dropped("d", group_id="g1")])
+        await store.drop_samples([dropped("c", group_id="g0"), dropped("d", group_id="g1")])
         assert await counts() == (0, 2, 2)
         await store.advance_step(RUN, 1, StepState.SAVED)
         assert await counts() == (0, 2, 2)

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.postgres import PostgresServer
+from tests.postgres import PostgresTestServer
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
+def postgres() -> Iterator[PostgresTestServer]:
+    server = PostgresTestServer()
     yield server
     server.remove()

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def command(mode: str, where: Path | str, name: str) -> list[str]:
-    return [sys.executable, "-m", f"{__package__}.child", mode, str(where), name]
+    return [sys.executable, "-m", f"{__package__}.child_process", mode, str(where), name]
 
 
 def start(mode: str, where: Path | str, name: str) -> subprocess.Popen[str]:

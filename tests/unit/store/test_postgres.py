@@ -8,30 +8,30 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from instar.errors import Conflict, StoreFull
+from instar.errors import ConflictError, StoreFull
 from instar.store.postgres import PostgresStore
-from instar.store.postgres_server import Server
-from tests.postgres import PostgresServer
+from instar.store.postgres_server import PostgresServer
+from tests.postgres import PostgresTestServer
 
 from .conformance import OpenStore, StoreConformance
-from .make import make_call, make_session
+from .factories import make_call, make_session
 
 
 @pytest.fixture
-def server(postgres: PostgresServer) -> Server:
-    return Server(postgres.socket_url, postgres.new_schema(), timeout=30.0)
+def server(postgres: PostgresTestServer) -> PostgresServer:
+    return PostgresServer(postgres.socket_url, postgres.new_schema(), timeout=30.0)
 
 
 class TestPostgresStore(StoreConformance):
     @pytest.fixture
-    def open_store(self, postgres: PostgresServer) -> OpenStore:
-        server = Server(postgres.socket_url, "conformance", timeout=30.0)
+    def open_store(self, postgres: PostgresTestServer) -> OpenStore:
+        server = PostgresServer(postgres.socket_url, "conformance", timeout=30.0)
         postgres.empty(server.schema)
         return lambda: PostgresStore(server)
 
 
 @pytest.fixture
-async def store(server: Server) -> AsyncIterator[PostgresStore]:
+async def store(server: PostgresServer) -> AsyncIterator[PostgresStore]:
     store = PostgresStore(server)
     yield store
     await store.close()
@@ -45,14 +45,14 @@ async def test_concurrent_writes_share_commits_and_fail_alone(store: PostgresSto
         for i in range(40)
     ]
     results = await asyncio.gather(*writes, return_exceptions=True)
-    assert sum(isinstance(result, Conflict) for result in results) == 19
+    assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
     assert store.commits - before <= 5
 
 
 async def test_a_write_that_finds_no_room_fails_alone(
-    postgres: PostgresServer, server: Server, store: PostgresStore
+    postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
 ) -> None:
     """The server says of the large ones what it says when its disk is full."""
     await store.open_session(make_session())
@@ -76,7 +76,7 @@ async def test_a_write_that_finds_no_room_fails_alone(
 
 
 async def test_the_newest_is_found_by_its_index(
-    postgres: PostgresServer, server: Server, store: PostgresStore
+    postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
 ) -> None:
     """What the gateway asks at each call does not walk the table."""
     await store.open_session(make_session())

@@ -14,17 +14,17 @@ import pytest
 from instar.errors import StoreError
 from instar.store.base import Store
 from instar.store.postgres import PostgresStore
-from instar.store.postgres_server import Server
-from tests.postgres import PASSWORD, PostgresServer
+from instar.store.postgres_server import PostgresServer
+from tests.postgres import PASSWORD, PostgresTestServer
 
-from .child import open_store
-from .make import POLICY, RUN, make_call, make_session
+from .child_process import open_store
+from .factories import POLICY, RUN, make_call, make_session
 from .processes import start
 from .proxy import Cut, Proxy
 
 
 @pytest.fixture
-def where(postgres: PostgresServer) -> str:
+def where(postgres: PostgresTestServer) -> str:
     return f"{postgres.socket_url}#{postgres.new_schema()}"
 
 
@@ -80,14 +80,14 @@ async def test_many_open_a_fresh_schema_at_once(where: str) -> None:
 
 
 @pytest.fixture
-def own_server() -> Iterator[PostgresServer]:
+def own_server() -> Iterator[PostgresTestServer]:
     """To be stopped in the middle."""
-    server = PostgresServer()
+    server = PostgresTestServer()
     yield server
     server.remove()
 
 
-async def test_a_server_that_restarts_is_waited_for(own_server: PostgresServer) -> None:
+async def test_a_server_that_restarts_is_waited_for(own_server: PostgresTestServer) -> None:
     """Once in good order and once by a crash, under writes and reads: nobody hears of it."""
     where = f"{own_server.socket_url}#restarted"
     store = open_store(where)
@@ -110,7 +110,7 @@ async def test_a_server_that_restarts_is_waited_for(own_server: PostgresServer) 
     async def read() -> None:
         while not over.is_set():
             before = set(acknowledged)
-            assert before <= {part.call_id for part in await store.graph_rows("s")}
+            assert before <= {part.call_id for part in await store.call_deltas("s")}
 
     async def restart() -> None:
         for how in (signal.SIGINT, signal.SIGQUIT):
@@ -131,8 +131,8 @@ async def test_a_server_that_restarts_is_waited_for(own_server: PostgresServer) 
     assert versions == list(range(1, len(versions) + 1))
 
 
-async def test_a_server_that_stays_away_is_told(own_server: PostgresServer) -> None:
-    store = PostgresStore(Server(own_server.socket_url, "gone", timeout=1.0))
+async def test_a_server_that_stays_away_is_told(own_server: PostgresTestServer) -> None:
+    store = PostgresStore(PostgresServer(own_server.socket_url, "gone", timeout=1.0))
     await store.open_session(make_session())
     own_server.stop()
     with pytest.raises(StoreError, match=r"gone\) cannot be reached"):
@@ -149,10 +149,10 @@ async def test_a_server_that_stays_away_is_told(own_server: PostgresServer) -> N
 
 
 @pytest.fixture
-def through(postgres: PostgresServer) -> Iterator[tuple[Proxy, Callable[[float], Store]]]:
+def through(postgres: PostgresTestServer) -> Iterator[tuple[Proxy, Callable[[float], Store]]]:
     with Proxy(postgres.port) as proxy:
         url, schema = f"postgresql://instar@127.0.0.1:{proxy.port}/postgres", postgres.new_schema()
-        yield proxy, lambda timeout: PostgresStore(Server(url, schema, timeout, PASSWORD))
+        yield proxy, lambda timeout: PostgresStore(PostgresServer(url, schema, timeout, PASSWORD))
 
 
 @pytest.mark.parametrize("cut", [Cut.BEFORE, Cut.BEFORE_AND_OPEN, Cut.AFTER])

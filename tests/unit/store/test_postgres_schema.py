@@ -17,28 +17,28 @@ from instar.errors import ConfigError, StoreCorrupt, StoreError, StoreNewer
 from instar.store.base import Run
 from instar.store.factory import open_store
 from instar.store.postgres import PostgresStore
-from instar.store.postgres_schema import check, prepare
-from instar.store.postgres_server import Server
+from instar.store.postgres_schema import check_version, create_or_migrate
+from instar.store.postgres_server import PostgresServer
 from instar.store.schema import TABLES, VERSION
-from tests.postgres import PASSWORD, PostgresServer
+from tests.postgres import PASSWORD, PostgresTestServer
 
-from .make import POLICY, RUN, make_call, make_session
+from .factories import POLICY, RUN, make_call, make_session
 from .test_sqlite_files import TO_NEXT, TO_NOWHERE
 
 
 @pytest.fixture
-def server(postgres: PostgresServer) -> Server:
-    return Server(postgres.socket_url, postgres.new_schema(), timeout=10.0)
+def server(postgres: PostgresTestServer) -> PostgresServer:
+    return PostgresServer(postgres.socket_url, postgres.new_schema(), timeout=10.0)
 
 
-async def fill(server: Server) -> None:
+async def fill(server: PostgresServer) -> None:
     store = PostgresStore(server)
     await store.open_session(make_session())
     await store.add_calls([make_call(str(i)) for i in range(5)])
     await store.close()
 
 
-def refused(server: Server, error: type[StoreError], *words: str) -> None:
+def refused(server: PostgresServer, error: type[StoreError], *words: str) -> None:
     """By both ways of opening."""
     for read_only in (False, True):
         with pytest.raises(error) as caught:
@@ -47,13 +47,13 @@ def refused(server: Server, error: type[StoreError], *words: str) -> None:
             assert word in str(caught.value)
 
 
-async def test_newer_version(postgres: PostgresServer, server: Server) -> None:
+async def test_newer_version(postgres: PostgresTestServer, server: PostgresServer) -> None:
     await fill(server)
     postgres.query("UPDATE instar_store SET version = %s", VERSION + 6, schema=server.schema)
     refused(server, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
 
 
-def test_another_programs_tables(postgres: PostgresServer, server: Server) -> None:
+def test_another_programs_tables(postgres: PostgresTestServer, server: PostgresServer) -> None:
     postgres.query(f"CREATE SCHEMA {server.schema}")
     postgres.query("CREATE TABLE bookmarks (url TEXT)", schema=server.schema)
     refused(server, StoreError, "another program", "store.db_schema")
@@ -61,13 +61,15 @@ def test_another_programs_tables(postgres: PostgresServer, server: Server) -> No
     assert tables == [("bookmarks",)]
 
 
-async def test_missing_table(postgres: PostgresServer, server: Server) -> None:
+async def test_missing_table(postgres: PostgresTestServer, server: PostgresServer) -> None:
     await fill(server)
     postgres.query("DROP TABLE claims", schema=server.schema)
     refused(server, StoreCorrupt, "without its table claims")
 
 
-async def test_reader_makes_nothing_and_writes_nothing(postgres: PostgresServer, server: Server) -> None:
+async def test_reader_makes_nothing_and_writes_nothing(
+    postgres: PostgresTestServer, server: PostgresServer
+) -> None:
     with pytest.raises(StoreError, match="no store in"):
         PostgresStore(server, read_only=True)
     assert postgres.query("SELECT 1 FROM pg_namespace WHERE nspname = %s", server.schema) == []
@@ -79,22 +81,22 @@ async def test_reader_makes_nothing_and_writes_nothing(postgres: PostgresServer,
     await store.close()
 
 
-async def test_migrations_are_those_of_the_files(postgres: PostgresServer, server: Server) -> None:
+async def test_postgres_runs_sqlite_migrations(postgres: PostgresTestServer, server: PostgresServer) -> None:
     """One that fails changes nothing; a reader does not migrate."""
     await fill(server)
     connection = server.connect("test")
     with pytest.raises(psycopg.errors.UndefinedTable):
-        prepare(connection, server, version=VERSION + 1, migrations=TO_NOWHERE)
+        create_or_migrate(connection, server, version=VERSION + 1, migrations=TO_NOWHERE)
     with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
-        check(connection, server, version=VERSION + 1)
-    prepare(connection, server, version=VERSION + 1, migrations=TO_NEXT)
-    check(connection, server, version=VERSION + 1)
+        check_version(connection, server, version=VERSION + 1)
+    create_or_migrate(connection, server, version=VERSION + 1, migrations=TO_NEXT)
+    check_version(connection, server, version=VERSION + 1)
     connection.close()
     assert postgres.query("SELECT note FROM runs", schema=server.schema) == []
     assert postgres.query("SELECT COUNT(*) FROM calls", schema=server.schema) == [(5,)]
 
 
-async def test_columns_are_those_declared(postgres: PostgresServer, server: Server) -> None:
+async def test_columns_are_those_declared(postgres: PostgresTestServer, server: PostgresServer) -> None:
     await fill(server)
     for table in TABLES:
         columns = postgres.query(
@@ -109,13 +111,13 @@ async def test_columns_are_those_declared(postgres: PostgresServer, server: Serv
 # --- passwords --------------------------------------------------------------------------------------
 
 
-def run_config(postgres: PostgresServer, folder: Path, **settings: str) -> RunConfig:
+def run_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> RunConfig:
     section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.new_schema(), **settings)
     return RunConfig(name="demo", dir=folder / "demo", store=section)
 
 
 async def test_factory_opens_what_the_config_names(
-    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(postgres, tmp_path, password_env="OF_THE_STORE")
     monkeypatch.setenv("PGPASSWORD", "of another server")
@@ -133,7 +135,7 @@ async def test_factory_opens_what_the_config_names(
 
 @pytest.mark.parametrize("given", ["wr0ng secret", None])
 def test_a_wrong_password_is_told_at_once(
-    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+    postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     monkeypatch.delenv("PGPASSWORD", raising=False)
     if given is not None:
@@ -166,7 +168,7 @@ def test_an_address_without_one_is_taken(url: str) -> None:
     assert PostgresStoreConfig(url=url).url == url
 
 
-def test_a_database_that_is_not_there_is_told_at_once(postgres: PostgresServer) -> None:
+def test_a_database_that_is_not_there_is_told_at_once(postgres: PostgresTestServer) -> None:
     url = postgres.socket_url.replace("/postgres?", "/nowhere?")
     with pytest.raises(StoreError, match=r'"nowhere" does not exist.*createdb'):
-        PostgresStore(Server(url, "instar", timeout=600.0))
+        PostgresStore(PostgresServer(url, "instar", timeout=600.0))

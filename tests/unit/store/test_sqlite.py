@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from instar.config import RunConfig
-from instar.errors import Conflict, StoreCorrupt, StoreError
+from instar.errors import ConflictError, StoreCorrupt, StoreError
 from instar.store.base import Progress, Run
-from instar.store.connection import SqliteDatabase
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
+from instar.store.sqlite_database import SqliteDatabase
 from instar.types import Channel, Group, GroupStatus, StepState
 
 from .conformance import OpenStore, StoreConformance
-from .make import (
+from .factories import (
     CALCULATOR,
     POLICY,
     RUN,
@@ -73,7 +73,7 @@ async def test_a_failed_write_is_undone_alone(store: SqliteStore) -> None:
         for i in range(40)
     ]
     results = await asyncio.gather(*writes, return_exceptions=True)
-    assert sum(isinstance(result, Conflict) for result in results) == 19
+    assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
     assert store.commits - before <= 5
@@ -115,7 +115,7 @@ async def test_a_call_costs_one_statement(store: SqliteStore) -> None:
         store.add_calls([third]),
         return_exceptions=True,
     )
-    assert [type(result) for result in results] == [StoreError, StoreError, Conflict, type(None)]
+    assert [type(result) for result in results] == [StoreError, StoreError, ConflictError, type(None)]
     assert "does not begin with the tokens of its base second" in str(results[0])
     assert "no session nowhere" in str(results[1])
     assert [call.call_id for call in await store.calls("s")] == ["first", "second", "third"]

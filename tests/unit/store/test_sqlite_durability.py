@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from instar.errors import StoreError, StoreFull
-from instar.store.connection import SqliteDatabase, connect
 from instar.store.sqlite import SqliteStore
+from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.store.writer import Writer
 
-from .make import make_call, make_session
+from .factories import make_call, make_session
 from .processes import command, run, start
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from instar.errors import StoreCorrupt, StoreError, StoreNewer
 from instar.store import migrations
-from instar.store.connection import connect
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
 from instar.store.sqlite import SqliteStore
+from instar.store.sqlite_database import connect
 from instar.types import Channel, RewardSource
 
-from .make import make_call, make_session
+from .factories import make_call, make_session
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -147,7 +147,7 @@ async def test_reader_does_not_migrate(path: Path) -> None:
     await fill(path)
     connection = connect(path, read_only=True)
     with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
-        migrations.check(connection, path, version=VERSION + 1)
+        migrations.check_version(connection, path, version=VERSION + 1)
     connection.close()
     assert version_of(path) == VERSION
 
@@ -168,7 +168,7 @@ def version_of(path: Path) -> int:
 async def test_older_file_is_migrated_with_its_rows(path: Path) -> None:
     await fill(path)
     connection = connect(path)
-    migrations.prepare(connection, path, version=VERSION + 1, migrations=TO_NEXT)
+    migrations.create_or_migrate(connection, path, version=VERSION + 1, migrations=TO_NEXT)
     assert "note" in [row[1] for row in connection.execute("PRAGMA table_info(runs)")]
     assert connection.execute("SELECT COUNT(*) FROM calls").fetchone()[0] == 200
     connection.close()
@@ -179,7 +179,7 @@ async def test_migration_that_fails_changes_nothing(path: Path) -> None:
     await fill(path)
     connection = connect(path)
     with pytest.raises(sqlite3.OperationalError):
-        migrations.prepare(connection, path, version=VERSION + 1, migrations=TO_NOWHERE)
+        migrations.create_or_migrate(connection, path, version=VERSION + 1, migrations=TO_NOWHERE)
     assert "note" not in [row[1] for row in connection.execute("PRAGMA table_info(runs)")]
     connection.close()
     assert version_of(path) == VERSION
@@ -205,7 +205,7 @@ async def test_file_of_each_released_version_opens(path: Path, fixture: Path) ->
     assert [reward.source for reward in await store.rewards("s")] == [RewardSource.RULE]
     assert (await store.progress("run")).groups_ready == 1
     assert await store.groups("run", Channel.TRAIN, unclaimed_in_epoch=0) == []
-    assert [part.call_id for part in await store.graph_rows("s")] == ["first", "second"]
+    assert [part.call_id for part in await store.call_deltas("s")] == ["first", "second"]
     await store.close()
     database = sqlite3.connect(path)
     for table in TABLES:

@@ -126,7 +126,7 @@ class TrainerHarness:
         return sorted((c.step, c.sample_key, c.advantage) for c in await self.store.claims(RUN))
 
     async def head_hash(self) -> str:
-        return hash_adapter(Path((await self.store.head(RUN)).artifact.path))
+        return hash_adapter(Path((await self.store.latest_policy(RUN)).artifact.path))
 
 
 class _ListHandler(logging.Handler):

@@ -8,7 +8,7 @@ import pytest
 
 from instar.config import RunConfig
 from instar.data.batcher import Batcher
-from instar.errors import BackendLost, InstarError, NonFinite
+from instar.errors import BackendLost, InstarError, NonFiniteError
 from instar.store.sqlite import SqliteStore
 from instar.trainer.checkpoint import checkpoint_path
 from instar.trainer.loop import Trainer
@@ -117,8 +117,10 @@ async def test_recovers_from_every_state(
         await assert_committed(harness, 3)
         assert (await harness.claims(), await harness.head_hash()) == undisturbed
         assert await harness.store.reserved_versions(RUN) == []
-        assert [step for _, step in await harness.store.published(RUN)] == [1, 2, 3], "each step once"
-        head = await harness.store.head(RUN)
+        assert [step for _, step in await harness.store.published_policies(RUN)] == [1, 2, 3], (
+            "each step once"
+        )
+        head = await harness.store.latest_policy(RUN)
         assert (await harness.engine.status()).version == head.version
         assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
 
@@ -132,7 +134,9 @@ async def test_recovers_from_a_recovery_cut_short(
     await run_and_die(every_two, point, 1)
     async with open_trainer(every_two) as harness:
         await harness.trainer.recover()
-        assert (await harness.store.head(RUN)).version == 0, "what was published and not saved is given up"
+        assert (await harness.store.latest_policy(RUN)).version == 0, (
+            "what was published and not saved is given up"
+        )
         await harness.trainer.run()
         await assert_committed(harness, 3)
         assert (await harness.claims(), await harness.head_hash()) == undisturbed
@@ -155,7 +159,7 @@ async def test_versions_of_unsaved_steps_are_given_up(config: RunConfig) -> None
     await run_and_die(every_two, "submitted", 8)
     async with open_trainer(every_two) as harness:
         await harness.trainer.recover()
-        head = await harness.store.head(RUN)
+        head = await harness.store.latest_policy(RUN)
         assert head.version == 2
         assert "v000002" in [path.name for path in (config.run_dir / "policies").iterdir()], (
             "pruning keeps what a recovery needs"
@@ -200,11 +204,11 @@ async def test_a_checkpoint_that_is_gone_is_named(config: RunConfig) -> None:
 async def test_numbers_that_are_not_finite_stop_the_run(config: RunConfig) -> None:
     wild = with_trainer(config, adam=config.trainer.adam.model_copy(update={"lr": 1e30, "grad_clip_norm": 0}))
     async with open_trainer(wild) as harness:
-        with pytest.raises(NonFinite, match=r"is (nan|inf)"):
+        with pytest.raises(NonFiniteError, match=r"is (nan|inf)"):
             await harness.trainer.run()
         rows = await harness.store.steps(RUN)
         assert [row.state for row in rows] == [StepState.COMMITTED, StepState.SUBMITTED]
-        assert (await harness.store.head(RUN)).version == 1
+        assert (await harness.store.latest_policy(RUN)).version == 1
     async with open_trainer(config) as harness:
         await harness.trainer.recover()
         assert len(await harness.store.steps(RUN)) == 1, "the claim is given back"
@@ -301,10 +305,10 @@ async def test_a_sampler_is_exported_again_before_it_expires(config: RunConfig) 
         harness.backend.keep_seconds = 0.6
         harness.trainer.is_rollout_finished = False
         running = asyncio.create_task(harness.trainer.run())
-        while (first := await harness.store.head(RUN)).version < 6:  # noqa: ASYNC110 - the trainer tells nobody
+        while (first := await harness.store.latest_policy(RUN)).version < 6:  # noqa: ASYNC110 - the trainer tells nobody
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
-        again = await harness.store.head(RUN)
+        again = await harness.store.latest_policy(RUN)
         harness.trainer.stop()
         await running
         assert again.version == first.version == 6

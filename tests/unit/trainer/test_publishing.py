@@ -142,7 +142,9 @@ async def test_saved_versions_have_files_with_live_sync(tmp_path: Path) -> None:
         sync = SlowLiveSync()
         harness.trainer.publisher.sync = sync
         await harness.trainer.run()
-        kinds = {policy.version: policy.artifact.kind for policy, _ in await harness.store.published(RUN)}
+        kinds = {
+            policy.version: policy.artifact.kind for policy, _ in await harness.store.published_policies(RUN)
+        }
         assert sync.pushed == [0, 1, 2, 3]
         assert kinds == {1: "live", 2: "adapter", 3: "adapter"}
         assert (await harness.engine.status()).version == 3

@@ -11,8 +11,8 @@ import numpy as np
 from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.data.linearize import linearize
-from instar.datasets.export import Views, Wanted, export
-from instar.datasets.manifest import Manifest
+from instar.datasets.export import ExportHooks, ExportOptions, export_sessions
+from instar.datasets.manifest import DatasetManifest
 from instar.store.base import Run, Store
 from instar.types import (
     Artifact,
@@ -40,13 +40,13 @@ from tests.unit.data.builders import RUN, make_call, make_session
 SEARCH = Tool(name="search", description="Looks it up.", parameters={"type": "object", "properties": {}})
 
 
-def views(config: RunConfig | None = None) -> Views:
+def views(config: RunConfig | None = None) -> ExportHooks:
     combine = RewardCombiner(config or RunConfig())
-    return Views(linearize, lambda record: combine(record.rewards, record.scores))
+    return ExportHooks(linearize, lambda record: combine(record.rewards, record.scores))
 
 
-async def export_all(store: Store, folder: Path, **wanted: Any) -> Manifest:
-    return await export(store, RUN, folder, Wanted(**wanted), views(), store_kind="sqlite")
+async def export_all(store: Store, folder: Path, **wanted: Any) -> DatasetManifest:
+    return await export_sessions(store, RUN, folder, ExportOptions(**wanted), views(), store_kind="sqlite")
 
 
 async def talk(

@@ -19,8 +19,15 @@ import psycopg
 
 from instar.errors import StoreError
 from instar.store.database import Cursor, Values
-from instar.store.postgres_schema import WRITERS, prepare
-from instar.store.postgres_server import Connection, NotCommitted, Server, is_lost, is_passing, said
+from instar.store.postgres_schema import WRITERS, create_or_migrate
+from instar.store.postgres_server import (
+    NotCommitted,
+    PostgresConnection,
+    PostgresServer,
+    error_text,
+    is_connection_lost,
+    is_transient,
+)
 from instar.store.schema import Table
 
 FORGOTTEN_AFTER = 24 * 3600.0
@@ -35,7 +42,7 @@ class PostgresDatabase:
     json_rows: ClassVar[str] = "COALESCE(json_agg(json_build_array({})), '[]')::text"
     json_texts: ClassVar[str] = "SELECT json_array_elements_text({}::json)"
 
-    def __init__(self, server: Server, connection: Connection) -> None:
+    def __init__(self, server: PostgresServer, connection: PostgresConnection) -> None:
         self._server = server
         self._connection = connection
 
@@ -47,19 +54,19 @@ class PostgresDatabase:
         if rows:
             self._connection.cursor().executemany(_translated(table.insert_many(1)), rows)
 
-    def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
+    def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         return False
 
-    def hold(self, name: str) -> None:
+    def lock_name(self, name: str) -> None:
         self.execute(
             "SELECT pg_advisory_xact_lock(hashtextextended(?, 0))", (f"{self._server.schema} {name}",)
         )
 
-    def begin_reading(self) -> None:
+    def begin_read(self) -> None:
         self._connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
 
-    def is_lost(self, error: Exception) -> bool:
-        return self._connection.closed or is_lost(error)
+    def is_connection_lost(self, error: Exception) -> bool:
+        return self._connection.closed or is_connection_lost(error)
 
     def begin(self) -> None:
         raise StoreError(f"{self._server.name} was opened for reading only")
@@ -72,14 +79,14 @@ class PostgresDatabase:
         with contextlib.suppress(psycopg.Error):
             self._connection.execute("ROLLBACK")
 
-    def has_undone(self, error: Exception) -> bool:
-        return self.is_lost(error) or is_passing(error)
+    def is_rolled_back(self, error: Exception) -> bool:
+        return self.is_connection_lost(error) or is_transient(error)
 
-    def is_for_all(self, error: Exception) -> bool:
-        return self.is_lost(error)
+    def is_global_failure(self, error: Exception) -> bool:
+        return self.is_connection_lost(error)
 
-    def is_passing(self, error: Exception) -> bool:
-        return self.is_lost(error) or is_passing(error)
+    def is_transient(self, error: Exception) -> bool:
+        return self.is_connection_lost(error) or is_transient(error)
 
     def translate(self, error: Exception) -> StoreError:
         return self._server.translate(error)
@@ -88,29 +95,29 @@ class PostgresDatabase:
         self._connection.close()
 
 
-class WritingDatabase(PostgresDatabase):
+class PostgresWriteDatabase(PostgresDatabase):
     """A `Database` with transactions that are known to be committed or not, whatever the network does."""
 
-    def __init__(self, server: Server, connection: Connection, writer: str) -> None:
+    def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
         super().__init__(server, connection)
         self._writer = writer
         self._number = 0
 
     @classmethod
-    def open(cls, server: Server) -> WritingDatabase:
+    def open(cls, server: PostgresServer) -> PostgresWriteDatabase:
         """Makes or migrates the tables first. Raises psycopg's errors."""
         writer = f"instar {secrets.token_hex(8)}"
         connection = server.connect(writer)
         try:
-            prepare(connection, server)
+            create_or_migrate(connection, server)
             db = cls(server, connection, writer)
-            db.enlist()
+            db.register()
         except BaseException:
             connection.close()
             raise
         return db
 
-    def enlist(self) -> None:
+    def register(self) -> None:
         """Before the first transaction: a row that is there can be waited for. Those of writers that ended
         without a word are removed."""
         self.execute(WRITERS.insert, {"writer": self._writer, "number": self._number, "at": time.time()})
@@ -136,10 +143,10 @@ class WritingDatabase(PostgresDatabase):
         try:
             done = self._connection.execute("COMMIT", prepare=False)
         except psycopg.Error as error:
-            if not self.is_lost(error):
+            if not self.is_connection_lost(error):
                 raise
             if not self._was_committed(error):
-                raise NotCommitted(said(error)) from error
+                raise NotCommitted(error_text(error)) from error
             return
         if done.statusmessage != "COMMIT":
             raise StoreError(f"{self._server.name} undid a transaction: {done.statusmessage}")
@@ -169,10 +176,10 @@ class WritingDatabase(PostgresDatabase):
                 ).fetchone()
                 return row is not None and row["number"] == self._number
             except psycopg.Error as error:
-                if not self.is_lost(error) or time.monotonic() > deadline:
+                if not self.is_connection_lost(error) or time.monotonic() > deadline:
                     raise StoreError(
-                        f"{self._server.name} was lost while it committed ({said(cause)}) and has not come "
-                        f"back ({said(error)}): it is not known whether the last writes are stored"
+                        f"{self._server.name} was lost while it committed ({error_text(cause)}) and has not "
+                        f"come back ({error_text(error)}): it is not known whether the last writes are stored"
                     ) from error
 
 

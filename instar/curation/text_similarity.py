@@ -20,7 +20,7 @@ _PRIME = np.uint64((1 << 61) - 1)
 Shingles = NDArray[np.uint64]
 
 
-def shingles(text: str) -> Shingles:
+def hash_shingles(text: str) -> Shingles:
     """The distinct triples of words, hashed; of a shorter text, all of it."""
     words = text.lower().split()[:MOST_WORDS]
     triples = [" ".join(words[at : at + 3]) for at in range(max(1, len(words) - 2))]
@@ -29,24 +29,24 @@ def shingles(text: str) -> Shingles:
     return np.unique(np.array([zlib.crc32(triple) for triple in encoded], np.uint64))
 
 
-def repetition(text: str) -> float:
+def repetition_ratio(text: str) -> float:
     """Share of the triples of words that have been in the text before; 0 for a text of fewer than three."""
     words = text.lower().split()[:MOST_WORDS]
     triples = len(words) - 2
     return 1.0 - len({tuple(words[at : at + 3]) for at in range(triples)}) / triples if triples > 0 else 0.0
 
 
-def near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
+def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
     """Sets of two and more texts that are alike, each by the places of its texts, in order. Every text is as
     similar as asked for to the first of its set."""
-    hashed = [shingles(text) for text in texts]
+    hashed = [hash_shingles(text) for text in texts]
     values = _minhash(hashed)
     found: dict[int, list[int]] = defaultdict(list)
     leaders: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     for place, mine in enumerate(hashed):
         keys = [(band, part.tobytes()) for band, part in enumerate(values[place].reshape(BANDS, -1))]
         likely = sorted({leader for key in keys for leader in leaders[key]})
-        alike = next((each for each in likely if jaccard(hashed[each], mine) >= similarity), None)
+        alike = next((each for each in likely if jaccard_similarity(hashed[each], mine) >= similarity), None)
         if alike is not None:
             found[alike].append(place)
             continue
@@ -56,7 +56,7 @@ def near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
     return [[leader, *others] for leader, others in sorted(found.items())]
 
 
-def jaccard(one: Shingles, other: Shingles) -> float:
+def jaccard_similarity(one: Shingles, other: Shingles) -> float:
     common = len(np.intersect1d(one, other, assume_unique=True))
     return common / (len(one) + len(other) - common)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from instar.errors import Conflict, StoreFull
+from instar.errors import ConflictError, StoreFull
 from instar.store.base import Store
 from instar.store.postgres import PostgresStore
-from instar.store.postgres_server import Server
+from instar.store.postgres_server import PostgresServer
 from instar.store.sqlite import SqliteStore
 
-from .make import RUN, make_call, make_claim, make_session
+from .factories import RUN, make_call, make_claim, make_session
 
 
 def say(line: str) -> None:
@@ -48,7 +48,7 @@ async def claim(store: Store, name: str) -> None:
         try:
             await store.claim_step(RUN, int(name) * 100 + number, [make_claim(f"k{number}")])
             say(f"k{number}")
-        except Conflict:
+        except ConflictError:
             continue
 
 
@@ -78,7 +78,7 @@ async def fill(store: Store, name: str) -> None:
 def open_store(where: str, *, read_only: bool = False) -> Store:
     if where.startswith("postgresql:"):
         url, _, schema = where.rpartition("#")
-        return PostgresStore(Server(url, schema, timeout=30.0), read_only=read_only)
+        return PostgresStore(PostgresServer(url, schema, timeout=30.0), read_only=read_only)
     return SqliteStore(Path(where), read_only=read_only)
 
 
@@ -88,7 +88,7 @@ async def main(mode: str, where: str, name: str) -> None:
         say(str(len(await reader.calls("s"))))
         return await reader.close()
     store = open_store(where)
-    with contextlib.suppress(Conflict):
+    with contextlib.suppress(ConflictError):
         await store.open_session(make_session())
     if mode == "fill":
         await fill(store, name)

@@ -19,7 +19,7 @@ from instar.types import (
     Tag,
 )
 
-from .make import POLICY, RUN, make_group, make_session
+from .factories import POLICY, RUN, make_group, make_session
 
 KEY = "judge:outcome@1"
 EVERYWHERE = (Channel.TRAIN, Channel.VAL, Channel.LIVE)
@@ -40,7 +40,7 @@ async def complete(store: Store, *names: str, channel: Channel = Channel.LIVE) -
 
 
 async def found(store: Store, scorer: str = KEY, **options: object) -> list[str]:
-    rows = await store.unscored(RUN, scorer, EVERYWHERE, **options)  # type: ignore[arg-type]
+    rows = await store.unscored_sessions(RUN, scorer, EVERYWHERE, **options)  # type: ignore[arg-type]
     return [row.session.session_id for row in rows]
 
 
@@ -92,35 +92,35 @@ class Scores:
         await store.end_session("failed", SessionStatus.FAILED)
         assert await found(store) == ["a", "b", "c", "val"]
         assert await found(store, limit=2) == ["a", "b"]
-        rows = await store.unscored(RUN, KEY, [Channel.LIVE])
+        rows = await store.unscored_sessions(RUN, KEY, [Channel.LIVE])
         assert [row.session.session_id for row in rows] == ["a", "b", "c"]
         assert await found(store, after=rows[0].seq) == ["b", "c", "val"]
         await store.record_scores([scored("b")], [])
         assert await found(store) == ["a", "c", "val"]
         assert await found(store, "judge:outcome@2") == ["a", "b", "c", "val"]
-        assert await found(store, "judge:outcome@2", awaited=True) == ["a", "c", "val"]
-        assert await found(store, "judge:out@1", awaited=True) == ["a", "b", "c", "val"]
-        assert await store.unscored("other", KEY, EVERYWHERE) == []
+        assert await found(store, "judge:outcome@2", pending_only=True) == ["a", "c", "val"]
+        assert await found(store, "judge:out@1", pending_only=True) == ["a", "b", "c", "val"]
+        assert await store.unscored_sessions("other", KEY, EVERYWHERE) == []
 
     async def test_only_groups_that_wait_have_their_sessions_scored(self, store: Store) -> None:
         for place, status in enumerate(GroupStatus):
             await store.open_group(make_group(status.value, place, status=status))
             await store.open_session(make_session(f"of-{status.value}", group_id=status.value))
             await store.end_session(f"of-{status.value}", SessionStatus.COMPLETED)
-        assert await found(store, awaited=True) == ["of-open", "of-scoring"]
+        assert await found(store, pending_only=True) == ["of-open", "of-scoring"]
         assert len(await found(store)) == len(GroupStatus)
 
     async def test_up_to_where_every_session_has_ended(self, store: Store) -> None:
-        assert await store.settled(RUN, EVERYWHERE) == 0
+        assert await store.last_ended_seq(RUN, EVERYWHERE) == 0
         await complete(store, "a", "b")
-        last = (await store.unscored(RUN, KEY, EVERYWHERE))[-1].seq
-        assert await store.settled(RUN, EVERYWHERE) == last
+        last = (await store.unscored_sessions(RUN, KEY, EVERYWHERE))[-1].seq
+        assert await store.last_ended_seq(RUN, EVERYWHERE) == last
         await store.open_session(make_session("open", channel=Channel.VAL))
         await complete(store, "c")
-        assert await store.settled(RUN, EVERYWHERE) == last
-        assert await store.settled(RUN, [Channel.LIVE]) > last
+        assert await store.last_ended_seq(RUN, EVERYWHERE) == last
+        assert await store.last_ended_seq(RUN, [Channel.LIVE]) > last
         await store.end_session("open", SessionStatus.ABANDONED)
-        assert await store.settled(RUN, EVERYWHERE) > last
+        assert await store.last_ended_seq(RUN, EVERYWHERE) > last
 
     async def test_scores_are_counted(self, store: Store) -> None:
         await complete(store, "a", "b")
@@ -162,8 +162,8 @@ class TagsAndJudgments:
         await store.put_judgment(b"q", RUN, {"score": 2}, 0.25)
         await store.put_judgment(b"other", RUN, {"score": 3}, 0.5)
         assert await store.judgment(b"q") == {"score": 1}
-        assert await store.judged(RUN) == (2, 0.75)
-        assert await store.judged("other") == (0, 0.0)
+        assert await store.judgment_totals(RUN) == (2, 0.75)
+        assert await store.judgment_totals("other") == (0, 0.0)
 
 
 class Opinions(Scores, TagsAndJudgments):

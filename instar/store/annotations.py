@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from instar.errors import StoreError
-from instar.store.base import LESSON, Unscored
-from instar.store.codec import Row, dump_json, load_json, plain
+from instar.store.base import CORRECTION_KEY_PREFIX, UnscoredSession
+from instar.store.codec import DatabaseRow, dump_json, load_json, sanitize_text
 from instar.store.database import Database
 from instar.store.rows import decode_reward, decode_session
 from instar.store.schema import FEEDBACK
@@ -32,12 +32,12 @@ AT_ONCE = 500
 """Sessions that one query asks for."""
 
 
-class Named(Protocol):
+class HasSessionId(Protocol):
     @property
     def session_id(self) -> str: ...
 
 
-T = TypeVar("T", bound=Named)
+T = TypeVar("T", bound=HasSessionId)
 
 
 def get_rewards_of(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
@@ -45,7 +45,7 @@ def get_rewards_of(db: Database, session_ids: Sequence[str]) -> dict[str, list[R
 
 
 def _by_session(
-    db: Database, table: str, order: str, session_ids: Sequence[str], decode: Callable[[Row], T]
+    db: Database, table: str, order: str, session_ids: Sequence[str], decode: Callable[[DatabaseRow], T]
 ) -> dict[str, list[T]]:
     found: dict[str, list[T]] = {session_id: [] for session_id in session_ids}
     for start in range(0, len(session_ids), AT_ONCE):
@@ -68,7 +68,7 @@ def unscored(
     after: int,
     limit: int,
     awaited: bool,
-) -> list[Unscored]:
+) -> list[UnscoredSession]:
     marks = ", ".join("?" * len(channels))
     where, values = "scorer = ?", list[Any]([scorer])
     waiting = ""
@@ -84,7 +84,7 @@ def unscored(
         f"{waiting} ORDER BY seq LIMIT ?",
         (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, *values, limit),
     )
-    return [Unscored(row["seq"], decode_session(row)) for row in rows]
+    return [UnscoredSession(row["seq"], decode_session(row)) for row in rows]
 
 
 def settled(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
@@ -128,7 +128,7 @@ def _add_scores(db: Database, scores: Sequence[Score]) -> None:
                 score.scorer,
                 score.state.value,
                 score.attempts,
-                plain(score.reason),
+                sanitize_text(score.reason),
                 score.created_at or time.time(),
                 score.session_id,
             ),
@@ -152,7 +152,7 @@ def score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def _decode_score(row: Row) -> Score:
+def _decode_score(row: DatabaseRow) -> Score:
     return Score(
         session_id=row["session_id"],
         scorer=row["scorer"],
@@ -175,9 +175,9 @@ def add_tags(db: Database, tags: Sequence[Tag]) -> None:
             "reason = excluded.reason, author = excluded.author, created_at = excluded.created_at",
             (
                 tag.name,
-                plain(tag.value),
-                plain(tag.reason),
-                plain(tag.author),
+                sanitize_text(tag.value),
+                sanitize_text(tag.reason),
+                sanitize_text(tag.author),
                 tag.created_at or time.time(),
                 tag.session_id,
             ),
@@ -196,7 +196,7 @@ def get_tags(db: Database, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
     return _by_session(db, "tags", "name", session_ids, _decode_tag)
 
 
-def _decode_tag(row: Row) -> Tag:
+def _decode_tag(row: DatabaseRow) -> Tag:
     names = ("session_id", "name", "value", "reason", "author", "created_at")
     return Tag(**{name: row[name] for name in names})
 
@@ -223,10 +223,10 @@ def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[dict[str, A
             "call_id": feedback.call_id,
             "thumbs": feedback.thumbs,
             "score": feedback.score,
-            "text": plain(feedback.text),
-            "correction": plain(feedback.correction),
+            "text": sanitize_text(feedback.text),
+            "correction": sanitize_text(feedback.correction),
             "correction_ids": None if ids is None else ids.astype("<i4").tobytes(),
-            "author": plain(feedback.author),
+            "author": sanitize_text(feedback.author),
             "created_at": feedback.created_at or time.time(),
         },
     )
@@ -252,12 +252,12 @@ def get_lessons(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedb
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
-        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, LESSON, limit),
+        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, CORRECTION_KEY_PREFIX, limit),
     )
     return [_decode_feedback(row) for row in rows]
 
 
-def _decode_feedback(row: Row) -> Feedback:
+def _decode_feedback(row: DatabaseRow) -> Feedback:
     names = ("feedback_id", "session_id", "call_id", "thumbs", "score", "text", "correction", "author")
     ids = row["correction_ids"]
     return Feedback(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instar.errors import Conflict
-from instar.store import opinions, sessions
+from instar.errors import ConflictError
+from instar.store import annotations, sessions
 from instar.store.base import SessionRecord
-from instar.store.calls import AddCalls, Bases
+from instar.store.calls import AddCalls, BaseCallCache
 from instar.store.database import Database
 from instar.store.rows import encode_group, encode_reward
 from instar.types import Group
@@ -17,7 +17,9 @@ class PutRecords:
     def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
         self._groups = [encode_group(group) for group in groups]
         self._records = records
-        self._calls = [AddCalls(record.calls, record.session, None, {}, Bases()) for record in records]
+        self._calls = [
+            AddCalls(record.calls, record.session, None, {}, BaseCallCache()) for record in records
+        ]
         for calls in self._calls:
             calls.prepare()
 
@@ -33,10 +35,10 @@ def _add_opinions(db: Database, record: SessionRecord) -> None:
     for reward in record.rewards:
         there = db.execute("SELECT 1 FROM rewards WHERE reward_id = ?", (reward.reward_id,)).fetchone()
         if there is not None:  # an id of None is nowhere
-            raise Conflict(f"reward {reward.reward_id} of session {reward.session_id} is there already")
+            raise ConflictError(f"reward {reward.reward_id} of session {reward.session_id} is there already")
     sessions.add_rewards(db, [encode_reward(reward) for reward in record.rewards])
-    opinions.record_scores(db, record.scores, [])
-    opinions.add_tags(db, record.tags)
+    annotations.record_scores(db, record.scores, [])
+    annotations.add_tags(db, record.tags)
     for feedback in record.feedback:
-        if not opinions.add_feedback(db, feedback, []):
-            raise Conflict(f"feedback {feedback.feedback_id} is there already")
+        if not annotations.add_feedback(db, feedback, []):
+            raise ConflictError(f"feedback {feedback.feedback_id} is there already")

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from instar.errors import Conflict, StoreCorrupt, StoreError, StoreFull
+from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
 from instar.store.schema import Table
 
 BUSY_TIMEOUT = 30.0
@@ -49,7 +49,7 @@ class SqliteDatabase(sqlite3.Connection):
             self._insert(table, rows[start : start + size])
             start += size
 
-    def insert_alone(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
+    def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         if len(rows) > ROWS_AT_ONCE or self.in_transaction:
             return False
         self._insert(table, rows)
@@ -58,13 +58,13 @@ class SqliteDatabase(sqlite3.Connection):
     def _insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         self.execute(table.insert_many(len(rows)), tuple(chain.from_iterable(rows)))
 
-    def hold(self, name: str) -> None:
+    def lock_name(self, name: str) -> None:
         return
 
-    def begin_reading(self) -> None:
+    def begin_read(self) -> None:
         self.execute("BEGIN")
 
-    def is_lost(self, error: Exception) -> bool:
+    def is_connection_lost(self, error: Exception) -> bool:
         return False
 
     def begin(self) -> None:
@@ -85,18 +85,18 @@ class SqliteDatabase(sqlite3.Connection):
         if self.in_transaction:
             self.execute("ROLLBACK")
 
-    def has_undone(self, error: Exception) -> bool:
+    def is_rolled_back(self, error: Exception) -> bool:
         """A full disk makes SQLite undo all."""
         return not self.in_transaction
 
-    def is_for_all(self, error: Exception) -> bool:
+    def is_global_failure(self, error: Exception) -> bool:
         return is_busy(error)
 
-    def is_passing(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         return False
 
     def translate(self, error: Exception) -> StoreError:
-        return translate(error, self.path)
+        return translate_error(error, self.path)
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
@@ -137,15 +137,15 @@ def is_busy(error: Exception) -> bool:
     return primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-def translate(error: Exception, path: Path) -> StoreError:
+def translate_error(error: Exception, path: Path) -> StoreError:
     """What a caller of the store is told, for anything that SQLite refused."""
     code, primary = getattr(error, "sqlite_errorcode", 0), primary_code(error)
     if code in _UNIQUE:
-        return Conflict(f"there already: {error}")
+        return ConflictError(f"there already: {error}")
     if primary == sqlite3.SQLITE_CONSTRAINT:
         return StoreError(f"the store refuses the row: {error}")
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return corrupt(path, str(error))
+        return corrupt_file_error(path, str(error))
     if primary == sqlite3.SQLITE_FULL or code in _NO_ROOM:
         return StoreFull(
             f"no room to write to {path} ({error}): make room on its disk, or raise the quota or file-size "
@@ -160,7 +160,7 @@ def translate(error: Exception, path: Path) -> StoreError:
     return StoreError(f"{path}: {error}")
 
 
-def corrupt(path: Path, detail: str) -> StoreCorrupt:
+def corrupt_file_error(path: Path, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"{path} is damaged, or no store at all ({detail}): stop what uses it, keep a copy, then try "
         f"`sqlite3 {path.name} .recover`, put a backup in its place, or name another file in store.path"

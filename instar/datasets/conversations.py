@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from instar.datasets.columns import dump
+from instar.datasets.columns import dump_canonical_json
 from instar.store.base import SessionRecord
 from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, SessionStatus, Tool
 
@@ -23,7 +23,7 @@ FILES = {
 }
 
 
-class Form:
+class ConversationWriter:
     """Writes rows to the files of their form, each made with its first row."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Form:
                 if name not in self._files:
                     self._files[name] = (self._folder / FILES[name]).open("w", encoding="utf-8")
                     self._hashes[name] = hashlib.sha256()
-                line = dump(row) + "\n"
+                line = dump_canonical_json(row) + "\n"
                 self._files[name].write(line)
                 self._hashes[name].update(line.encode())
 

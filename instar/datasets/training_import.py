@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from instar.config.data import group_prefix
-from instar.datasets.bring_in import Brought, read_groups, read_sessions
-from instar.datasets.export import Progress
+from instar.datasets.export import ProgressCallback
 from instar.datasets.files import read_rows
-from instar.datasets.manifest import Manifest
+from instar.datasets.importing import ImportResult, read_groups, read_sessions
+from instar.datasets.manifest import DatasetManifest
 from instar.errors import DataError
 from instar.store.base import SessionRecord, Store
 from instar.types import (
@@ -32,16 +32,16 @@ from instar.types import (
 TRAINED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
-async def bring_as_data(
+async def import_for_training(
     store: Store,
     folder: Path,
     run_id: str,
     label: str,
-    manifest: Manifest,
+    manifest: DatasetManifest,
     *,
     needs_logprobs: bool = True,
-    progress: Progress | None = None,
-) -> Brought:
+    progress: ProgressCallback | None = None,
+) -> ImportResult:
     """As finished groups of the run's data channel, under ids of their own: the same data may be in the store
     as what it was. Groups that were given up and sessions for evaluation are left out; a session of no group
     is a group of one. What is there already is left alone."""
@@ -64,7 +64,7 @@ async def bring_as_data(
                 await store.put_records([groups[key]], held.pop(key))
         if progress is not None:
             progress(done, manifest.counts.get("sessions", 0))
-    return Brought(groups=len(waiting), sessions=added, there=len(groups) - len(waiting))
+    return ImportResult(groups=len(waiting), sessions=added, unchanged=len(groups) - len(waiting))
 
 
 def _key(group_id: str | None, session_id: str) -> str:
@@ -72,7 +72,7 @@ def _key(group_id: str | None, session_id: str) -> str:
     return group_id or f"session {session_id}"
 
 
-def _sizes(folder: Path, manifest: Manifest) -> Counter[str]:
+def _sizes(folder: Path, manifest: DatasetManifest) -> Counter[str]:
     """How many sessions to train on the groups have, by what they were called."""
     return Counter(
         _key(row["group_id"], row["session_id"])
@@ -81,7 +81,7 @@ def _sizes(folder: Path, manifest: Manifest) -> Counter[str]:
     )
 
 
-def _training_groups(folder: Path, manifest: Manifest, prefix: str, run_id: str) -> dict[str, Group]:
+def _training_groups(folder: Path, manifest: DatasetManifest, prefix: str, run_id: str) -> dict[str, Group]:
     """By what they were called."""
     found: dict[str, Group] = {}
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import random
+
+from instar.curation.text_similarity import (
+    find_near_duplicates,
+    hash_shingles,
+    jaccard_similarity,
+    repetition_ratio,
+)
+
+WORDS = [f"w{number}" for number in range(2000)]
+
+
+def text(rng: random.Random, length: int = 60) -> list[str]:
+    return rng.choices(WORDS, k=length)
+
+
+def test_near_duplicates_are_found_among_many_others() -> None:
+    rng = random.Random(0)
+    texts = [text(rng) for _ in range(500)]
+    changed = [*texts[7]]
+    changed[30] = "other"
+    texts.insert(400, changed)
+    texts.append(["W" + word[1:] for word in texts[3]])
+    joined = [" ".join(words) for words in texts]
+    assert find_near_duplicates(joined, 0.85) == [[3, 501], [7, 400]]
+    assert find_near_duplicates(joined, 0.99) == [[3, 501]], (
+        "one word of sixty makes three triples of 58 differ"
+    )
+
+
+def test_a_text_is_as_similar_as_its_triples() -> None:
+    assert jaccard_similarity(hash_shingles("a b c d"), hash_shingles("a b c e")) == 1 / 3
+    assert jaccard_similarity(hash_shingles("hi"), hash_shingles("HI")) == 1.0
+    assert find_near_duplicates(["", "", "x"], 0.9) == [[0, 1]]
+
+
+def test_repetition_is_the_share_of_triples_seen_before() -> None:
+    assert repetition_ratio("one two three four") == 0.0
+    assert repetition_ratio("a b c a b c a b c") == 4 / 7
+    assert repetition_ratio("two words") == 0.0
+
+
+def test_half_a_surrogate_pair_is_a_text_like_any_other() -> None:
+    assert find_near_duplicates(["half \ud83d a pair", "half \ud83e a pair", "half \ud83d a pair"], 0.9) == [
+        [0, 2]
+    ]
