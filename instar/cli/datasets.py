@@ -209,7 +209,7 @@ async def _import(folder: Path, into: Path | None, run: str | None, as_json: boo
 
 
 @contextmanager
-def _progress_bar(text: str, as_json: bool) -> Generator[exporting.ProgressCallbackCallback | None]:
+def _progress_bar(text: str, as_json: bool) -> Generator[exporting.ProgressCallback | None]:
     """Show a progress bar on a terminal, and nothing elsewhere."""
     console = Console(stderr=True)
     if as_json or not console.is_terminal:

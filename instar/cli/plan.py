@@ -68,7 +68,7 @@ async def make_plan(store: Store, config: RunConfig) -> Plan:
     saved = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved and config.trainer.advantage.estimator == "running":
         batcher.load_baseline(read_trainer_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
-    made_by = await store.steps_of_versions(run.policy_id)
+    made_by = await store.steps_by_version(run.policy_id)
     batch = await batcher.preview(step, EPOCH, head.version, made_by)
     lessons = await load_corrections(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _groups(store, config, batch)

@@ -36,6 +36,7 @@ from instar.record.nodes import (
     redacted_within,
     tool_call_ids,
 )
+from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT = 8
@@ -49,7 +50,7 @@ _BRIDGE_TOKENS = 1024
 class MessageGraph:
     """The calls of one session, by their messages."""
 
-    def __init__(self, hasher: MessageHasher, recorded: Iterable[CallPart] = ()) -> None:
+    def __init__(self, hasher: MessageHasher, recorded: Iterable[CallDelta] = ()) -> None:
         """``recorded``: what the store holds already, in the order of its commits."""
         self._hasher = hasher
         self._nodes: dict[str, CallNode] = {}
@@ -347,7 +348,7 @@ class MessageGraph:
         for call_id in tool_call_ids(node.reply) if node.reply else ():
             self._by_tool_call[normalize_call_id(call_id)] = node
 
-    def _restore(self, parts: Iterable[CallPart]) -> None:
+    def _restore(self, parts: Iterable[CallDelta]) -> None:
         chains: dict[str, HashChain] = {}
         for part in parts:
             base = self._nodes[part.base_id] if part.base_id else None

@@ -167,7 +167,7 @@ def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema
 def parse_chat_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, ChatResponse)
     if not response.choices or response.choices[0].message is None:
-        raise ScoreError("the judge's answer is empty", again=True)
+        raise ScoreError("the judge's answer is empty", retryable=True)
     choice, usage = response.choices[0], response.usage or ChatUsage()
     content = response.choices[0].message.content or response.choices[0].message.refusal or ""
     return JudgeReply(
@@ -199,7 +199,7 @@ def build_messages_request(config: JudgeRewardConfig, system: str, user: str, sc
 def parse_messages_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, MessagesResponse)
     if response.content is None:
-        raise ScoreError("the judge's answer is empty", again=True)
+        raise ScoreError("the judge's answer is empty", retryable=True)
     usage = response.usage or MessagesUsage()
     inputs = (msgspec.json.decode(block.input) for block in response.content if block.type == "tool_use")
     return JudgeReply(

@@ -17,7 +17,7 @@ from instar.store.factory import open_store
 from instar.types import SessionStatus
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, make_call, make_session
-from tests.unit.datasets.house import fill
+from tests.unit.datasets.harness import fill
 
 
 @pytest.fixture

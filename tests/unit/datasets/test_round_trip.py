@@ -19,7 +19,7 @@ from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Channel, Feedback, Reward, RewardSource, Session
 from tests.unit.data.builders import RUN, make_call
-from tests.unit.datasets.house import export_all, fill, talk
+from tests.unit.datasets.harness import export_all, fill, talk
 
 FORMATS = ["jsonl", "parquet", "hf"]
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from instar.datasets.as_data import import_for_training
-from instar.datasets.bring_in import import_sessions
 
 from instar.cli.plan import make_plan
 from instar.config import RunConfig
 from instar.config.data import count_groups
 from instar.data.batcher import Batcher, StepBatch
+from instar.datasets.importing import import_sessions
+from instar.datasets.training_import import import_for_training
 from instar.errors import DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Reward, RewardSource, SessionStatus
 from tests.unit.data.builders import RUN, add_group, begin, make_call, make_config, make_session
-from tests.unit.datasets.house import export_all, fill, talk
+from tests.unit.datasets.harness import export_all, fill, talk
 
 GOLDEN = "data/golden@1/00000"
 
