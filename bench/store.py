@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from store_parts import million, reading, recording
 
-from instar.cluster.role import tune_gc
+from instar.cluster.roles.gateway import tune_gc
 from instar.store.sqlite import SqliteStore
 
 console = Console(stderr=True)

@@ -19,7 +19,7 @@ from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import Endpoint, Json
 
 if TYPE_CHECKING:
-    from instar.cluster.run import LiveRun
+    from instar.cluster.live_run import LiveRun
     from instar.engines.base import EngineStatus
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -105,7 +105,7 @@ class Display:
         return Panel(Group(*body), title=f"instar · {run.run_id}", border_style="cyan", padding=(1, 2))
 
     async def _status(self, run: LiveRun) -> EngineStatus | None:
-        from instar.cluster.run import engine_status
+        from instar.cluster.live_run import engine_status
 
         status = await engine_status(run)
         if status is not None:

@@ -18,7 +18,7 @@ from instar.backends.resolve import resolve_run
 from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, Overrides
-from instar.cluster.run import serve_run
+from instar.cluster.serving import serve_run
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_agent_key
 

@@ -21,7 +21,7 @@ from instar.cli.display import Display
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, ConfigFile, Overrides
 from instar.cluster import run as cluster_run
-from instar.cluster.run import LiveRun
+from instar.cluster.live_run import LiveRun
 from instar.config import RunConfig
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json

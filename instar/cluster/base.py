@@ -1,7 +1,7 @@
-"""What starts a run's roles and watches over them, wherever they run.
+"""The interface of a cluster: it starts the roles of a run, watches them and restarts them.
 
-A role is a process of its own. One that dies is started again with a growing pause; one that keeps dying,
-or says that another start would not help, is the failure of the run.
+Each role is a process. A role that dies is started again after a growing pause. A role that keeps dying, or
+whose exit code says that a restart would not help, fails the run.
 """
 
 from __future__ import annotations
@@ -9,133 +9,155 @@ from __future__ import annotations
 import asyncio
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
+
+from instar.cluster.tasks import cancel_tasks
+from instar.errors import InstarError
 
 EXIT_FATAL = 70
-"""Exit code of a role whose failure another start would not cure."""
+"""Exit code of a role that failed in a way that a restart would not fix."""
 EXIT_STOPPED = 75
-"""Exit code of a role that a signal ended before it was done."""
+"""Exit code of a role that a signal ended before its work was done."""
 DRAIN_SIGNAL = signal.SIGUSR1
-"""Tells a role to begin nothing more, and to end with what is under way."""
+"""Tells a role to accept no new work and to end after its current work."""
 LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
-"""Roles that are never done by themselves."""
+"""Roles that do not end by themselves."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 RESTART_RESET_SECONDS = 120.0
-"""Seconds of running after which earlier restarts are forgotten."""
+"""A role that ran for this long starts again with the shortest pause."""
 
 ListenAddress = tuple[str, int]
-"""Host and port to listen on; port 0 is any free one."""
+"""Host and port to listen on; port 0 picks a free one."""
 
 
 class RoleOptions(TypedDict, total=False):
-    """Of a role's start."""
-
     name: str | None
-    """Tells processes of the same role apart; one that has ended gives its name free."""
+    """Name of the process among those of the role; free for reuse once the process has ended."""
     python: str | None
     """The interpreter. Default: the running one."""
     env: Mapping[str, str]
     exclude_env: Collection[str]
-    """Variables that it does not inherit."""
+    """Variables that the role does not inherit."""
     listen: ListenAddress | None
-    """It is given a listening socket there that outlives it, so that a client which connects during a restart
-    waits instead of being refused."""
+    """Address of a listening socket that the role gets. The socket outlives the process, so a client that
+    connects during a restart waits instead of being refused."""
 
 
 @dataclass(eq=False)
 class RoleHandle:
-    """A role as its cluster knows it."""
+    """The state of one role process in its cluster."""
 
     role: str
     name: str
     url: str = ""
-    """Where the other roles reach it; it changes when the role moves to another machine. Empty: it does not
-    listen."""
+    """The URL at which other roles reach it; it changes when the role moves to another machine. Empty if the
+    role does not listen."""
     log: str = ""
-    """Where its log file is, with the host before it where that is another one."""
+    """Path of its log file, after the host's name if that is another machine."""
     restarts: int = 0
     is_stopping: bool = False
-    """Whether it was asked to end, so that it is not started again."""
+    """True once the role was told to end; it is not restarted then."""
     is_retired: bool = False
-    """Whether what it was for has ended, so that nobody starts it again."""
+    """True once the role's work is no longer needed; it cannot be started again then."""
     exit_code: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Its last exit code, once it has ended for good."""
+    """The last exit code, set when the role has ended for good."""
 
 
 class Cluster(ABC):
     def __init__(self, *, log: Callable[[str], None]) -> None:
         self.log = log
-        """Takes what a person should know."""
+        """Called with messages for the user."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Never has a result; its exception is the first cause, once the run cannot go on."""
+        """Never gets a result. Its exception is the first error that made the run fail."""
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, RoleHandle]:
-        """By name, in the order they were started first."""
+        """The roles by name, in the order of their first start."""
 
     @abstractmethod
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
-        """Start a role, and again whenever it dies."""
+        """Start a role, and restart it whenever it dies."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Where a role that is told to listen on ``host`` does, for people."""
+        """Return the host on which a role configured with ``host`` really listens, for messages."""
         return host
 
     async def wait(self, name: str) -> int:
-        """Until the role has ended for good. Raises the first cause when any role cannot go on."""
-        ended = self.roles[name].exit_code
-        await asyncio.wait({ended, self.failure}, return_when=asyncio.FIRST_COMPLETED)
+        """Return the exit code once the role has ended for good. Raise the first error if the run fails."""
+        exit_code = self.roles[name].exit_code
+        await asyncio.wait({exit_code, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         self.raise_failure()
-        return ended.result()
+        return exit_code.result()
 
     def raise_failure(self) -> None:
         if self.failure.done():
             self.failure.result()
 
     def fail(self, error: Exception) -> None:
-        """The run cannot go on; the first cause counts."""
+        """Fail the run; only the first error counts."""
         if not self.failure.done():
             self.failure.set_exception(error)
 
+    def _start_watcher(self, role: RoleHandle, watch: Coroutine[Any, Any, None]) -> None:
+        """Watch a role in the background. If the watcher itself fails, the run fails, because nothing would
+        notice the end of the role."""
+
+        def check(watcher: asyncio.Task[None]) -> None:
+            if watcher.cancelled() or (error := watcher.exception()) is None:
+                return
+            self.fail(InstarError(f"{type(error).__name__}: {error}"))
+            if self.roles.get(role.name) is role:
+                self.kill(role.name)
+            if not role.exit_code.done():
+                role.exit_code.set_result(EXIT_FATAL)
+
+        self._watchers[role.name] = asyncio.create_task(watch)
+        self._watchers[role.name].add_done_callback(check)
+
     @abstractmethod
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
-        """Ask a role to end in its own way; it is not started again, nor when it has just died."""
+        """Send a role the signal to end. It is not restarted, even if it has just died."""
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """End the role and all it started at once, for good."""
+        """Kill the role and every process it started, for good."""
 
     @abstractmethod
     async def restart(self, name: str, timeout: float = 10.0) -> None:
-        """Let a role end in its own way, then start it again as it was started, at the same address. After
-        ``timeout`` seconds it is killed first. One that has ended is started too. Its ``exit`` stays open;
-        it counts as no failure. Returns when the new process is started."""
+        """Stop a role and start it again with the same arguments at the same address.
+
+        It is killed if it has not ended after ``timeout`` seconds. A role that has already ended is started
+        too. The restart does not count as a failure, and ``exit_code`` stays open. Return when the new
+        process has been started.
+        """
 
     async def stop(self, name: str, timeout: float = 10.0) -> None:
-        """Ask, wait, then kill the role and all it started."""
-        found = self.roles.get(name)
-        if found is None or found.exit_code.done():
+        """Tell the role to end, and kill it with every process it started after ``timeout`` seconds."""
+        role = self.roles.get(name)
+        if role is None or role.exit_code.done():
             return
         self.signal(name)
         try:
-            await asyncio.wait_for(asyncio.shield(found.exit_code), timeout)
+            await asyncio.wait_for(asyncio.shield(role.exit_code), timeout)
         except TimeoutError:
             self.kill(name)
-            await found.exit_code
+            await role.exit_code
 
     @abstractmethod
     async def tail(self, name: str, lines: int = 12) -> str:
-        """The end of the role's log, as far as it can be read."""
+        """Return the end of the role's log, or what can be read of it."""
 
     async def close(self) -> None:
-        """Stop everything, the ones that others depend on last."""
+        """Stop all roles in reverse order of their start, because later ones depend on earlier ones."""
         for name in reversed(list(self.roles)):
             await self.stop(name)
+        await cancel_tasks(self._watchers.values())
         if self.failure.done():
-            self.failure.exception()  # retrieved, so that asyncio does not warn of it
+            self.failure.exception()  # retrieved, so that asyncio does not warn about it
         else:
             self.failure.cancel()
 

@@ -1,4 +1,4 @@
-"""What every role has at hand: its part of the run, its store, its voice."""
+"""The config, store and state of one role process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import HOST_ENV, LEASE_ENV, ROLE_URL_ENV, log_location
@@ -18,10 +18,12 @@ from instar.types import Endpoint
 ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
 HEARTBEAT_SECONDS = 0.5
+ROLLOUT_FINISHED = "finished"
+"""The state that a rollout announces when it has tried all its tasks."""
 
 
 class RoleContext:
-    """What every role has at hand."""
+    """The config, arguments and stop events of one role process."""
 
     def __init__(self, role: str, folder: RunFolder, arguments: argparse.Namespace) -> None:
         self.role = role
@@ -30,11 +32,11 @@ class RoleContext:
         self.config: RunConfig = folder.read_config()
         self.arguments = arguments
         self.url = os.environ.get(ROLE_URL_ENV, "")
-        """Where others reach it, if it listens."""
+        """The URL at which other roles reach this one; empty if it does not listen."""
         self.stop = asyncio.Event()
-        """To end soon."""
+        """Set when the role should end soon."""
         self.drain = asyncio.Event()
-        """To begin nothing more, and to end with what is under way."""
+        """Set when the role should accept no new work and end after its current work."""
 
     @property
     def run_id(self) -> str:
@@ -47,11 +49,9 @@ class RoleContext:
     def socket(self) -> socket.socket:
         return socket.socket(fileno=self.arguments.fd)
 
-    def log(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
     async def open_store(self) -> Store:
-        """To write under this role's lease. It has read its password, which no agent is to inherit."""
+        """Open the store for writing under this role's lease, and remove the store's password from the
+        environment so that agents do not inherit it."""
         from instar.store.factory import open_store
 
         store, section = open_store(self.config), self.config.store
@@ -61,7 +61,7 @@ class RoleContext:
         return store
 
     async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
-        """Say what this role does, twice a second, until cancelled."""
+        """Announce the role's state twice a second until cancelled."""
         while True:
             await self.announce(store, doing())
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -79,29 +79,3 @@ class RoleContext:
                 time.time(),
             )
         )
-
-
-async def run_until_first(*parts: Awaitable[object]) -> None:
-    """Until the first part ends; its error is raised, the others are cancelled."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def wait_any(*events: asyncio.Event) -> None:
-    await run_until_first(*(event.wait() for event in events))
-
-
-async def call_when_set(action: Callable[[], None], *events: asyncio.Event) -> None:
-    await wait_any(*events)
-    action()
-
-
-async def wait_forever() -> None:
-    await asyncio.Event().wait()

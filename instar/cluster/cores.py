@@ -1,10 +1,10 @@
-"""How the engines and a trainer share the cores of one machine.
+"""Divide the CPU cores of one machine between the engines and the trainer.
 
-Threads of two processes on the same cores slow each other down by far more than half: they wait for
+Threads of two processes on the same cores slow each other down by far more than half, because they wait for
 one another in every operation. So each side computes on half of the cores while the other may be busy: the
-engines as long as a trainer is up, the trainer whenever replies are being sampled. In sync mode the two
-take turns anyway, and the number of threads, which can change the last bits of a sum, stays as it is.
-Several engines divide what is theirs among them.
+engines as long as a trainer is up, the trainer whenever replies are being sampled. In sync mode the two take
+turns, so the number of threads does not change; it can affect the last bits of a sum. Several engines share
+the cores of their side.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from instar.types import Endpoint
 
 INTERVAL = 0.25
 HEARTBEAT_EXPIRY = 5.0
-"""Seconds after which what a role said of itself no longer counts."""
+"""Seconds after which the state that a role announced is ignored."""
 IDLE_STATES = {"engine": "idle", "trainer": "finished"}
-"""What a role says of itself when it leaves the cores to others."""
+"""The state that a role announces when it does not use its cores."""
 
 
 def is_busy(endpoint: Endpoint, now: float) -> bool:
@@ -32,26 +32,27 @@ def is_busy(endpoint: Endpoint, now: float) -> bool:
 
 
 def _is_here(endpoint: Endpoint) -> bool:
-    """Whether it is on this machine, of several."""
+    """True if the role runs on this machine."""
     host = os.environ.get(HOST_ENV)
     return host is None or endpoint.log.startswith(f"{host}:")
 
 
 async def share_cores(
-    config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, among: int = 1
+    config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, process_count: int = 1
 ) -> None:
-    """Follow what the other role does, until cancelled. ``among``: processes of this role."""
+    """Adjust the cores to what the other role does until cancelled. ``process_count`` processes of this role
+    share them."""
     cores = usable_cores()
     granted = cores
-    if among > 1:
-        granted = max(1, cores // among)
+    if process_count > 1:
+        granted = max(1, cores // process_count)
         use_cores(granted)
     while config.trainer.mode == "async":
         endpoints = await store.endpoints(config.name)
         busy = any(e.role == other and _is_here(e) and is_busy(e, time.time()) for e in endpoints)
-        wanted = max(1, (cores // 2 if busy else cores) // among)
-        if wanted != granted:
-            use_cores(wanted)
-            granted = wanted
+        share = max(1, (cores // 2 if busy else cores) // process_count)
+        if share != granted:
+            use_cores(share)
+            granted = share
         await asyncio.sleep(INTERVAL)
     await asyncio.Event().wait()

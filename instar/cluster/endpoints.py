@@ -1,13 +1,18 @@
-"""Where the roles of a run are, as the store tells: a role that moves to another machine is found again."""
+"""The addresses of a run's roles, read from the store, so that roles may move to other machines."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from instar.cluster.base import RoleHandle
-from instar.cluster.context import HEARTBEAT_SECONDS
+from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS, RoleContext
+from instar.cluster.layout import engine_names, teacher_names
+from instar.cluster.tasks import background_tasks, wait_forever
+from instar.config import LocalClusterConfig
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, PolicySource
 from instar.engines.remote import RemoteEngine
@@ -16,11 +21,10 @@ from instar.store.base import Store
 from instar.types import Endpoint
 
 DRAINING = "draining"
-"""So begins what a role says of itself that is drained."""
+"""Prefix of the state that a draining role announces."""
 POLL_SECONDS = 1.0
-"""Seconds between two looks at where the roles are."""
 ANSWER_SECONDS = 2.0
-"""That one engine may keep others waiting."""
+"""Deadline for one engine to answer, so that it does not hold up the others."""
 
 
 class EndpointDirectory:
@@ -29,18 +33,18 @@ class EndpointDirectory:
         self._run_id = run_id
 
     async def register(self, role: RoleHandle) -> None:
-        """Say where a role is, before it does so itself."""
+        """Write the address of a role before the role announces itself."""
         await self._store.put_endpoint(
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
 
     async def take_lease(self, name: str) -> str:
-        """A new one for the role of this name; who has an earlier one is out."""
+        """Return a new lease for the role of this name. Holders of earlier leases can no longer write."""
         return str(await self._store.take_lease(self._run_id, name))
 
     async def list_urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
-        """Those of the role's processes that listen, by name. ``draining``: also of those that are about to
-        end."""
+        """Return the URLs of the role's processes that listen, by name. ``draining=False`` leaves out those
+        that are about to end."""
         entries = await self._store.endpoints(self._run_id)
         return {
             entry.name: entry.url
@@ -49,63 +53,61 @@ class EndpointDirectory:
         }
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
-        """Once there are any. Raises EngineUnavailable where there are none in time."""
+        """Return the URLs of the role as soon as there are any. Raise EngineUnavailable after ``timeout``."""
         deadline = time.monotonic() + timeout
-        while not (found := await self.list_urls(role)):
+        while not (urls := await self.list_urls(role)):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"the run has no {role} yet")
             await asyncio.sleep(0.1)
-        return found
+        return urls
 
-    async def watch_url(self, role: str, tell: Callable[[str], None]) -> None:
-        """Tell again and again where a role is that there is one of."""
+    async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
+        """Pass the current URL of a role that has one process to ``set_url``, again and again."""
         while True:
             for url in (await self.list_urls(role)).values():
-                tell(url)
+                set_url(url)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 class EngineConnections:
-    """The engines of a run, wherever they are. A connection is kept for as long as its engine is at its
-    address."""
+    """Connections to the engines of a run. A connection is kept while its engine stays at its address."""
 
     def __init__(
         self, directory: EndpointDirectory, token: str, role: str = "engine", *, skip_silent: bool = False
     ) -> None:
-        """``skip_silent``: leave out those that do not answer, as long as others do."""
+        """``skip_silent`` leaves out engines that do not answer, as long as others do."""
         self._skip_silent = skip_silent
         self._directory = directory
         self._role = role
         self._token = token
-        self._known: dict[str, RemoteEngine] = {}
-        """By address."""
+        self._by_url: dict[str, RemoteEngine] = {}
 
     async def list_current(self) -> list[Engine]:
-        """Those that have answered since they came to where they are, also when they do not just now. Not
-        those that are drained: soon nobody would answer."""
+        """Return the engines that have answered at their present address, even if they are silent now.
+        Draining engines are left out, because they will not answer much longer."""
         urls = await self._directory.list_urls(self._role, draining=False)
-        await self._forget_all_but(urls)
-        fresh = [url for url in urls.values() if url not in self._known]
-        await asyncio.gather(*map(self._meet, fresh))
-        known: list[Engine] = [self._known[url] for url in urls.values() if url in self._known]
+        await self._close_all_but(urls)
+        new_urls = [url for url in urls.values() if url not in self._by_url]
+        await asyncio.gather(*map(self._connect, new_urls))
+        engines: list[Engine] = [self._by_url[url] for url in urls.values() if url in self._by_url]
         if not self._skip_silent:
-            return known
-        answers = await asyncio.gather(*map(_answers, known))
-        return [engine for engine, answered in zip(known, answers, strict=True) if answered] or known
+            return engines
+        answers = await asyncio.gather(*map(_is_answering, engines))
+        return [engine for engine, answered in zip(engines, answers, strict=True) if answered] or engines
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
-        """The current ones, as soon as one has answered. Raises EngineUnavailable where none does in time."""
+        """Return the current engines once one has answered. Raise EngineUnavailable after ``timeout``."""
         deadline = time.monotonic() + timeout
-        while not (found := await self.list_current()):
+        while not (engines := await self.list_current()):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"no {self._role} of the run has answered within {timeout:g} s")
             await asyncio.sleep(0.1)
-        return found
+        return engines
 
     async def close(self) -> None:
-        await self._forget_all_but({})
+        await self._close_all_but({})
 
-    async def _meet(self, url: str) -> None:
+    async def _connect(self, url: str) -> None:
         engine = RemoteEngine(url, self._token)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -113,14 +115,14 @@ class EngineConnections:
         except (EngineUnavailable, TimeoutError):
             await engine.close()
         else:
-            self._known[url] = engine
+            self._by_url[url] = engine
 
-    async def _forget_all_but(self, urls: Mapping[str, str]) -> None:
-        for url in [url for url in self._known if url not in urls.values()]:
-            await self._known.pop(url).close()
+    async def _close_all_but(self, urls: Mapping[str, str]) -> None:
+        for url in [url for url in self._by_url if url not in urls.values()]:
+            await self._by_url.pop(url).close()
 
 
-async def _answers(engine: Engine) -> bool:
+async def _is_answering(engine: Engine) -> bool:
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             await engine.status()
@@ -130,7 +132,7 @@ async def _answers(engine: Engine) -> bool:
 
 
 class DiscoveredEnginePool(EnginePool):
-    """The engines of a run as one, wherever they are."""
+    """A pool of the run's engines that follows their addresses in the store."""
 
     def __init__(
         self,
@@ -138,27 +140,39 @@ class DiscoveredEnginePool(EnginePool):
         token: str,
         *,
         role: str = "engine",
-        newest: PolicySource | None = None,
+        newest_policy: PolicySource | None = None,
     ) -> None:
-        super().__init__([], newest_policy=newest)
+        super().__init__([], newest_policy=newest_policy)
         self._directory = directory
         self._role = role
         self._token = token
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def start(self, timeout: float = 300.0) -> None:
-        following = asyncio.create_task(self.watch_endpoints())
-        try:
+        async with background_tasks(self.watch_endpoints()):
             await self._directory.wait_for_urls(self._role, timeout)
             await super().start(timeout)
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
 
     async def watch_endpoints(self) -> None:
-        """Keep up with the store, until cancelled."""
+        """Keep the pool in step with the store until cancelled."""
         while True:
             urls = (await self._directory.list_urls(self._role)).values()
             self._by_url = {url: self._by_url.get(url) or RemoteEngine(url, self._token) for url in urls}
             await self.replace(list(self._by_url.values()))
             await asyncio.sleep(POLL_SECONDS)
+
+
+async def connect_to_engines(
+    context: RoleContext, store: Store, role: str, *, newest_policy: PolicySource | None = None
+) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
+    """Return the run's engines or teachers as one engine, and a coroutine function that the caller must keep
+    running, so that engines are found again after they moved or restarted."""
+    directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
+    names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
+    if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:
+        # It keeps its address, and requests that arrive during a restart wait at its socket.
+        (url,) = (await directory.wait_for_urls(role, timeout=300)).values()
+        return await RemoteEngine.connect(url, token, 300), wait_forever
+    pool = DiscoveredEnginePool(directory, token, role=role, newest_policy=newest_policy)
+    await pool.start()
+    return pool, pool.watch_endpoints

@@ -1,4 +1,4 @@
-"""The cluster that a run's config names."""
+"""Create the cluster that a run's config names."""
 
 from __future__ import annotations
 

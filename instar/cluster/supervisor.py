@@ -1,7 +1,7 @@
-"""Starts each role of a run as a process on this machine, and starts it again when it dies.
+"""A cluster on this machine: each role is a child process, restarted when it dies.
 
-The sockets that roles listen on belong to the supervisor and are handed down, so an address outlives the
-process behind it.
+The supervisor owns the sockets that roles listen on and passes them down, so an address outlives the process
+behind it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
 ROLE_URL_ENV = "INSTAR_ROLE_URL"
-"""Where a role listens itself, as others reach it."""
+"""The URL at which other roles reach this role."""
 LEASE_ENV = "INSTAR_LEASE"
-"""The lease that a role writes to the store under."""
+"""The lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""The host's name before a role's log file, where there are several."""
+"""The host's name, which precedes the path of a role's log file if there are several hosts."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A listening socket that children inherit."""
-    from instar.gateway.serve import bind  # with uvicorn, which most verbs do without
+    """Return a listening socket that child processes inherit."""
+    from instar.gateway.serve import bind  # imports uvicorn, which most commands do not need
 
     try:
         server = bind(host, port)
@@ -56,7 +56,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def listener_url(server: socket.socket) -> str:
-    """As this machine reaches it."""
+    """Return the URL of a socket as seen from this machine."""
     host, port = server.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -64,13 +64,13 @@ def listener_url(server: socket.socket) -> str:
 
 
 def log_location(host: str, path: Path) -> str:
-    """How people are told of a log file."""
+    """Return the location of a log file as shown to users."""
     return f"{host}:{path}" if host else str(path)
 
 
 @dataclass(eq=False)
 class ChildProcess(RoleHandle):
-    """A role as a process of this machine."""
+    """A role that runs as a process on this machine."""
 
     argv: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -78,12 +78,12 @@ class ChildProcess(RoleHandle):
     server: socket.socket | None = None
     process: asyncio.subprocess.Process | None = None
     is_restarting: bool = False
-    """Whether its end is wanted for a new start."""
+    """True while the process is ended in order to be started again."""
     stop_signal: int = signal.SIGTERM
-    """The last signal that it was to end by."""
+    """The last signal that told the role to end."""
 
     def request_stop(self, number: int) -> None:
-        """It is to end for good. A process that is just being started is sent the signal once it is there."""
+        """End the role for good. A process that is just being started gets the signal once it runs."""
         self.is_stopping, self.is_restarting, self.stop_signal = True, False, number
 
     def send(self, number: int) -> None:
@@ -91,7 +91,7 @@ class ChildProcess(RoleHandle):
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """With all that it started."""
+        """Kill the process and every process it started."""
         if self.process and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -106,15 +106,14 @@ class Supervisor(Cluster):
         url: Callable[[socket.socket], str] = listener_url,
         host: str = "",
     ) -> None:
-        """``url``: how others reach a socket of this machine. ``host``: its name, where there are several."""
+        """``url`` returns the URL at which others reach a socket of this machine, named ``host``."""
         super().__init__(log=log)
         self.folder = folder
         self._url = url
         self._host = host
         self._children: dict[str, ChildProcess] = {}
-        self._watchers: dict[str, asyncio.Task[None]] = {}
-        # Nothing is ever written: a role that reads the end of it knows that this process is gone. Only
-        # this process has the end to write to, so that holds however it ends.
+        # Nothing is ever written to this pipe. Only this process holds the write end, so a role that reads
+        # end-of-file knows that this process is gone, however it ended.
         self._lifeline, self._alive = os.pipe()
 
     @property
@@ -123,9 +122,8 @@ class Supervisor(Cluster):
 
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> ChildProcess:
         name = options.get("name") or role
-        child = ChildProcess(
-            role, name, log=log_location(self._host, self.folder.log(name)), fds=[self._lifeline]
-        )
+        log = log_location(self._host, self.folder.log(name))
+        child = ChildProcess(role, name, log=log, fds=[self._lifeline])
         argv = [
             options.get("python") or sys.executable,
             "-m",
@@ -136,32 +134,32 @@ class Supervisor(Cluster):
             f"--lifeline={self._lifeline}",
             *arguments,
         ]
-        told: dict[str, str] = {}
+        own_env: dict[str, str] = {}
         if address := options.get("listen"):
             child.server = self._listen(name, address)
-            child.url = told[ROLE_URL_ENV] = self._url(child.server)
+            child.url = own_env[ROLE_URL_ENV] = self._url(child.server)
             argv.append(f"--fd={child.server.fileno()}")
             child.fds = [self._lifeline, child.server.fileno()]
         inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
-        child.argv, child.env = argv, {**inherited, **options.get("env", {}), **told}
+        child.argv, child.env = argv, {**inherited, **options.get("env", {}), **own_env}
         self._children[name] = child
         await self._run(child)
         return child
 
     def _listen(self, name: str, address: ListenAddress) -> socket.socket:
-        """A role that is started anew keeps the socket of the one before."""
-        before = self._children.get(name)
-        return before.server if before and before.server else open_listener(*address)
+        """Return the socket of the previous process of this name, or open a new one."""
+        previous = self._children.get(name)
+        return previous.server if previous and previous.server else open_listener(*address)
 
     async def _run(self, child: ChildProcess) -> None:
         try:
             await self._spawn(child)
         except BaseException as error:
-            child.exit_code.set_result(EXIT_FATAL)  # nobody watches it
+            child.exit_code.set_result(EXIT_FATAL)  # it has no watcher
             if isinstance(error, OSError):
                 raise InstarError(f"{child.name} cannot be started: {error}") from error
             raise
-        self._watchers[child.name] = asyncio.create_task(self._watch(child))
+        self._start_watcher(child, self._watch(child))
 
     async def _spawn(self, child: ChildProcess) -> None:
         with self.folder.log(child.name).open("ab") as log:
@@ -172,7 +170,7 @@ class Supervisor(Cluster):
                 stdout=log,
                 stderr=log,
                 pass_fds=tuple(child.fds),
-                start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
+                start_new_session=True,  # Ctrl-C in the terminal goes to the supervisor only
             )
         child.is_restarting = False
         if child.is_stopping:
@@ -185,7 +183,7 @@ class Supervisor(Cluster):
             code = await child.process.wait()
             if not child.is_restarting:
                 if child.is_stopping or (code == 0 and child.role not in LONG_RUNNING_ROLES):
-                    child.exit_code.set_result(_as_asked(code))
+                    child.exit_code.set_result(_normalize_exit_code(code))
                     return
                 if time.monotonic() - began > RESTART_RESET_SECONDS:
                     child.restarts = 0
@@ -197,7 +195,7 @@ class Supervisor(Cluster):
                 self.log(f"{child.name} ended with {describe_exit(code)}; starting it again")
                 await asyncio.sleep(pause)
                 if child.is_stopping:
-                    child.exit_code.set_result(_as_asked(code))
+                    child.exit_code.set_result(_normalize_exit_code(code))
                     return
             try:
                 await self._spawn(child)
@@ -211,8 +209,8 @@ class Supervisor(Cluster):
         if code == EXIT_FATAL:
             cause = f"{child.name}: {self._tail(child.name, 1)}\n(log: {child.log})"
         else:
-            again = f"{describe_exit(code)}, and again after each restart"
-            cause = f"{child.name}: {again}\n(log: {child.log})\n{self._tail(child.name)}"
+            symptom = f"{describe_exit(code)}, and again after each restart"
+            cause = f"{child.name}: {symptom}\n(log: {child.log})\n{self._tail(child.name)}"
         self.fail(InstarError(cause))
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
@@ -232,12 +230,12 @@ class Supervisor(Cluster):
             child.exit_code = asyncio.get_running_loop().create_future()
             await self._run(child)
             return
-        before = child.process
+        previous = child.process
         child.is_restarting = True
         child.send(signal.SIGTERM)
         deadline = time.monotonic() + timeout
-        # The watcher starts it again; one that waits out its pause does so too.
-        while child.process is before and not child.exit_code.done():
+        # The watcher starts the new process, also if it is waiting before a restart.
+        while child.process is previous and not child.exit_code.done():
             if time.monotonic() > deadline:
                 child.kill()
             await asyncio.sleep(0.02)
@@ -253,8 +251,6 @@ class Supervisor(Cluster):
 
     async def close(self) -> None:
         await super().close()
-        for watcher in self._watchers.values():
-            watcher.cancel()
         for child in self._children.values():
             if child.server is not None:
                 child.server.close()
@@ -262,7 +258,7 @@ class Supervisor(Cluster):
         os.close(self._lifeline)
 
 
-def _as_asked(code: int) -> int:
-    """The exit code of a role that was asked to end. A signal that it does not handle yet, or no more, ends
-    it before it began anything or after it was done."""
+def _normalize_exit_code(code: int) -> int:
+    """Return the exit code of a role that was told to end. A signal that kills it does so before it began its
+    work or after it was done, because it handles signals in between."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

@@ -103,7 +103,7 @@ def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
     again = Tortured(folder, {**run.config, "dir": str(folder / "run")})
     again.start(**{VARIABLE: PASSWORD})
     assert again.wait(60) == 1
-    assert "the store has a run of that name already" in again.output.read_text()
+    assert "the store already has a run named" in again.output.read_text()
     assert not (folder / "run" / "config.json").exists()
 
 

@@ -87,7 +87,6 @@ class RayCluster(Cluster):
         self._alone = resolve_address(config.cluster) == LOCAL_CLUSTER
         self._directory = directory
         self._actors: dict[str, RoleActor] = {}
-        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
         """Nodes that could not be reached, by id."""
         self._metrics = MetricsMirror(folder.path)
@@ -158,18 +157,8 @@ class RayCluster(Cluster):
         actor.host = before.host if before else self._host_before(name)
         self._actors[name] = actor
         await self._place(actor)
-        self._begin_watching(actor)
+        self._start_watcher(actor, self._watch(actor))
         return actor
-
-    def _begin_watching(self, actor: RoleActor) -> None:
-        watcher = asyncio.create_task(self._watch(actor))
-        watcher.add_done_callback(self._end_watching)
-        self._watchers[actor.name] = watcher
-
-    def _end_watching(self, watcher: asyncio.Task[None]) -> None:
-        """A role that nobody watches must not go unnoticed."""
-        if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self.fail(InstarError(f"{type(error).__name__}: {error}"))
 
     async def _place(self, actor: RoleActor) -> None:
         """Have Ray find a node for it; one that is told to end meanwhile has ended then. Raises InstarError
@@ -363,7 +352,7 @@ class RayCluster(Cluster):
             await self._replace(actor)
             if self._end_if_stopping(actor):
                 return
-            self._begin_watching(actor)
+            self._start_watcher(actor, self._watch(actor))
         else:
             try:
                 actor.generation = await self._ask(
@@ -385,9 +374,6 @@ class RayCluster(Cluster):
 
     async def close(self) -> None:
         await super().close()
-        for watcher in self._watchers.values():
-            watcher.cancel()
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         try:
             await run_in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
         except TimeoutError:  # it ends with this process; how the run went counts

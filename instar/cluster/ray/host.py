@@ -178,9 +178,11 @@ class RoleHost:
     async def _end_when_alone(self, patience: float) -> None:
         while time.monotonic() - self._heard < patience:  # noqa: ASYNC110 - the driver's calls move it on
             await asyncio.sleep(POLL_SECONDS)
-        if self._supervisor is not None:
-            self._supervisor.kill(self._name)
-        os._exit(1)
+        try:
+            if self._supervisor is not None:
+                self._supervisor.kill(self._name)
+        finally:
+            os._exit(1)
 
 
 def node_address() -> str:

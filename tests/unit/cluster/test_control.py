@@ -109,7 +109,7 @@ async def test_what_does_not_drain_in_time_is_stopped(house: House, script: Scri
     asking = asyncio.create_task(house.ask("drain", "rollout", timeout=1.0))
     await until(lambda: "draining rollout" in house.log)
     assert await house.state("rollout") == "draining", "others may look meanwhile"
-    with pytest.raises(InstarError, match="rollout is draining already"):
+    with pytest.raises(InstarError, match="rollout is already draining"):
         await house.ask("restart", "rollout")
     (row,) = await asking
     assert row.state == "stopped"
@@ -152,7 +152,7 @@ async def test_what_a_role_was_for_ends_while_it_is_drained(house: House, script
     house.control.retire("rollout")
     await house.cluster.stop("rollout")
     await house.cluster.start("rollout", python=script("exit 0"))
-    with pytest.raises(InstarError, match="rollout is not started: what it was for has ended"):
+    with pytest.raises(InstarError, match="rollout is not started: its work is done"):
         await asking
     assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0, "the next one is not held"
     assert house.said().count("up") == 1
@@ -162,7 +162,7 @@ async def test_a_role_that_was_held_when_its_work_ended_holds_up_nobody(house: H
     await start(house, script)
     await house.ask("stop", "rollout")
     house.control.retire("rollout")
-    with pytest.raises(InstarError, match="what it was for has ended"):
+    with pytest.raises(InstarError, match="its work is done"):
         await house.ask("start", "rollout")
     await house.cluster.start("rollout", python=script("exit 0"))
     assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0
@@ -173,7 +173,7 @@ async def test_of_two_starts_at_once_one_is_refused(house: House, script: Script
     await house.ask("stop", "rollout")
     both = await asyncio.gather(*(house.ask("start", "rollout") for _ in range(2)), return_exceptions=True)
     assert [str(refused) for refused in both if isinstance(refused, InstarError)] == [
-        "rollout is starting already"
+        "rollout is already starting"
     ]
     await until(lambda: house.said().count("up") == 2)
     child = house.cluster.roles["rollout"]
@@ -202,7 +202,7 @@ async def test_another_role_that_cannot_go_on_is_told_to_who_waits(house: House,
 @pytest.mark.parametrize(
     ("do", "name", "said"),
     [
-        ("drain", "nobody", "no role called 'nobody'; it has rollout"),
+        ("drain", "nobody", "no role 'nobody'; its roles are rollout"),
         ("start", "rollout", "rollout is running"),
     ],
 )

@@ -16,7 +16,9 @@ from transformers import LlamaConfig
 from instar.cli.display import roles_table
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names
-from instar.cluster.run import LiveRun, engine_status, serve_run, train
+from instar.cluster.live_run import LiveRun, engine_status
+from instar.cluster.run import train
+from instar.cluster.serving import serve_run
 from instar.cluster.supervisor import ChildProcess
 from instar.config import RolloutConfig, RunConfig
 from instar.engines.remote import RemoteEngine
@@ -119,12 +121,12 @@ async def test_engines_divide_the_cores_among_them(tmp_path: Path, mode: str) ->
     cores = len(os.sched_getaffinity(0))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await share_cores(config, store, "trainer", granted.append, among=2)
+            await share_cores(config, store, "trainer", granted.append, process_count=2)
     assert granted == [max(1, cores // 2)]
     trainer = Endpoint(config.name, "trainer", "trainer", "", 1, "training", heartbeat=time.time() + 60)
     await store.put_endpoint(trainer)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await share_cores(config, store, "trainer", granted.append, among=2)
+            await share_cores(config, store, "trainer", granted.append, process_count=2)
     await store.close()
     assert granted[-1] == max(1, (cores // 2 if mode == "async" else cores) // 2)

@@ -7,7 +7,8 @@ from pathlib import Path
 import httpx
 
 from instar.cluster.control import Action, ControlRequest
-from instar.cluster.run import LiveRun, serve_run
+from instar.cluster.live_run import LiveRun
+from instar.cluster.serving import serve_run
 from tests.unit.cluster.test_engines import ask, config_in, until
 
 

@@ -13,7 +13,9 @@ from instar.backends.resolve import RunSecrets
 from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
-from instar.cluster.run import LiveRun, _end_scoring, _evaluate, _note_failure, _phases, _train
+from instar.cluster.live_run import LiveRun
+from instar.cluster.phases import evaluate, finish_scoring, run_phases, run_training
+from instar.cluster.run import record_failure
 from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError, StoreFull
@@ -69,7 +71,7 @@ def said(run: LiveRun) -> list[str]:
 
 async def test_a_stop_as_the_trainer_starts_is_no_failure(run: LiveRun) -> None:
     stop = asyncio.Event()
-    training = asyncio.create_task(_train(run, stop))
+    training = asyncio.create_task(run_training(run, stop))
     await until(lambda: "trainer" in run.cluster.roles)
     stop.set()
     await asyncio.wait_for(training, 20)
@@ -78,7 +80,7 @@ async def test_a_stop_as_the_trainer_starts_is_no_failure(run: LiveRun) -> None:
 
 
 async def test_rollout_is_restarted_in_an_evaluation(run: LiveRun) -> None:
-    evaluating = asyncio.create_task(_evaluate(run, "before", asyncio.Event()))
+    evaluating = asyncio.create_task(evaluate(run, "before", asyncio.Event()))
     await until(lambda: len(said(run)) == 1)
     await run.control.handle(ControlRequest("restart", "rollout"))
     await until(lambda: len(said(run)) == 2)
@@ -90,7 +92,7 @@ async def test_rollout_is_restarted_in_an_evaluation(run: LiveRun) -> None:
 
 async def test_a_stop_ends_an_evaluation_that_is_held(run: LiveRun) -> None:
     stop = asyncio.Event()
-    evaluating = asyncio.create_task(_evaluate(run, "before", stop))
+    evaluating = asyncio.create_task(evaluate(run, "before", stop))
     await until(lambda: len(said(run)) == 1)
     await run.control.handle(ControlRequest("drain", "rollout"))
     assert not evaluating.done()
@@ -102,7 +104,7 @@ async def test_what_was_trained_is_not_evaluated_as_before(run: LiveRun) -> None
     version = await run.store.reserve_version("run", "run", 1)
     await run.store.publish(Policy("run", version, Artifact("live")))
     stop = asyncio.Event()
-    phases = asyncio.create_task(_phases(run, stop))
+    phases = asyncio.create_task(run_phases(run, stop))
     await until(lambda: len(said(run)) == 1)
     assert (run.phase, "--evaluate" in said(run)[0]) == ("training", False)
     stop.set()
@@ -113,7 +115,7 @@ async def test_a_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
     await run.cluster.start("rewards")
     await run.store.put_endpoint(Endpoint("run", "rewards", "rewards", "", 1, "scoring 5 sessions", "x"))
     stop = asyncio.Event()
-    scoring = asyncio.create_task(_end_scoring(run, stop))
+    scoring = asyncio.create_task(finish_scoring(run, stop))
     await asyncio.sleep(0.1)
     assert not scoring.done()
     stop.set()
@@ -126,12 +128,12 @@ class Full(SqliteStore):
 
 
 async def test_a_failure_that_cannot_be_noted_does_not_hide_its_cause(run: LiveRun) -> None:
-    await _note_failure(run, OSError("the first cause"))
+    await record_failure(run, OSError("the first cause"))
     noted = await run.store.run("run")
     assert noted is not None
     assert (noted.status, noted.reason) == ("failed", "the first cause")
     store = run.store
     run.store = Full(run.folder.path / "store.db")
-    await _note_failure(run, InstarError("another"))
+    await record_failure(run, InstarError("another"))
     await run.store.close()
     run.store = store

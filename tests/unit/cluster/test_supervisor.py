@@ -260,3 +260,17 @@ def test_all_addresses_are_reached_by_the_loopback(host: str, url: str) -> None:
     server = open_listener(host, 0)
     assert listener_url(server).startswith(url)
     server.close()
+
+
+async def test_supervisor_whose_watcher_fails_reports_the_error(tmp_path: Path, script: Script) -> None:
+    def fail(message: str) -> None:
+        raise ValueError("the log is closed")
+
+    folder = RunFolder(tmp_path / "run")
+    folder.create(RunConfig())
+    supervisor = Supervisor(folder, log=fail)
+    role = await supervisor.start("rollout", python=script("exit 1"))
+    with pytest.raises(InstarError, match="ValueError: the log is closed"):
+        await asyncio.wait_for(supervisor.wait("rollout"), 10)
+    assert role.exit_code.result() == EXIT_FATAL
+    await supervisor.close()

@@ -1,0 +1,120 @@
+"""The roles that serve an engine: the run's own engine, and the teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+
+from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS, RoleContext
+from instar.cluster.cores import share_cores
+from instar.cluster.layout import engine_names, engine_process_config, teacher_config, teacher_names
+from instar.cluster.tasks import run_until_first, wait_forever
+from instar.config import CloudEngineConfig
+from instar.engines.base import Engine
+from instar.engines.factory import create_engine
+from instar.engines.server import DrainGate, create_engine_app
+from instar.errors import ConfigError, EngineUnavailable
+from instar.gateway.serve import serve
+from instar.store.base import Store
+from instar.types import Policy
+
+logger = logging.getLogger(__name__)
+
+
+async def run_engine(context: RoleContext) -> None:
+    store = await context.open_store()
+    await context.announce(store, "loading the model")
+    names = engine_names(context.config)
+    engine = create_engine(engine_process_config(context.config, names.index(context.name)))
+    await engine.bring_up(context.folder.log(context.name), logger.info)
+    head = await store.latest_policy(context.policy_id)
+    if head.version > 0 and _is_loadable(head):
+        await engine.load(head)
+    await _serve_engine(context, store, engine, "trainer", process_count=len(names))
+
+
+async def run_teacher(context: RoleContext) -> None:
+    """Serve an engine that only scores given tokens. It computes while the trainer waits, so it shares the
+    cores with the engines in the trainer's place."""
+    from instar.reference.vocabulary import require_same_vocabulary
+
+    config = teacher_config(context.config)
+    store = await context.open_store()
+    await context.announce(store, "loading the model")
+    if not isinstance(config.engine, CloudEngineConfig):  # the tokenizer of a cloud model is not available
+        require_same_vocabulary(context.config.model, config.model)
+    names = teacher_names(context.config)
+    engine = create_engine(engine_process_config(config, names.index(context.name)))
+    await engine.bring_up(context.folder.log(context.name), logger.info)
+    if not engine.info.scores:
+        raise ConfigError(
+            f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute the logprobs of "
+            "given tokens, so it cannot be a teacher"
+        )
+    await _serve_engine(context, store, engine, "engine", process_count=len(names))
+
+
+async def _serve_engine(
+    context: RoleContext, store: Store, engine: Engine, other_role: str, *, process_count: int
+) -> None:
+    """Serve the engine until the role is stopped, sharing the cores with ``other_role``.
+
+    While one of several processes drains, the others take new requests. Requests to the only process wait at
+    its socket instead, until the next one accepts them.
+    """
+    listener = context.socket()
+    gate = DrainGate()
+    status = await engine.status()
+    unavailable = ""
+
+    def doing() -> str:
+        if unavailable:
+            return f"not ready: {unavailable}"
+        busy = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
+        return f"draining: {busy}" if context.drain.is_set() else busy
+
+    async def drain() -> None:
+        await context.drain.wait()
+        await context.announce(store, doing())
+        # Clients that have not read the announcement yet may still connect, and are answered.
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        gate.close()
+        await gate.drained.wait()
+        context.stop.set()
+        await wait_forever()
+
+    async def refresh() -> None:
+        nonlocal status, unavailable
+        while True:
+            try:
+                status, unavailable = await engine.status(), ""
+            except EngineUnavailable as error:  # it recovers by itself, or raises another error in the end
+                unavailable = str(error)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    app = create_engine_app(engine, os.environ[ENGINE_TOKEN_ENV], gate)
+    is_only_process = process_count == 1
+    await run_until_first(
+        serve(app, listener, stop=context.stop, drain=context.drain if is_only_process else None),
+        wait_forever() if is_only_process else drain(),
+        refresh(),
+        share_cores(context.config, store, other_role, engine.use_cores, process_count=process_count),
+        context.heartbeat(store, doing),
+    )
+    await engine.close()
+    await store.close()
+
+
+def _is_loadable(policy: Policy) -> bool:
+    """True if an engine that starts can load the policy itself.
+
+    Otherwise the trainer sends it: weights that only the trainer holds, a folder that this machine does not
+    see, or a cloud sampler that has expired.
+    """
+    artifact = policy.artifact
+    if artifact.kind in ("adapter", "weights"):
+        return Path(artifact.path).is_dir()
+    return artifact.kind != "live" and (artifact.expires_at is None or artifact.expires_at > time.time())

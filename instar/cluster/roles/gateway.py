@@ -1,0 +1,54 @@
+"""The role that serves the gateway."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+from instar.cluster.context import ADMIN_KEY_ENV, RoleContext
+from instar.cluster.endpoints import connect_to_engines
+from instar.cluster.layout import engine_names
+from instar.cluster.tasks import run_until_first, wait_forever
+from instar.gateway.factory import open_gateway
+from instar.gateway.serve import serve
+from instar.types import Policy
+
+
+async def run_gateway(context: RoleContext) -> None:
+    store = await context.open_store()
+    await context.announce(store, "waiting for the engine")
+
+    async def head() -> Policy:
+        return await store.latest_policy(context.policy_id)
+
+    engine, watch_endpoints = None, wait_forever
+    if engine_names(context.config):
+        engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=head)
+    await context.announce(store, "loading the tokenizer")
+    limits = context.config.gateway
+    async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV]) as app:
+        tune_gc()
+        await run_until_first(
+            serve(
+                app,
+                context.socket(),
+                stop=context.stop,
+                drain=context.drain,
+                # Twice the gateway's limit, so that the gateway itself rejects headers slightly over it.
+                max_head=2 * limits.max_header,
+                head_timeout=limits.read_timeout,
+            ),
+            context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
+            watch_endpoints(),
+        )
+    if engine is not None:
+        await engine.close()
+    await store.close()
+
+
+def tune_gc() -> None:
+    """Make full collections rare. Sessions in memory are many small objects, and every request would wait
+    while the collector walks them."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)

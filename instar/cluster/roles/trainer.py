@@ -1,0 +1,85 @@
+"""The role that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import AsyncExitStack
+
+from instar.backends.factory import apply_capabilities, create_backend
+from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS, ROLLOUT_FINISHED, RoleContext
+from instar.cluster.cores import share_cores
+from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
+from instar.cluster.layout import teacher_names
+from instar.cluster.tasks import background_tasks, call_when_set, wait_forever
+from instar.config import LocalClusterConfig
+from instar.reference.factory import create_penalty
+from instar.store.base import Store
+from instar.sync.factory import create_sync
+from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.monitor import Monitor
+from instar.trainer.publishing import PolicyPublisher
+from instar.types import Channel, GroupStatus
+
+logger = logging.getLogger(__name__)
+
+
+async def run_trainer(context: RoleContext) -> None:
+    store = await context.open_store()
+    await context.announce(store, "loading the model")
+    async with AsyncExitStack() as resources:
+        backend = create_backend(context.config)
+        config, warnings = apply_capabilities(context.config, backend.capabilities)
+        engines = EngineConnections(
+            EndpointDirectory(store, context.run_id),
+            os.environ[ENGINE_TOKEN_ENV],
+            skip_silent=not isinstance(config.cluster, LocalClusterConfig),
+        )
+        resources.push_async_callback(engines.close)
+        resources.push_async_callback(backend.close)
+        connected = await engines.wait_for_first()
+        teacher, watch_teacher = None, wait_forever
+        if teacher_names(config):
+            teacher, watch_teacher = await connect_to_engines(context, store, "teacher")
+        async with background_tasks(watch_teacher()):
+            penalty = create_penalty(config, backend, teacher)
+            if penalty is not None:
+                resources.push_async_callback(penalty.close)
+                await penalty.start()
+            monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
+            resources.callback(monitor.close)
+            for warning in warnings:
+                logger.warning(warning)
+                monitor.record("warning", 0, {"text": warning})
+            sync = await create_sync(config, backend, connected)
+            resources.push_async_callback(sync.close)
+            logger.info("weights reach the engines by %s", sync.description)
+            loop = Trainer(
+                TrainingRun(config, context.run_id, context.policy_id),
+                store=store,
+                backend=backend,
+                publisher=PolicyPublisher(sync, engines.list_current),
+                monitor=monitor,
+                penalty=penalty,
+            )
+            loop.is_rollout_finished = not config.trains_live
+            async with background_tasks(
+                call_when_set(loop.stop, context.stop, context.drain),
+                _watch_rollout(store, context.run_id, loop),
+                share_cores(config, store, "engine", backend.use_cores),
+                context.heartbeat(store, lambda: loop.doing),
+            ):
+                await loop.run()
+    await context.announce(store, loop.doing)
+    await store.close()
+
+
+async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
+    """Tell the trainer when the rollout has finished and all its groups are scored, so that the trainer ends
+    after the data there is."""
+    while not loop.is_rollout_finished:
+        endpoints = await store.endpoints(run_id)
+        if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
+            loop.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
+        await asyncio.sleep(HEARTBEAT_SECONDS)

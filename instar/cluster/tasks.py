@@ -1,0 +1,79 @@
+"""Coroutines that run together so that an exception in one of them is raised or logged, never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+    """Run coroutines while the body runs, and cancel and await them when it ends.
+
+    An exception in one of them cancels the body and is raised here. It is raised without the exception group
+    around it, because the exit code of a role depends on the type of the error.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as group_error:
+        first, *others = group_error.exceptions
+        for error in others:
+            logger.error("another error followed %r", first, exc_info=error)
+        raise first from first.__cause__
+
+
+async def run_until_first(*awaitables: Awaitable[object]) -> None:
+    """Wait until the first one ends, cancel and await the others, and raise its error if it failed."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await cancel_tasks(tasks)
+        raise
+    first = next((task for task in ended if _error(task)), None) or next(iter(ended))
+    await cancel_tasks(task for task in tasks if task is not first)
+    first.result()
+
+
+async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, wait until they have ended, and log the errors of those that failed."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        log_error(task)
+
+
+def log_error(task: asyncio.Future[Any]) -> None:
+    """Log the exception of a task that has ended with one."""
+    if error := _error(task):
+        logger.error("a background task failed", exc_info=error)
+
+
+def _error(task: asyncio.Future[Any]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()
+
+
+async def wait_any(*events: asyncio.Event) -> None:
+    await run_until_first(*(event.wait() for event in events))
+
+
+async def call_when_set(action: Callable[[], None], *events: asyncio.Event) -> None:
+    await wait_any(*events)
+    action()
+
+
+async def wait_forever() -> None:
+    await asyncio.Event().wait()
