@@ -21,7 +21,7 @@ import numpy as np
 
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ModelRequest
-from instar.gateway.dialects.openai_common import RANGES, check_ranges, decode_body, parse_stop
+from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, parse_stop
 from instar.gateway.recording import SampledReply
 from instar.types import FinishReason, Ids, Json, Message, SamplingParams, TokenChunk, Tool, ToolCall
 

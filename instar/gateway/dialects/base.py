@@ -1,4 +1,4 @@
-"""What a dialect is: one API format, chosen by its route, translated to and from the canonical words."""
+"""The interface of a dialect: one API format, selected by its route, translated to and from our own types."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from instar.types import FinishReason, Floats, Ids, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """What an agent asks for, whatever the dialect. None: the agent did not say."""
+    """A request in any dialect. None means that the agent left the field out."""
 
     model: str
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    """In the place of messages: a prompt to be continued, as text or as token ids."""
+    """A prompt to continue, as text or token ids, instead of messages."""
     previous_response_id: str | None = None
-    """The id of an earlier answer that these messages continue; its messages and reply go before them."""
+    """The earlier response that these messages continue; its messages and reply come before them."""
     instruction_count: int = 0
-    """How many of the leading messages are this request's own instructions: they stay in front of, and are
-    not inherited from, the messages of ``previous``."""
+    """The number of leading messages that are this request's own instructions. They stay in front of the
+    messages of ``previous_response_id``, and later requests do not inherit them."""
     session_hints: tuple[str, ...] = ()
-    """Ids in the body by which the agent may mean its session, the most telling first."""
+    """Ids in the body that may identify the agent's session, the most specific first."""
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -39,11 +39,11 @@ class ModelRequest:
     include_usage: bool = False
     logprobs: bool = False
     score_prompt: bool = False
-    """To be told the logprobs of the prompt's own tokens, and no reply."""
+    """Return the logprobs of the prompt's own tokens and sample nothing."""
     unsupported_error: ApiError | None = None
-    """What is asked for that only a provider could give: the answer where an engine of ours is asked."""
+    """Set if only a provider can answer the request; our own engines respond with this error."""
     parsed_body: Any = None
-    """The decoded body, for what only its own dialect knows how to say back."""
+    """The decoded body, for dialects that repeat parts of it in the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ class ReplyChoice:
     sampled_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
     stop_string: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended the reply."""
     cached_tokens: int | None = None
-    """Prompt tokens that did not have to be computed, where that is known."""
+    """Prompt tokens that were in a cache; None when unknown."""
     prompt_ids: Ids | None = None
     sampled_ids: Ids | None = None
-    """The exact tokens, where they are known."""
+    """The exact tokens; None when unknown."""
     sampled_logprobs: Floats | None = None
 
 
 class StreamWriter(ABC):
-    """Writes one streamed answer."""
+    """Writes one streamed response."""
 
     @abstractmethod
     def begin(self, index: int) -> bytes: ...
@@ -85,29 +85,29 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        """Everything that says the replies have ended."""
+        """Return everything that tells the client that the replies have ended."""
 
     @abstractmethod
     def write_error(self, error: ApiError) -> bytes:
-        """The stream has begun and cannot go on."""
+        """Return the event that ends a stream which has begun and cannot go on."""
 
 
 class Dialect(ABC):
     name: str
     path: str
-    """Behind ``/v1``."""
+    """The route below ``/v1``."""
     id_prefix: str
-    """Answers are named by ids that begin so."""
+    """The prefix of response ids."""
     messages_param: str = "messages"
-    """What the messages are called in its body."""
+    """The name of the messages in a request body."""
     count_path: str | None = None
-    """Where it counts the tokens of a prompt, where it does."""
+    """The route that counts the tokens of a prompt, if the API has one."""
     parses_messages_independently: bool = False
-    """Whether each item of the body's ``messages`` becomes one message, whatever stands before it."""
+    """True if each item of the body's ``messages`` becomes one message, whatever comes before it."""
 
     @abstractmethod
     def parse_request(self, body: bytes) -> ModelRequest:
-        """Raises ApiError (4xx) naming the fault's path."""
+        """Raise ApiError (4xx) with the path of the invalid field."""
 
     @abstractmethod
     def format_response(
@@ -121,13 +121,13 @@ class Dialect(ABC):
     def format_error(self, error: ApiError) -> bytes: ...
 
     def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
-        """The answer to a request that ``scores``: its prompt's tokens."""
+        """Return the response to a request with ``score_prompt``."""
         raise NotImplementedError
 
     def parse_count_request(self, body: bytes) -> ModelRequest:
-        """A request to ``count_path``."""
+        """Parse a request to ``count_path``."""
         raise NotImplementedError
 
     def format_count(self, tokens: int) -> bytes:
-        """The answer of ``count_path``."""
+        """Return the response of ``count_path``."""
         raise NotImplementedError

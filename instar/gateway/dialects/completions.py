@@ -1,5 +1,8 @@
-"""OpenAI's completions: a prompt, as text or as token ids, is continued. A reply is the text as it is: no
-tool calls, no reasoning. With `echo`, `logprobs: 0` and `max_tokens: 0` the prompt itself is scored."""
+"""OpenAI's completions, which continue a prompt given as text or token ids.
+
+The reply is plain text, without tool calls and reasoning. With ``echo``, ``logprobs: 0`` and
+``max_tokens: 0`` the response has the logprobs of the prompt itself.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +15,31 @@ import orjson
 
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
-from instar.gateway.dialects.openai_common import (
+from instar.gateway.dialects.common import (
     RANGES,
-    StreamOptions,
     check_ranges,
     decode_body,
     find_unsupported_values,
     format_event,
+    format_openai_error,
     format_stream_end,
     format_usage,
     parse_stop,
     unsupported_value,
 )
-from instar.gateway.dialects.openai_errors import format_openai_error
 from instar.record.base import ReplyDelta
 from instar.types import Json
+from instar.wire.openai import CompletionsRequestBody
 
-_DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
-_LARGEST_ID = (1 << 31) - 1
-_FINISH = {"stop": "stop", "length": "length", "aborted": "stop"}
-
-
-class Body(msgspec.Struct, forbid_unknown_fields=True):
-    model: str
-    prompt: str | list[Any]
-    n: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    # Tells whose session this is.
-    user: str | None = None
-    # Taken at the values that ask for what is done anyway.
-    logprobs: int | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+_DEFAULT_MAX_TOKENS = 16  # as OpenAI documents it
+_MAX_TOKEN_ID = (1 << 31) - 1
+_FINISH_REASONS = {"stop": "stop", "length": "length", "aborted": "stop"}
 
 
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(CompletionsRequestBody)
 
-_ONLY: dict[str, tuple[Any, ...]] = {
-    # The logprobs of the tokens that were sampled; those of others are not known.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    # Only the logprobs of the sampled tokens are known.
     "logprobs": (0,),
     "suffix": ("",),
     "frequency_penalty": (0,),
@@ -70,50 +48,52 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _prompt(given: str | list[Any]) -> str | tuple[int, ...]:
-    if not given:
+def _parse_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
+    if not prompt:
         raise bad_request("'prompt' is empty.", "prompt", "invalid_value")
-    if isinstance(given, str):
-        return given
-    if not isinstance(given[0], str | list):
-        return _ids(given, "prompt")
-    if len(given) > 1:
-        raise bad_request(f"One prompt is taken at a time, not {len(given)}.", "prompt", "unsupported_value")
-    return given[0] if isinstance(given[0], str) else _ids(cast(list[Any], given[0]), "prompt[0]")
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt[0], str | list):
+        return _parse_token_ids(prompt, "prompt")
+    if len(prompt) > 1:
+        message = f"'prompt' has {len(prompt)} prompts; send one per request."
+        raise bad_request(message, "prompt", "unsupported_value")
+    return (
+        prompt[0] if isinstance(prompt[0], str) else _parse_token_ids(cast(list[Any], prompt[0]), "prompt[0]")
+    )
 
 
-def _ids(given: list[Any], path: str) -> tuple[int, ...]:
-    for i, token in enumerate(given):
+def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
+    for i, token in enumerate(token_ids):
         if type(token) is not int:
-            told = f"Expected a token id at '{path}[{i}]', got {type(token).__name__}."
-            raise bad_request(told, f"{path}[{i}]", "invalid_type")
-        if not 0 <= token <= _LARGEST_ID:
-            raise bad_request(f"{token} is no token id.", f"{path}[{i}]", "invalid_value")
-    if not given:
+            message = f"Expected a token id at '{path}[{i}]', got {type(token).__name__}."
+            raise bad_request(message, f"{path}[{i}]", "invalid_type")
+        if not 0 <= token <= _MAX_TOKEN_ID:
+            raise bad_request(f"{token} is not a token id.", f"{path}[{i}]", "invalid_value")
+    if not token_ids:
         raise bad_request(f"'{path}' is empty.", path, "invalid_value")
-    return tuple(given)
+    return tuple(token_ids)
 
 
-def _scores(body: Body) -> bool:
-    """Whether nothing is to be sampled: with a reply behind it, a prompt is not echoed."""
+def _scores_prompt(body: CompletionsRequestBody) -> bool:
+    """True if nothing is to be sampled. A prompt is not echoed together with a reply."""
     return bool(body.echo) and body.max_tokens == 0 and body.logprobs == 0 and not body.stream
 
 
-def _refusals(body: Body) -> list[ApiError]:
-    refused = find_unsupported_values(body, _ONLY)
-    if body.echo and not _scores(body):
-        refused.append(
-            unsupported_value("'echo' needs 'max_tokens': 0 and 'logprobs': 0, unstreamed.", "echo")
-        )
+def _find_unsupported(body: CompletionsRequestBody) -> list[ApiError]:
+    errors = find_unsupported_values(body, _SUPPORTED_VALUES)
+    if body.echo and not _scores_prompt(body):
+        message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
+        errors.append(unsupported_value(message, "echo"))
     if body.best_of not in (None, 1, body.n):
-        refused.append(unsupported_value("'best_of' is supported only where it equals 'n'.", "best_of"))
-    return refused
+        errors.append(unsupported_value("'best_of' must equal 'n'.", "best_of"))
+    return errors
 
 
 class CompletionsStreamWriter(StreamWriter):
     def __init__(self, request_id: str, request: ModelRequest) -> None:
         self._request = request
-        self._head = _head(request_id, request)
+        self._head = _format_head(request_id, request)
         if request.include_usage:
             self._head["usage"] = None
         self._offsets = [0] * request.n
@@ -125,12 +105,17 @@ class CompletionsStreamWriter(StreamWriter):
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
     ) -> bytes:
         text = "".join(delta.text for delta in deltas)
-        told = _logprobs(logprobs, self._offsets[index]) if logprobs else None
+        if not text and not logprobs:
+            return b""
+        formatted = _format_logprobs(logprobs, self._offsets[index]) if logprobs else None
         self._offsets[index] += sum(len(token.text) for token in logprobs)
-        return self._chunk(index, text, logprobs=told) if text or told else b""
+        return self._chunk(index, text, logprobs=formatted)
 
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        out = [self._chunk(i, "", finish=_FINISH[choice.finish_reason]) for i, choice in enumerate(choices)]
+        out = [
+            self._chunk(i, "", finish=_FINISH_REASONS[choice.finish_reason])
+            for i, choice in enumerate(choices)
+        ]
         return b"".join([*out, format_stream_end(self._head, self._request, choices)])
 
     def write_error(self, error: ApiError) -> bytes:
@@ -151,13 +136,13 @@ class CompletionsDialect(Dialect):
 
     def parse_request(self, body: bytes) -> ModelRequest:
         wire = decode_body(_decoder, body)
-        scores = _scores(wire)
+        scores = _scores_prompt(wire)
         check_ranges(wire, {name: RANGES[name] for name in RANGES if not (scores and name == "max_tokens")})
-        refused = _refusals(wire)
+        errors = _find_unsupported(wire)
         return ModelRequest(
             model=wire.model,
             messages=(),
-            prompt=_prompt(wire.prompt),
+            prompt=_parse_prompt(wire.prompt),
             session_hints=(f"user:{wire.user}",) if wire.user else (),
             n=wire.n or 1,
             max_tokens=wire.max_tokens or _DEFAULT_MAX_TOKENS,
@@ -170,24 +155,26 @@ class CompletionsDialect(Dialect):
             include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
             logprobs=wire.logprobs is not None,
             score_prompt=scores,
-            unsupported_error=refused[0] if refused else None,
+            unsupported_error=errors[0] if errors else None,
         )
 
     def format_response(
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes:
-        told = [_wire_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)]
-        return orjson.dumps({**_head(request_id, request), "choices": told, "usage": format_usage(choices)})
+        formatted = [_format_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)]
+        return orjson.dumps(
+            {**_format_head(request_id, request), "choices": formatted, "usage": format_usage(choices)}
+        )
 
     def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
         choice = {
             "index": 0,
             "text": "".join(token.text for token in tokens),
-            "logprobs": _logprobs(tokens, 0),
+            "logprobs": _format_logprobs(tokens, 0),
             "finish_reason": "length",
         }
-        used = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
-        return orjson.dumps({**_head(request_id, request), "choices": [choice], "usage": used})
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
+        return orjson.dumps({**_format_head(request_id, request), "choices": [choice], "usage": usage})
 
     def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
         return CompletionsStreamWriter(request_id, request)
@@ -196,7 +183,7 @@ class CompletionsDialect(Dialect):
         return orjson.dumps(format_openai_error(error))
 
 
-def _head(request_id: str, request: ModelRequest) -> Json:
+def _format_head(request_id: str, request: ModelRequest) -> Json:
     return {
         "id": request_id,
         "object": "text_completion",
@@ -205,16 +192,16 @@ def _head(request_id: str, request: ModelRequest) -> Json:
     }
 
 
-def _wire_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
+def _format_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
     return {
         "index": index,
         "text": choice.message["content"],
-        "logprobs": _logprobs(choice.logprobs, 0) if logprobs else None,
-        "finish_reason": _FINISH[choice.finish_reason],
+        "logprobs": _format_logprobs(choice.logprobs, 0) if logprobs else None,
+        "finish_reason": _FINISH_REASONS[choice.finish_reason],
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
+def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
     offsets: list[int] = []
     for token in tokens:
         offsets.append(offset)

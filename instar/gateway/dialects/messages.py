@@ -1,20 +1,240 @@
-"""Anthropic's Messages."""
+"""Anthropic's Messages API: the dialect and its responses. ``messages_request.py`` parses the requests."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, cast
 
 import orjson
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter
-from instar.gateway.dialects.messages_read import parse_count_request, parse_request
-from instar.gateway.dialects.messages_write import (
-    MessagesStreamWriter,
-    dump_json,
-    format_anthropic_error,
-    format_message,
-)
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.common import format_named_event
+from instar.gateway.dialects.messages_request import parse_count_request, parse_request
+from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.types import Json, ToolCall
+from instar.wire.anthropic import MessagesRequestBody
+
+SIGNATURE = "instar"
+"""Clients send back only thinking that has a signature. It is not verified."""
+
+ThinkingDisplay = Literal["full", "omitted", "none"]
+BlockType = Literal["text", "thinking", "tool_use"]
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def _dump_json(value: Json) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        # A tool's arguments may contain integers beyond 64 bits and lone surrogates.
+        return json.dumps(value).encode()
+
+
+def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
+    # Thinking is returned only on request: other clients expect the first block to be the text.
+    body = request.parsed_body
+    thinking = body.thinking if isinstance(body, MessagesRequestBody) else None
+    if thinking is None or thinking.type == "disabled":
+        return "none"
+    return "omitted" if thinking.display == "omitted" else "full"
+
+
+def _format_message(request_id: str, request: ModelRequest, choice: ReplyChoice) -> Json:
+    content = _format_content(choice, _thinking_display(request))
+    return {
+        "id": request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": content,
+        **_format_stop(choice, has_calls=any(block["type"] == "tool_use" for block in content)),
+        "usage": _format_usage(choice),
+    }
+
+
+def _format_content(choice: ReplyChoice, display: ThinkingDisplay) -> list[Json]:
+    reply = choice.message
+    blocks: list[Json] = []
+    if display != "none" and (reasoning := reply.get("reasoning")):
+        thinking = reasoning if display == "full" else ""
+        blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
+    calls = [_format_tool_use(call) for call in reply.get("tool_calls", ())]
+    if reply["content"].strip() or not calls:
+        blocks.append({"type": "text", "text": reply["content"], "citations": None})
+    return blocks + calls
+
+
+def _format_tool_use(call: ToolCall) -> Json:
+    """Return a ``tool_use`` block, or a text block if the arguments are not a JSON object."""
+    arguments = _parse_object(call["arguments"])
+    if arguments is None:
+        return {"type": "text", "text": f"{call['name']}({call['arguments']})", "citations": None}
+    return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments}
+
+
+def _parse_object(text: str) -> Json | None:
+    try:
+        value: Any = json.loads(text or "{}", parse_constant=_reject_constant)
+        json.dumps(value, allow_nan=False)  # numbers such as 1e999 are parsed as infinite
+    except (ValueError, RecursionError):
+        return None
+    return cast(Json, value) if isinstance(value, dict) else None
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
+    reason = "max_tokens" if choice.finish_reason == "length" else "tool_use" if has_calls else "end_turn"
+    if choice.finish_reason == "stop" and choice.stop_string is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": choice.stop_string if reason == "stop_sequence" else None}
+
+
+def _format_usage(choice: ReplyChoice | None) -> Json:
+    """The prompt is the sum of its uncached and cached tokens. All counts are 0 before the reply is known."""
+    cached = choice.cached_tokens or 0 if choice else 0
+    return {
+        "input_tokens": choice.prompt_tokens - cached if choice else 0,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": choice.sampled_tokens if choice else 0,
+    }
+
+
+def _format_error(error: ApiError) -> Json:
+    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    has_param = error.param is None or error.param in error.message
+    text = error.message if has_param else f"{error.param}: {error.message}"
+    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
+
+
+def _format_event(value: Json) -> bytes:
+    return format_named_event(value, _dump_json(value))
+
+
+class MessagesStreamWriter(StreamWriter):
+    """Writes the events of a message, in which one content block is open at a time.
+
+    Trailing white space is held back until more text comes, because clients drop or reject blocks of white
+    space alone.
+    """
+
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
+        self._request_id = request_id
+        self._request = request
+        self._thinking_display = _thinking_display(request)
+        self._block_index = -1
+        self._open_block: BlockType | None = None
+        self._call_index = -1
+        self._held_space = ""
+
+    def begin(self, index: int) -> bytes:
+        start: Json = {
+            "id": self._request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _format_usage(None),
+        }
+        return _format_event({"type": "message_start", "message": start}) + _format_event({"type": "ping"})
+
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes:
+        out: list[bytes] = []
+        for delta in deltas:
+            if delta.call is not None:
+                out += self._write_call(delta.call)
+            elif delta.reasoning:
+                out += self._write_thinking(delta.reasoning)
+            else:
+                out += self._write_text(delta.text)
+        return b"".join(out)
+
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+        choice = choices[0]
+        out: list[bytes] = []
+        if self._held_space and self._open_block == "text":
+            out.append(self._block_delta({"type": "text_delta", "text": self._held_space}))
+        has_calls = bool(choice.message.get("tool_calls"))
+        if self._open_block in (None, "thinking") and not has_calls:
+            out += self._start_block("text", {"text": ""})
+        out += self._stop_block()
+        stop = _format_stop(choice, has_calls=has_calls)
+        out.append(_format_event({"type": "message_delta", "delta": stop, "usage": _format_usage(choice)}))
+        out.append(_format_event({"type": "message_stop"}))
+        return b"".join(out)
+
+    def write_error(self, error: ApiError) -> bytes:
+        return _format_event(_format_error(error))
+
+    def _write_thinking(self, text: str) -> list[bytes]:
+        if self._thinking_display == "none":
+            return []
+        is_open = self._open_block == "thinking"
+        out = [] if is_open else self._start_block("thinking", {"thinking": "", "signature": ""})
+        if self._thinking_display == "full":
+            out.append(self._block_delta({"type": "thinking_delta", "thinking": text}))
+        return out
+
+    def _write_text(self, text: str) -> list[bytes]:
+        text = self._held_space + text
+        visible = text.rstrip()
+        self._held_space = text[len(visible) :]
+        if not visible:
+            return []
+        is_open = self._open_block == "text"
+        out = [] if is_open else self._start_block("text", {"text": "", "citations": None})
+        return [*out, self._block_delta({"type": "text_delta", "text": visible})]
+
+    def _write_call(self, call: ToolCallDelta) -> list[bytes]:
+        out: list[bytes] = []
+        if self._open_block != "tool_use" or call.index != self._call_index:
+            self._call_index = call.index
+            out += self._start_block("tool_use", {"id": call.id, "name": call.name, "input": {}})
+        if call.arguments:
+            out.append(self._block_delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return out
+
+    def _start_block(self, kind: BlockType, block: Json) -> list[bytes]:
+        out = self._stop_block()
+        self._block_index += 1
+        self._open_block = kind
+        start = {
+            "type": "content_block_start",
+            "index": self._block_index,
+            "content_block": {"type": kind, **block},
+        }
+        return [*out, _format_event(start)]
+
+    def _stop_block(self) -> list[bytes]:
+        if self._open_block is None:
+            return []
+        out = [_format_event({"type": "content_block_stop", "index": self._block_index})]
+        if self._open_block == "thinking":
+            out.insert(0, self._block_delta({"type": "signature_delta", "signature": SIGNATURE}))
+        self._open_block = None
+        return out
+
+    def _block_delta(self, delta: Json) -> bytes:
+        return _format_event({"type": "content_block_delta", "index": self._block_index, "delta": delta})
 
 
 class MessagesDialect(Dialect):
@@ -29,13 +249,13 @@ class MessagesDialect(Dialect):
     def format_response(
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes:
-        return dump_json(format_message(request_id, request, choices[0]))
+        return _dump_json(_format_message(request_id, request, choices[0]))
 
     def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
         return MessagesStreamWriter(request_id, request)
 
     def format_error(self, error: ApiError) -> bytes:
-        return orjson.dumps(format_anthropic_error(error))
+        return orjson.dumps(_format_error(error))
 
     def parse_count_request(self, body: bytes) -> ModelRequest:
         return parse_count_request(body)
@@ -45,7 +265,7 @@ class MessagesDialect(Dialect):
 
 
 def format_models(ids: list[str]) -> bytes:
-    """``GET /v1/models`` for a client that sends ``anthropic-version``."""
+    """Return the response of ``GET /v1/models`` for a client that sends ``anthropic-version``."""
     data = [
         {
             "type": "model",

@@ -1,6 +1,6 @@
-"""The Responses API, out: a reply, piece by piece, as output items and the typed events that tell of them.
+"""Replies as output items of the Responses API, and the typed events that announce them.
 
-A whole answer is put together by the same steps; its events are then not sent.
+A response that is not streamed is built by the same steps; its events are discarded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from instar.gateway.dialects.base import TokenLogprob
+from instar.gateway.dialects.common import format_logprob
 from instar.gateway.dialects.responses_items import ClientTool, make_item_id
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message
@@ -21,7 +22,7 @@ Events = list[Json]
 
 
 class ResponseOutput:
-    """The output items of one reply. Every step returns the events that tell of it."""
+    """The output items of one reply. Every method returns the events to send."""
 
     def __init__(self, request_id: str, tools: dict[str, ClientTool]) -> None:
         self.items: list[Json] = []
@@ -29,7 +30,7 @@ class ResponseOutput:
         self._tools = tools
         self._open: _TextItem | _CallItem | None = None
         self._call: int | None = None
-        self._blank = ""
+        self._held_space = ""
         self._logprobs: list[TokenLogprob] = []
 
     def add_deltas(self, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob] = ()) -> Events:
@@ -38,44 +39,44 @@ class ResponseOutput:
         events: Events = []
         for delta in deltas:
             if delta.call is not None:
-                events += self._take_call(delta.call)
+                events += self._add_call(delta.call)
             elif delta.reasoning:
-                events += self._take_reasoning(delta.reasoning)
+                events += self._add_reasoning(delta.reasoning)
             elif delta.text:
-                events += self._take_text(delta.text)
+                events += self._add_text(delta.text)
         return events
 
     def close(self, status: str = "completed") -> Events:
-        """The reply has ended. A reply of nothing is an empty message."""
+        """End the reply. An empty reply becomes an empty message."""
         events: Events = []
         if not self.items and self._open is None:
             events += self._begin(_TextItem(self._id("msg"), len(self.items), "message"))
-            events += self._open_text().add(self._blank, self._logprobs)
+            events += self._open_text().add(self._held_space, self._logprobs)
         return events + self._end(status)
 
-    def _take_reasoning(self, text: str) -> Events:
+    def _add_reasoning(self, text: str) -> Events:
         events: Events = []
         if not (isinstance(self._open, _TextItem) and self._open.kind == "reasoning"):
             events += self._begin(_TextItem(self._id("rs"), self._next(), "reasoning"))
         return events + self._open_text().add(text)
 
-    def _take_text(self, text: str) -> Events:
-        """White space alone opens no message: it goes with the text behind it."""
+    def _add_text(self, text: str) -> Events:
+        # White space alone opens no message; it is sent with the text that follows.
         events: Events = []
         if not (isinstance(self._open, _TextItem) and self._open.kind == "message"):
-            self._blank += text
-            if not self._blank.strip():
+            self._held_space += text
+            if not self._held_space.strip():
                 return events
-            text, self._blank = self._blank, ""
+            text, self._held_space = self._held_space, ""
             events += self._begin(_TextItem(self._id("msg"), self._next(), "message"))
         logprobs, self._logprobs = self._logprobs, []
         return events + self._open_text().add(text, logprobs)
 
-    def _take_call(self, delta: ToolCallDelta) -> Events:
+    def _add_call(self, delta: ToolCallDelta) -> Events:
         events: Events = []
         if self._call != delta.index or not isinstance(self._open, _CallItem):
             tool = self._tools.get(delta.name) or ClientTool(delta.name)
-            kind = _CustomCallItem if tool.custom else _CallItem
+            kind = _CustomCallItem if tool.is_custom else _CallItem
             events += self._begin(kind(self._request_id, self._next(), delta.id, tool))
             self._call = delta.index
         assert isinstance(self._open, _CallItem)
@@ -109,51 +110,54 @@ class ResponseOutput:
 
 
 class _TextItem:
-    """A message or a piece of reasoning while it is being said: an item with one part."""
+    """A message or reasoning item with one part, while it is streamed."""
 
     def __init__(self, id: str, index: int, kind: str) -> None:
         self.kind = kind
         self.item: Json = {"id": id, "type": kind, "status": "in_progress", "content": []}
         self.item |= {"role": "assistant"} if kind == "message" else {"summary": []}
         self.logprobs: list[TokenLogprob] = []
-        self._word = "output_text" if kind == "message" else "reasoning_text"
+        self._part_type = "output_text" if kind == "message" else "reasoning_text"
         self._pieces: list[str] = []
-        self._at: Json = {"item_id": id, "output_index": index, "content_index": 0}
+        self._location: Json = {"item_id": id, "output_index": index, "content_index": 0}
 
     def begin(self) -> Events:
         return [
-            _added(self._at["output_index"], self.item),
-            {"type": "response.content_part.added", **self._at, "part": self._part("")},
+            _added(self._location["output_index"], self.item),
+            {"type": "response.content_part.added", **self._location, "part": self._part("")},
         ]
 
     def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         self._pieces.append(text)
         self.logprobs += logprobs
-        event = {"type": f"response.{self._word}.delta", **self._at, "delta": text}
-        return [event | self._with(logprobs)]
+        event = {"type": f"response.{self._part_type}.delta", **self._location, "delta": text}
+        return [event | self._logprobs_field(logprobs)]
 
     def end(self, status: str) -> Events:
         text = "".join(self._pieces)
-        self.logprobs = _of_text(self.logprobs, text)
+        self.logprobs = _logprobs_of_text(self.logprobs, text)
         part = self._part(text)
         self.item |= {"status": status, "content": [part]}
         return [
-            {"type": f"response.{self._word}.done", **self._at, "text": text} | self._with(self.logprobs),
-            {"type": "response.content_part.done", **self._at, "part": part},
-            _done(self._at["output_index"], self.item),
+            {"type": f"response.{self._part_type}.done", **self._location, "text": text}
+            | self._logprobs_field(self.logprobs),
+            {"type": "response.content_part.done", **self._location, "part": part},
+            _done(self._location["output_index"], self.item),
         ]
 
     def _part(self, text: str) -> Json:
         if self.kind == "reasoning":
-            return {"type": self._word, "text": text}
-        return {"type": self._word, "text": text, "annotations": []} | self._with(self.logprobs)
+            return {"type": self._part_type, "text": text}
+        return {"type": self._part_type, "text": text, "annotations": []} | self._logprobs_field(
+            self.logprobs
+        )
 
-    def _with(self, logprobs: Sequence[TokenLogprob]) -> Json:
-        return {} if self.kind == "reasoning" else {"logprobs": [_logprob(token) for token in logprobs]}
+    def _logprobs_field(self, logprobs: Sequence[TokenLogprob]) -> Json:
+        return {} if self.kind == "reasoning" else {"logprobs": [format_logprob(token) for token in logprobs]}
 
 
 class _CallItem:
-    """A call of a function while its arguments are being said."""
+    """A function call while its arguments are streamed."""
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
         self._index = index
@@ -186,20 +190,20 @@ class _CallItem:
             _done(self._index, self.item),
         ]
 
-    def _event(self, name: str, **more: Any) -> Json:
+    def _event(self, name: str, **fields: Any) -> Json:
         return {
             "type": f"response.{name}",
             "item_id": self.item["id"],
             "output_index": self._index,
-            **more,
+            **fields,
         }
 
 
 class _CustomCallItem(_CallItem):
-    """A call of a custom tool: the string in ``{"input": "..."}``, as it comes.
+    """A call of a custom tool: streams the string in ``{"input": "..."}``.
 
-    Arguments of any other shape are told as a call of a function, as they are, so that an agent's echo of it
-    says what the model said. When that shows only after a part of the input was sent, the call stands.
+    Arguments of any other shape become a function call with the arguments as they are, so that an agent's
+    echo has what the model wrote. If that shows after a part of the input was sent, the call stays custom.
     """
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
@@ -213,27 +217,30 @@ class _CustomCallItem(_CallItem):
     def add(self, arguments: str) -> Events:
         self._pieces.append(arguments)
         if self._input is not None:
-            return self._say(self._input.feed(arguments))
-        given = "".join(self._pieces)
-        opening = _INPUT.match(given)
-        if not opening or _is_another_shape(given):
+            return self._input_delta(self._input.feed(arguments))
+        arguments_so_far = "".join(self._pieces)
+        opening = _INPUT.match(arguments_so_far)
+        if not opening or _has_other_shape(arguments_so_far):
             return []
         self.item = {key: self.item[key] for key in ("call_id", "name", "namespace") if key in self.item}
         self.item |= {"id": self._custom_id, "type": "custom_tool_call", "status": "in_progress", "input": ""}
         self._input = JsonStringReader()
-        return [_added(self._index, self.item), *self._say(self._input.feed(given[opening.end() :]))]
+        return [
+            _added(self._index, self.item),
+            *self._input_delta(self._input.feed(arguments_so_far[opening.end() :])),
+        ]
 
     def end(self, status: str) -> Events:
         if self._input is None:
-            whole = self._event("function_call_arguments.delta", delta="".join(self._pieces))
-            return [_added(self._index, self.item), whole, *super().end(status)]
+            delta = self._event("function_call_arguments.delta", delta="".join(self._pieces))
+            return [_added(self._index, self.item), delta, *super().end(status)]
         self.item |= {"status": status, "input": self._input.text}
         return [
             self._event("custom_tool_call_input.done", input=self._input.text),
             _done(self._index, self.item),
         ]
 
-    def _say(self, text: str) -> Events:
+    def _input_delta(self, text: str) -> Events:
         return [self._event("custom_tool_call_input.delta", delta=text)] if text else []
 
 
@@ -242,20 +249,20 @@ _CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*'
 _HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
-def _is_another_shape(arguments: str) -> bool:
-    """Whether these are whole arguments, and not one string named ``input``."""
+def _has_other_shape(arguments: str) -> bool:
+    """True if ``arguments`` is complete JSON and not an object with only ``input``."""
     try:
         value = json.loads(arguments)
         orjson.dumps(value)
     except json.JSONDecodeError:
         return False
-    except (TypeError, RecursionError):  # lone surrogates, which no answer can carry
+    except (TypeError, RecursionError):  # lone surrogates, which no response can contain
         return True
     return set(value) != {"input"}
 
 
 class JsonStringReader:
-    """A JSON string behind its opening quote, decoded as it comes."""
+    """Decodes a JSON string incrementally, from after its opening quote."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -263,13 +270,13 @@ class JsonStringReader:
         self._ended = False
 
     def feed(self, piece: str) -> str:
-        """The text that is certain by now; nothing after the closing quote."""
+        """Return the text that is certain now, up to the closing quote."""
         if self._ended:
             return ""
         self._rest += piece
-        found = _CHARACTERS.match(self._rest)
-        assert found
-        raw, end = found[0], found.end()
+        match = _CHARACTERS.match(self._rest)
+        assert match
+        raw, end = match[0], match.end()
         self._ended = self._rest[end : end + 1] == '"'
         half = None if self._ended else _HALF_PAIR.search(raw)
         if half:
@@ -285,7 +292,7 @@ def _encodable(text: str) -> str:
 
 
 def reply_deltas(message: Message) -> list[ReplyDelta]:
-    """A finished reply as pieces."""
+    """Return a finished reply as deltas."""
     reasoning = message.get("reasoning")
     deltas = [ReplyDelta(reasoning=reasoning)] if reasoning else []
     deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
@@ -294,17 +301,17 @@ def reply_deltas(message: Message) -> list[ReplyDelta]:
     return deltas
 
 
-def _of_text(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Those of the tokens that make up ``text``; all, where the tokens alone do not tell."""
+def _logprobs_of_text(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Return the logprobs of the tokens that make up ``text``, or all if the tokens do not contain it."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:
         return logprobs
     chosen: list[TokenLogprob] = []
-    at = 0
+    position = 0
     for token in logprobs:
-        if at < start + len(text) and at + len(token.text) > start:
+        if position < start + len(text) and position + len(token.text) > start:
             chosen.append(token)
-        at += len(token.text)
+        position += len(token.text)
     return chosen
 
 
@@ -314,12 +321,3 @@ def _added(index: int, item: Json) -> Json:
 
 def _done(index: int, item: Json) -> Json:
     return {"type": "response.output_item.done", "output_index": index, "item": item}
-
-
-def _logprob(token: TokenLogprob) -> Json:
-    return {
-        "token": token.text,
-        "logprob": token.logprob,  # orjson writes NaN as null: missing stays missing
-        "bytes": list(token.text.encode()),
-        "top_logprobs": [],
-    }

@@ -1,7 +1,7 @@
-"""What an upstream is: a model that someone else serves, behind an API of their own.
+"""The interface of an upstream: a model that someone else serves, behind an API of their own.
 
-Calls to it are recorded like any others. They are trainable where the provider returns the token ids
-and logprobs it sampled, and marked not trainable where it does not: nothing is tokenized again.
+Calls to it are recorded like any others. They are trainable if the provider returns the token ids and
+logprobs that it sampled, and marked as not trainable if it does not: no text is tokenized again.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from instar.record.base import ReplyDelta
 
 @dataclass(frozen=True, slots=True)
 class UpstreamChunk:
-    """What came of an answer. A whole answer that was not streamed is one last piece."""
+    """A part of a response. A response that is not streamed is one last chunk."""
 
     raw: bytes = b""
-    """To be passed on as it is, when the provider speaks the agent's dialect; else empty."""
+    """The bytes to pass on if the provider speaks the agent's dialect; otherwise empty."""
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
-    """(index of the choice, delta), when it does not."""
+    """Pairs of choice index and delta, if the provider speaks another dialect."""
     choices: Sequence[ReplyChoice] | None = None
-    """Set on the last piece alone: the whole replies. The call is recorded before ``raw`` is passed on, so
-    everything that says the answer has ended is in this piece."""
+    """The complete replies, set on the last chunk only. The call is recorded before ``raw`` is passed on, so
+    everything that tells the agent that the response has ended is in this chunk."""
     content_type: str | None = None
-    """Of ``raw``; set on the first piece."""
+    """The content type of ``raw``, set on the first chunk."""
     response_id: str | None = None
-    """On the last piece: what the provider calls the answer, where the agent is told so. It may go on from it
-    by that name (``previous_response_id``), and people give feedback by it."""
+    """The provider's id of the response, set on the last chunk if the agent sees it. The agent may continue
+    from it (``previous_response_id``), and people give feedback by it."""
 
 
 class UpstreamError(ApiError):
-    """The provider answered with an error. ``raw`` is its body (JSON, as a rule; never an event of a
-    stream), when it speaks the agent's dialect. It may come in the midst of a stream."""
+    """The provider responded with an error, possibly in the middle of a stream. ``raw`` is its body (usually
+    JSON, never an event of a stream) if the provider speaks the agent's dialect."""
 
     def __init__(
         self,
@@ -55,22 +55,22 @@ class UpstreamError(ApiError):
 
 
 class UpstreamResponse(ABC):
-    """The pieces of one answer, as they come. Closed by ``aclose``, read to its end or not."""
+    """Iterates over the chunks of one response. It must be closed with ``aclose``."""
 
     def __aiter__(self) -> UpstreamResponse:
         return self
 
     @abstractmethod
     async def __anext__(self) -> UpstreamChunk:
-        """Raises UpstreamRefused, or EngineUnavailable when the provider cannot be reached or breaks off."""
+        """Raise UpstreamError, or EngineUnavailable if the provider cannot be reached or breaks off."""
 
     @abstractmethod
     async def aclose(self) -> None: ...
 
     @abstractmethod
     def partial_choices(self) -> list[ReplyChoice]:
-        """The replies as far as they have come, ended as ``aborted``: for an answer that broke off or was
-        closed. Empty when nothing of a reply has come."""
+        """Return what was received of the replies, with the finish reason ``aborted``, after the response broke
+        off or was closed. The list is empty if nothing of a reply was received."""
 
 
 class Upstream(ABC):
@@ -83,13 +83,16 @@ class Upstream(ABC):
         headers: Mapping[str, str],
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> UpstreamResponse:
-        """One call. ``body`` and ``headers`` (names in lower case, keys of ours taken out) are those of the
-        agent; ``request.messages`` are whole, ``previous`` resolved. ``forced``: sampling settings over
-        the agent's own (`SAMPLING_KEYS`)."""
+        """Send one call.
+
+        ``body`` and ``headers`` (names in lower case, without our own keys) are the agent's. The messages of
+        ``request`` are complete, with ``previous_response_id`` resolved. ``sampling_overrides`` replace the
+        agent's settings (``SAMPLING_KEYS``).
+        """
 
     @abstractmethod
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Anthropic's count of a prompt, passed through. Raises ApiError where the provider has none."""
+        """Forward a request to Anthropic's token counter. Raise ApiError if the provider has none."""
 
     @abstractmethod
     async def close(self) -> None: ...

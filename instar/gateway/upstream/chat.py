@@ -1,10 +1,11 @@
-"""A provider that speaks OpenAI's chat completions, or completions: what it is asked and what it answers."""
+"""Providers that speak OpenAI's chat completions or completions: responses, and translated requests."""
 
 from __future__ import annotations
 
 import msgspec
 
 from instar.gateway.dialects.base import ModelRequest, ReplyChoice
+from instar.gateway.dialects.common import format_tool_call
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, build_choices, parse_error
 from instar.types import Json, Message
 from instar.wire.openai import (
@@ -19,54 +20,54 @@ from instar.wire.openai import (
     ChatUsage,
 )
 
-_CUT = ("length", "max_tokens")
+_LENGTH_REASONS = ("length", "max_tokens")
 _decode = msgspec.json.Decoder(ChatResponse).decode
-_decode_exact = msgspec.json.Decoder(ChatResponseWithTokens).decode
+_decode_with_tokens = msgspec.json.Decoder(ChatResponseWithTokens).decode
 
 
-def _usage(usage: ChatUsage) -> TokenUsage:
+def _to_usage(usage: ChatUsage) -> TokenUsage:
     details = usage.prompt_tokens_details
     cached = details.cached_tokens if details else None
     return TokenUsage(usage.prompt_tokens or 0, usage.completion_tokens or 0, cached)
 
 
-def _logprobs(logprobs: ChatLogprobs) -> list[float | None]:
+def _to_logprobs(logprobs: ChatLogprobs) -> list[float | None]:
     return logprobs.token_logprobs or [token.logprob for token in logprobs.content or ()]
 
 
-def _text(content: str | list[ChatReplyPart] | None) -> str:
+def _to_text(content: str | list[ChatReplyPart] | None) -> str:
     if isinstance(content, list):
         return "".join(part.text or "" for part in content if part.type == "text")
     return content or ""
 
 
-def _add(draft: ReplyDraft, message: ChatReplyMessage) -> None:
+def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
     if reasoning := message.reasoning_content or message.reasoning:
         draft.add_reasoning(reasoning)
-    if text := _text(message.content) or message.refusal:
+    if text := _to_text(message.content) or message.refusal:
         draft.add_text(text)
     for call in message.tool_calls or ():
         _add_call(draft, call)
 
 
 def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
-    """By its index; where a provider leaves that out, an id begins a call and what has none continues it."""
-    at = call.index
-    if at is None:
-        at = len(draft.calls) if call.id or not draft.calls else len(draft.calls) - 1
-    while at >= len(draft.calls):
+    # Some providers omit the index. Then a piece with an id begins a call and one without continues the last.
+    index = call.index
+    if index is None:
+        index = len(draft.calls) if call.id or not draft.calls else len(draft.calls) - 1
+    while index >= len(draft.calls):
         draft.open_call(call.id or "", call.function.name or "")
     if (arguments := call.function.arguments) is not None:
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-        draft.add_arguments(at, text)
+        draft.add_arguments(index, text)
 
 
 class ChatReader(ReplyReader):
-    def __init__(self, n: int = 1, *, emit_deltas: bool = False, exact: bool = False) -> None:
+    def __init__(self, n: int = 1, *, emit_deltas: bool = False, has_token_ids: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)
-        self._decode = _decode_exact if exact else _decode
+        self._decode = _decode_with_tokens if has_token_ids else _decode
         self._by_index: dict[int, ReplyDraft] = {}
-        self._open = n
+        self._open_choices = n
         self._prompt_ids: list[int] | None = None
 
     def read(self, body: bytes) -> None:
@@ -83,34 +84,34 @@ class ChatReader(ReplyReader):
             raise parse_error(data)
         self.set_response_id(chunk.id)
         if chunk.usage:
-            self.usage = _usage(chunk.usage)
+            self.usage = _to_usage(chunk.usage)
         if isinstance(chunk, ChatResponseWithTokens) and chunk.prompt_token_ids is not None:
             self._prompt_ids = chunk.prompt_token_ids
         for choice in chunk.choices or ():
-            self._take(choice)
+            self._add_choice(choice)
 
-    def _take(self, choice: ChatResponseChoice) -> None:
+    def _add_choice(self, choice: ChatResponseChoice) -> None:
         draft = self._by_index.get(choice.index)
         if draft is None:
             draft = self._by_index[choice.index] = ReplyDraft(choice.index, self.deltas)
         if message := choice.delta or choice.message:
-            _add(draft, message)
+            _add_message(draft, message)
         if choice.text:
             draft.add_text(choice.text)
         if isinstance(choice.stop_reason, str):
             draft.stop_string = choice.stop_reason
         if isinstance(choice, ChatResponseChoiceWithTokens):
-            self._take_tokens(draft, choice)
+            self._add_tokens(draft, choice)
         if choice.finish_reason is not None and draft.finish_reason is None:
-            draft.finish_reason = "length" if choice.finish_reason in _CUT else "stop"
-            self._open -= 1
-            self.has_ended = self.has_ended or self._open <= 0
+            draft.finish_reason = "length" if choice.finish_reason in _LENGTH_REASONS else "stop"
+            self._open_choices -= 1
+            self.has_ended = self.has_ended or self._open_choices <= 0
 
-    def _take_tokens(self, draft: ReplyDraft, choice: ChatResponseChoiceWithTokens) -> None:
+    def _add_tokens(self, draft: ReplyDraft, choice: ChatResponseChoiceWithTokens) -> None:
         if choice.prompt_token_ids is not None:
             self._prompt_ids = choice.prompt_token_ids
         if choice.token_ids is not None:
-            draft.add_tokens(choice.token_ids, _logprobs(choice.logprobs) if choice.logprobs else ())
+            draft.add_tokens(choice.token_ids, _to_logprobs(choice.logprobs) if choice.logprobs else ())
 
     @property
     def is_complete(self) -> bool:
@@ -125,12 +126,12 @@ class ChatReader(ReplyReader):
         return build_choices(self.drafts, self.usage, self._prompt_ids)
 
 
-# --- what it is asked ---------------------------------------------------------------------------
+# --- translated requests ------------------------------------------------------------------------
 
 
 def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """A request that came in another dialect. ``limit_name``: what the provider calls its token limit."""
-    body: Json = {"model": model, "messages": [_message(message) for message in request.messages]}
+    """Translate a request of another dialect. ``limit_name`` is the provider's name of its token limit."""
+    body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
     settings: Json = {
@@ -148,21 +149,14 @@ def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "
     return body
 
 
-def _message(message: Message) -> Json:
-    """Reasoning stays behind: several providers refuse to be shown it."""
-    wire: Json = {"role": message["role"], "content": message["content"]}
+def _format_message(message: Message) -> Json:
+    # Reasoning is left out, because several providers reject it.
+    formatted: Json = {"role": message["role"], "content": message["content"]}
     if calls := message.get("tool_calls"):
-        wire["content"] = message["content"] or None
-        wire["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call["arguments"]},
-            }
-            for call in calls
-        ]
+        formatted["content"] = message["content"] or None
+        formatted["tool_calls"] = [format_tool_call(call) for call in calls]
     if message["role"] == "tool":
-        wire["tool_call_id"] = message.get("tool_call_id", "")
+        formatted["tool_call_id"] = message.get("tool_call_id", "")
     elif "name" in message:
-        wire["name"] = message["name"]
-    return wire
+        formatted["name"] = message["name"]
+    return formatted

@@ -1,5 +1,5 @@
-"""A provider behind HTTP. In its own dialect, requests and answers pass through as they are and are read on
-the side; in another they are translated."""
+"""A provider behind HTTP. Requests and responses in its own dialect pass through unchanged and are parsed on
+the side; others are translated."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ _PATHS = {
 _TRANSLATED_TO = ("chat", "messages")
 _WITH_TOKEN_IDS = ("chat", "completions")
 
-# Of an agent's headers, those that a provider goes by. All others end here.
-_PASSED = frozenset(
+# The headers of an agent that matter to a provider. All others are dropped.
+_FORWARDED_HEADERS = frozenset(
     {"user-agent", "x-app", "originator", "session_id", "conversation_id", "idempotency-key"}
     | {"chatgpt-account-id", "http-referer", "x-title"}
 )
-_PASSED_KINDS = ("anthropic-", "openai-", "x-stainless-")
+_FORWARDED_PREFIXES = ("anthropic-", "openai-", "x-stainless-")
 _ANTHROPIC_VERSION = "2023-06-01"
 
-# Just under the 5 seconds after which uvicorn, and so vLLM, closes an idle connection.
+# Just below the 5 seconds after which uvicorn, and therefore vLLM, closes an idle connection.
 _KEEPALIVE_SECONDS = 4.0
 _CONNECT_SECONDS = 30.0
-# aiohttp warns of bytes beyond 1 MiB that are sent in one go.
-_LARGE = 1 << 20
+# aiohttp warns about bodies of more than 1 MiB given as bytes.
+_MAX_BYTES_BODY = 1 << 20
 
 
 class HttpUpstream(Upstream):
-    """``path``: where the config has it, for errors."""
+    """``path`` is that of the configuration section, for error messages."""
 
     def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
         self._config = config
@@ -66,9 +66,9 @@ class HttpUpstream(Upstream):
         self._base = _base_url(config, path)
         self._urls = {dialect: _url(self._base, dialect, config.dialect) for dialect in self._dialects}
         self._fixed = {dialect: self._fixed_headers(dialect) for dialect in self._dialects}
-        # OpenAI's newer models refuse the name that everyone else goes by.
-        own = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
-        self._limit_name = "max_completion_tokens" if own else "max_tokens"
+        # OpenAI's newer models reject the name that all others use.
+        is_openai = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
+        self._limit_name = "max_completion_tokens" if is_openai else "max_tokens"
         self._proxy = None if proxy_bypass(self._base.host or "") else getproxies().get(self._base.scheme)
         self._plain = None if self._proxy else _plain_client(self._base)
         self._session: aiohttp.ClientSession | None = None
@@ -81,24 +81,23 @@ class HttpUpstream(Upstream):
         headers: Mapping[str, str],
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> HttpUpstreamResponse:
-        spoken = self._spoken(dialect)
-        if spoken != dialect:
-            body = self._translated(request, spoken)
+        target = self._choose_dialect(dialect)
+        if target != dialect:
+            body = self._translate(request, target)
         elif self._config.model is not None and self._config.model != request.model:
             body = rewrite.set_fields(body, {"model": self._config.model})
         if sampling_overrides:
-            body = rewrite.override_sampling(body, spoken, sampling_overrides)
-        unasked = None
-        if self._config.token_ids and spoken in _WITH_TOKEN_IDS:
-            body, unasked = rewrite.request_token_ids(body, spoken)
-        translated = spoken != dialect
+            body = rewrite.override_sampling(body, target, sampling_overrides)
+        added_fields = None
+        if self._config.token_ids and target in _WITH_TOKEN_IDS:
+            body, added_fields = rewrite.request_token_ids(body, target)
+        translated = target != dialect
         post = partial(
-            self._post, self._urls[spoken], body, self._headers(spoken, headers, translated=translated)
+            self._post, self._urls[target], body, self._headers(target, headers, translated=translated)
         )
-        return HttpUpstreamResponse(post, request, spoken, translated=translated, unasked=unasked)
+        return HttpUpstreamResponse(post, request, target, translated=translated, added_fields=added_fields)
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Anthropic's count of a prompt, passed through."""
         if "messages" not in self._dialects:
             raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
         if self._config.model is not None:
@@ -125,7 +124,7 @@ class HttpUpstream(Upstream):
             try:
                 return await self._send(url, body, headers)
             except aiohttp.ServerDisconnectedError:
-                # An idle connection that the provider was closing; nothing of an answer has come.
+                # The provider was closing an idle connection; nothing of a response has arrived.
                 return await self._send(url, body, headers)
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable_error(error) from error
@@ -135,10 +134,10 @@ class HttpUpstream(Upstream):
             return self._plain.post(url.raw_path_qs, headers, body)
         if self._session is None:
             self._session = _open_session(self._proxy)
-        data = body if len(body) < _LARGE else io.BytesIO(body)
+        data = body if len(body) < _MAX_BYTES_BODY else io.BytesIO(body)
         return self._session.post(url, data=data, headers=headers, allow_redirects=False)
 
-    def _spoken(self, dialect: str) -> str:
+    def _choose_dialect(self, dialect: str) -> str:
         if dialect in self._dialects:
             return dialect
         for other in self._dialects:
@@ -147,7 +146,7 @@ class HttpUpstream(Upstream):
         speaks = ", ".join(self._dialects)
         raise bad_request(f"This model's provider does not speak '{dialect}'; it speaks: {speaks}.", "model")
 
-    def _translated(self, request: ModelRequest, to: str) -> bytes:
+    def _translate(self, request: ModelRequest, target: str) -> bytes:
         if request.unsupported_error is not None:
             raise request.unsupported_error
         if request.logprobs:
@@ -155,7 +154,7 @@ class HttpUpstream(Upstream):
                 "Logprobs are not supported for this model.", "logprobs", "unsupported_parameter"
             )
         model = self._config.model or request.model
-        if to == "messages":
+        if target == "messages":
             return msgspec.json.encode(messages.build_messages_request(request, model))
         return msgspec.json.encode(chat.build_chat_request(request, model, limit_name=self._limit_name))
 
@@ -168,25 +167,25 @@ class HttpUpstream(Upstream):
         if dialect == "messages":
             headers["anthropic-version"] = _ANTHROPIC_VERSION
         if self._key is not None:
-            name, value = _auth(dialect, self._key)
+            name, value = _auth_header(dialect, self._key)
             headers[name] = value
         headers.update(self._config.headers)
         return headers
 
     def _headers(
-        self, dialect: str, given: Mapping[str, str], *, translated: bool = False
+        self, dialect: str, client_headers: Mapping[str, str], *, translated: bool = False
     ) -> CIMultiDict[str]:
         headers = self._fixed[dialect].copy()
         own = self._config.headers
-        for name, value in () if translated else given.items():
-            if (name in _PASSED or name.startswith(_PASSED_KINDS)) and name not in own:
+        for name, value in () if translated else client_headers.items():
+            if (name in _FORWARDED_HEADERS or name.startswith(_FORWARDED_PREFIXES)) and name not in own:
                 headers[name] = value
         if self._key is None and "authorization" not in headers and "x-api-key" not in headers:
-            _pass_key(dialect, given, headers)
+            _forward_key(dialect, client_headers, headers)
         return headers
 
 
-# --- at the start -------------------------------------------------------------------------------
+# --- configuration ------------------------------------------------------------------------------
 
 
 def _key(config: UpstreamEngineConfig, path: str) -> str | None:
@@ -195,7 +194,7 @@ def _key(config: UpstreamEngineConfig, path: str) -> str | None:
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"{path}.api_key_env: given {config.api_key_env!r}; the environment has no such variable"
+            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or empty"
         )
     return key
 
@@ -206,18 +205,16 @@ def _base_url(config: UpstreamEngineConfig, path: str) -> URL:
     except ValueError:
         url = URL()
     if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(
-            f"{path}.base_url: given {config.base_url!r}; an http:// or https:// address is needed"
-        )
+        raise ConfigError(f"{path}.base_url: {config.base_url!r} is not an http:// or https:// address")
     return url
 
 
-def _url(base: URL, dialect: str, given_for: str) -> URL:
-    """As the SDKs do it: OpenAI's is given an address with its version, Anthropic's adds the version."""
+def _url(base: URL, dialect: str, base_dialect: str) -> URL:
+    # The same as in the SDKs: OpenAI's expects an address with the version, Anthropic's adds the version.
     root = base.path.rstrip("/")
     if dialect == "messages":
         root = root.removesuffix("/v1") + "/v1"
-    elif given_for == "messages" and not root.endswith("/v1"):
+    elif base_dialect == "messages" and not root.endswith("/v1"):
         root += "/v1"
     return base.with_path(root + _PATHS[dialect]).with_query(base.query)
 
@@ -225,7 +222,7 @@ def _url(base: URL, dialect: str, given_for: str) -> URL:
 def _plain_client(base: URL) -> PlainClient | None:
     if base.scheme != "http" or sys.platform == "win32":
         return None
-    from instar.http.plain import PlainClient  # its parser is not there on Windows
+    from instar.http.plain import PlainClient  # its parser does not exist on Windows
 
     return PlainClient(
         base.raw_host or "",
@@ -247,17 +244,17 @@ def _open_session(proxy: str | None) -> aiohttp.ClientSession:
 # --- keys ---------------------------------------------------------------------------------------
 
 
-def _auth(dialect: str, key: str) -> tuple[str, str]:
+def _auth_header(dialect: str, key: str) -> tuple[str, str]:
     return ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
 
 
-def _pass_key(dialect: str, given: Mapping[str, str], headers: CIMultiDict[str]) -> None:
-    """The agent's own key, in the header where the provider looks for it. A Bearer token is passed to
-    Anthropic as one when the agent speaks to it so itself: it stands for a subscription, not for a key."""
-    bearer, key = given.get("authorization"), given.get("x-api-key")
-    speaks_anthropic = "anthropic-version" in given
+def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
+    """Forward the agent's own key in the header that the provider reads. A client of Anthropic's API may send
+    a Bearer token, which stands for a subscription and not for a key, so it is forwarded unchanged."""
+    bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
+    speaks_anthropic = "anthropic-version" in client_headers
     if key is not None and dialect != "messages":
-        name, value = _auth(dialect, key)
+        name, value = _auth_header(dialect, key)
         headers[name] = value
     elif key is not None:
         headers["x-api-key"] = key

@@ -1,12 +1,10 @@
-"""A provider's answer: passed on as it comes and read on the side, or translated."""
+"""A provider's HTTP response: passed on as it arrives and parsed on the side, or translated."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Iterable
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeAlias
 
 import aiohttp
@@ -19,166 +17,164 @@ from instar.gateway.upstream.base import UpstreamChunk, UpstreamError, UpstreamR
 from instar.gateway.upstream.replies import ReplyReader, parse_error
 from instar.gateway.upstream.rewrite import AddedFields
 from instar.gateway.upstream.sse import EventSplitter, ServerSentEvent
+from instar.http.retry import parse_retry_after
 
 if TYPE_CHECKING:
     from instar.http.plain import PlainResponse
 
 HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
-Post = Callable[[], Awaitable["HttpResponse"]]
-"""Sends the request."""
+SendRequest = Callable[[], Awaitable["HttpResponse"]]
 
-# From the last event of a stream to its end. Waiting for that lets the connection be used again.
-_HANG_UP_SECONDS = 1.0
+# The time from a stream's last event to its end. Waiting for the end allows the connection to be reused.
+_STREAM_END_SECONDS = 1.0
 
-_Unreadable = (msgspec.DecodeError, UnicodeDecodeError)
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class HttpUpstreamResponse(UpstreamResponse):
-    """``dialect``: what the provider speaks. ``unasked``: set when token ids were asked for."""
+    """``dialect`` is the provider's. ``added_fields`` is set if token ids were requested."""
 
     def __init__(
         self,
-        post: Post,
+        send: SendRequest,
         request: ModelRequest,
         dialect: str,
         *,
         translated: bool,
-        unasked: AddedFields | None,
+        added_fields: AddedFields | None,
     ) -> None:
-        self._post = post
+        self._send = send
         self._request = request
         self._dialect = dialect
         self._translated = translated
-        self._exact = unasked is not None
-        self._unasked = unasked or AddedFields(token_ids=False, logprobs=False)
+        self._has_token_ids = added_fields is not None
+        self._added_fields = added_fields or AddedFields(token_ids=False, logprobs=False)
         self._response: HttpResponse | None = None
         self._reader: ReplyReader | None = None
         self._splitter = EventSplitter()
         self._held: list[bytes] = []
         self._content_type: str | None = None
         self._failure: UpstreamError | None = None
-        self._over = False
+        self._is_closed = False
 
     async def __anext__(self) -> UpstreamChunk:
-        if self._over:
+        if self._is_closed:
             raise StopAsyncIteration
         try:
-            piece = await self._next()
+            chunk = await self._next_chunk()
         except UpstreamError as error:
             self._close()
             if self._translated:
                 error.raw, error.content_type = b"", None
             raise
-        except BaseException:  # cancelled too: the connection is not to be used again
+        except BaseException:  # including cancellation: the connection must not be reused
             self._close()
             raise
-        if piece.choices is not None:
+        if chunk.choices is not None:
             self._close()
-        return piece
+        return chunk
 
     async def aclose(self) -> None:
         self._close()
 
     def _close(self) -> None:
-        self._over = True
+        self._is_closed = True
         if self._response is not None and not self._response.closed:
             self._response.close()
 
     def partial_choices(self) -> list[ReplyChoice]:
         return self._reader.partial_choices() if self._reader else []
 
-    async def _next(self) -> UpstreamChunk:
+    async def _next_chunk(self) -> UpstreamChunk:
         if self._response is None:
-            self._response = await self._post()
+            self._response = await self._send()
             if not 200 <= self._response.status < 300:
                 raise await read_error(self._response)
             self._content_type = self._response.headers.get("Content-Type")
-            self._reader = self._new_reader()
+            self._reader = self._create_reader()
             if not self._request.stream or "json" in (self._content_type or ""):
-                return await self._whole(self._response, self._reader)
+                return await self._read_complete(self._response, self._reader)
         assert self._reader is not None
-        return await self._streamed(self._response, self._reader)
+        return await self._read_streamed(self._response, self._reader)
 
-    # --- not streamed -----------------------------------------------------------------------------
+    def _create_reader(self) -> ReplyReader:
+        emit_deltas = self._translated and self._request.stream
+        if self._dialect == "messages":
+            return messages.MessagesReader(emit_deltas=emit_deltas)
+        if self._dialect == "responses":
+            return responses.ResponsesReader(emit_deltas=emit_deltas)
+        return chat.ChatReader(self._request.n, emit_deltas=emit_deltas, has_token_ids=self._has_token_ids)
 
-    async def _whole(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
+    async def _read_complete(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
         try:
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable_error(error) from error
         try:
             reader.read(body)
-            raw = rewrite.strip_added_fields(body, self._unasked) if self._unasked else body
-        except _Unreadable as error:
-            raise _unreadable(error) from error
+            raw = rewrite.strip_added_fields(body, self._added_fields) if self._added_fields else body
+        except _DECODE_ERRORS as error:
+            raise _unreadable_error(error) from error
         if self._translated:
             return UpstreamChunk(b"", reader.take_deltas(), reader.choices())
         return UpstreamChunk(raw, (), reader.choices(), self._content_type, reader.response_id)
 
-    # --- streamed ---------------------------------------------------------------------------------
-
-    def _new_reader(self) -> ReplyReader:
-        aloud = self._translated and self._request.stream
-        if self._dialect == "messages":
-            return messages.MessagesReader(emit_deltas=aloud)
-        if self._dialect == "responses":
-            return responses.ResponsesReader(emit_deltas=aloud)
-        return chat.ChatReader(self._request.n, emit_deltas=aloud, exact=self._exact)
-
-    async def _streamed(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
+    async def _read_streamed(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if not (chunk := await _more(response, reader)):
-                return self._last(reader)
-            raw = self._take(self._splitter.feed(chunk), reader)
+            if not (data := await _read_more(response, reader)):
+                return self._last_chunk(reader)
+            raw = self._read_events(self._splitter.feed(data), reader)
             deltas = reader.take_deltas()
             if raw or deltas:
                 content_type, self._content_type = self._content_type, None
                 return UpstreamChunk(raw, deltas, content_type=content_type)
 
-    def _take(self, events: Iterable[ServerSentEvent], reader: ReplyReader) -> bytes:
-        """Read the events; those up to the first that says the answer has ended may be passed on."""
+    def _read_events(self, events: Iterable[ServerSentEvent], reader: ReplyReader) -> bytes:
+        """Read the events and return those that may be passed on: the ones before the first that announces
+        the end of the response. The others are held until the call is recorded."""
         passed: list[bytes] = []
         try:
             for event in events:
                 if event.data:
                     reader.feed(event.data)
                 if not self._translated:
-                    (self._held if reader.has_ended else passed).append(self._shown(event))
+                    (self._held if reader.has_ended else passed).append(self._strip_event(event))
         except UpstreamError as error:
             self._failure = error
-        except _Unreadable as error:
-            self._failure = _unreadable(error)
+        except _DECODE_ERRORS as error:
+            self._failure = _unreadable_error(error)
         return b"".join(passed)
 
-    def _shown(self, event: ServerSentEvent) -> bytes:
-        if not self._unasked or not event.data.startswith(b"{"):
+    def _strip_event(self, event: ServerSentEvent) -> bytes:
+        if not self._added_fields or not event.data.startswith(b"{"):
             return event.raw
-        return b"data: " + rewrite.strip_added_fields(event.data, self._unasked) + b"\n\n"
+        return b"data: " + rewrite.strip_added_fields(event.data, self._added_fields) + b"\n\n"
 
-    def _last(self, reader: ReplyReader) -> UpstreamChunk:
+    def _last_chunk(self, reader: ReplyReader) -> UpstreamChunk:
         if rest := self._splitter.flush():
-            self._held.append(self._take([rest], reader))
+            self._held.append(self._read_events([rest], reader))
         if self._failure is not None:
             raise self._failure
         if not reader.is_complete:
-            raise EngineUnavailable("the provider's answer broke off")
+            raise EngineUnavailable("the provider's response broke off")
         raw, deltas = b"".join(self._held), reader.take_deltas()
-        answer_id = None if self._translated else reader.response_id
-        return UpstreamChunk(raw, deltas, reader.choices(), self._content_type, answer_id)
+        response_id = None if self._translated else reader.response_id
+        return UpstreamChunk(raw, deltas, reader.choices(), self._content_type, response_id)
 
 
-async def _more(response: HttpResponse, reader: ReplyReader) -> bytes:
-    """What has come since. Nothing, when it is over: by the provider's word, if not by its hanging up."""
+async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
+    """Return the bytes that have arrived, or none after the end. A provider may send its last event and keep
+    the connection open, so after that event the end is not awaited for long."""
     try:
         if not reader.is_done:
             return await response.content.readany()
-        async with asyncio.timeout(_HANG_UP_SECONDS):
+        async with asyncio.timeout(_STREAM_END_SECONDS):
             return await response.content.readany()
-    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+    except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         if not reader.is_complete:
-            raise EngineUnavailable(f"the provider's answer broke off: {error}") from error
+            raise EngineUnavailable(f"the provider's response broke off: {error}") from error
         return b""
 
 
@@ -187,33 +183,20 @@ async def _more(response: HttpResponse, reader: ReplyReader) -> bytes:
 
 async def read_error(response: HttpResponse) -> UpstreamError:
     if 300 <= response.status < 400:
-        where = response.headers.get("Location", "elsewhere")
-        return UpstreamError(502, f"The provider redirects to {where}: correct its base_url.")
+        location = response.headers.get("Location", "another address")
+        return UpstreamError(502, f"The provider redirects to {location}; correct its base_url.")
     try:
         raw = await response.read()
     except (aiohttp.ClientError, OSError):
-        raw = b""  # its status says enough
-    retry_after = _retry_after(response.headers.get("Retry-After"))
+        raw = b""  # the status is enough
+    seconds = parse_retry_after(response.headers.get("Retry-After"))
+    retry_after = None if seconds is None else math.ceil(seconds)
     return parse_error(raw, max(response.status, 400), retry_after, response.headers.get("Content-Type"))
-
-
-def _retry_after(header: str | None) -> int | None:
-    """Seconds, or a date."""
-    if not header:
-        return None
-    try:
-        return max(0, math.ceil(float(header)))
-    except ValueError:
-        pass
-    try:
-        return max(0, math.ceil(parsedate_to_datetime(header).timestamp() - time.time()))
-    except ValueError:
-        return None
 
 
 def unreachable_error(error: Exception) -> EngineUnavailable:
     return EngineUnavailable(f"the provider cannot be reached: {error or type(error).__name__}")
 
 
-def _unreadable(error: Exception) -> UpstreamError:
-    return UpstreamError(502, f"The provider's answer cannot be read: {error}", code="bad_gateway")
+def _unreadable_error(error: Exception) -> UpstreamError:
+    return UpstreamError(502, f"The provider's response cannot be read: {error}", code="bad_gateway")

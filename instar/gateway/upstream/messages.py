@@ -1,4 +1,4 @@
-"""A provider that speaks Anthropic's Messages: what it is asked and what it answers."""
+"""Providers that speak Anthropic's Messages API: responses, and translated requests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from instar.wire.anthropic import (
 )
 
 DEFAULT_MAX_TOKENS = 8192
-"""The limit of a reply, which this API demands, when the agent named none."""
+"""The API requires a limit; this one is used if the agent set none."""
 
-_CUT = ("max_tokens", "model_context_window_exceeded")
+_LENGTH_REASONS = ("max_tokens", "model_context_window_exceeded")
 _decode = msgspec.json.Decoder(MessagesResponse).decode
 _decode_event = msgspec.json.Decoder(MessagesEvent).decode
 
 
 def _add_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
-    """Counts that are said again, in a stream, are those that hold."""
+    # In a stream the counts may be sent repeatedly; the last ones are valid.
     if wire is None:
         return
     if wire.input_tokens is not None:
@@ -44,19 +44,19 @@ class MessagesReader(ReplyReader):
     def __init__(self, *, emit_deltas: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)
         self._draft = ReplyDraft(0, self.deltas)
-        self._calls: dict[int, int] = {}  # block → place among the tool calls
+        self._calls: dict[int, int] = {}  # block index → tool call index
 
     def read(self, body: bytes) -> None:
-        answer = _decode(body)
-        if answer.content is None:
+        response = _decode(body)
+        if response.content is None:
             raise parse_error(body)
-        self.set_response_id(answer.id)
-        for index, block in enumerate(answer.content):
-            self._begin(index, block)
+        self.set_response_id(response.id)
+        for index, block in enumerate(response.content):
+            self._begin_block(index, block)
             if index in self._calls:
                 self._draft.add_arguments(self._calls[index], bytes(block.input).decode())
-        _add_usage(self.usage, answer.usage)
-        self._end(answer.stop_reason, answer.stop_sequence)
+        _add_usage(self.usage, response.usage)
+        self._end(response.stop_reason, response.stop_sequence)
 
     def feed(self, data: bytes) -> None:
         event = _decode_event(data)
@@ -66,9 +66,9 @@ class MessagesReader(ReplyReader):
             self.set_response_id(event.message.id)
             _add_usage(self.usage, event.message.usage)
         elif event.type == "content_block_start" and event.content_block:
-            self._begin(event.index, event.content_block)
+            self._begin_block(event.index, event.content_block)
         elif event.type == "content_block_delta" and event.delta:
-            self._take(event.index, event.delta)
+            self._add_delta(event.index, event.delta)
         elif event.type == "content_block_stop" and event.index in self._calls:
             self._close_call(self._calls[event.index])
         elif event.type == "message_stop":
@@ -80,10 +80,10 @@ class MessagesReader(ReplyReader):
 
     def _end(self, reason: str | None, sequence: str | None) -> None:
         self.has_ended = True
-        self._draft.finish_reason = "length" if reason in _CUT else "stop"
+        self._draft.finish_reason = "length" if reason in _LENGTH_REASONS else "stop"
         self._draft.stop_string = sequence
 
-    def _begin(self, index: int, block: MessagesReplyBlock) -> None:
+    def _begin_block(self, index: int, block: MessagesReplyBlock) -> None:
         if block.type == "tool_use":
             self._calls[index] = self._draft.open_call(block.id or "", block.name or "")
         elif block.type == "text":
@@ -91,7 +91,7 @@ class MessagesReader(ReplyReader):
         elif block.type == "thinking":
             self._draft.add_reasoning(block.thinking or "")
 
-    def _take(self, index: int, delta: MessagesDelta) -> None:
+    def _add_delta(self, index: int, delta: MessagesDelta) -> None:
         if delta.type == "text_delta":
             self._draft.add_text(delta.text)
         elif delta.type == "thinking_delta":
@@ -99,23 +99,23 @@ class MessagesReader(ReplyReader):
         elif delta.type == "input_json_delta" and index in self._calls:
             self._draft.add_arguments(self._calls[index], delta.partial_json)
 
-    def _close_call(self, at: int) -> None:
-        """A call without arguments has no pieces of them, or an empty one."""
-        if not any(self._draft.calls[at].arguments):
-            self._draft.add_arguments(at, "{}")
+    def _close_call(self, call_index: int) -> None:
+        # For a call without arguments the provider sends no pieces of them, or an empty one.
+        if not any(self._draft.calls[call_index].arguments):
+            self._draft.add_arguments(call_index, "{}")
 
     @property
     def drafts(self) -> list[ReplyDraft]:
         return [self._draft]
 
 
-# --- what it is asked ---------------------------------------------------------------------------
+# --- translated requests ------------------------------------------------------------------------
 
 
 def build_messages_request(request: ModelRequest, model: str) -> Json:
-    """A request that came in another dialect."""
-    _refuse_unknown(request)
-    instructions, rest = _split(request.messages)
+    """Translate a request of another dialect."""
+    _check_supported(request)
+    instructions, rest = _split_system(request.messages)
     body: Json = {
         "model": model,
         "max_tokens": request.max_tokens or DEFAULT_MAX_TOKENS,
@@ -141,10 +141,10 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
     return body | {name: value for name, value in settings.items() if value is not None}
 
 
-def _refuse_unknown(request: ModelRequest) -> None:
-    wanted = {"n": request.n > 1, "seed": request.seed is not None}
-    for name, given in wanted.items():
-        if given:
+def _check_supported(request: ModelRequest) -> None:
+    unsupported = {"n": request.n > 1, "seed": request.seed is not None}
+    for name, is_set in unsupported.items():
+        if is_set:
             raise bad_request(
                 f"'{name}' is not supported: this model is served by Anthropic's Messages API, "
                 "which has no such parameter.",
@@ -153,13 +153,13 @@ def _refuse_unknown(request: ModelRequest) -> None:
             )
 
 
-def _split(messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
+def _split_system(messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return [message["content"] for message in messages[:count] if message["content"]], messages[count:]
 
 
 def _turns(messages: Sequence[Message]) -> list[Json]:
-    """Results of tools and the user's words that follow one another are one turn of the user's."""
+    """Return the messages as turns. Adjacent tool results and user messages are one turn of the user."""
     turns: list[Json] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"
@@ -177,27 +177,32 @@ def _blocks(message: Message) -> list[Json]:
         return [
             {
                 "type": "tool_result",
-                "tool_use_id": _id(message.get("tool_call_id", "")),
+                "tool_use_id": _valid_id(message.get("tool_call_id", "")),
                 "content": message["content"],
             }
         ]
     blocks: list[Json] = []
-    if message["content"].strip():  # blocks of white space alone are refused
+    if message["content"].strip():  # blocks of white space alone are rejected
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", ()):
         blocks.append(
-            {"type": "tool_use", "id": _id(call["id"]), "name": call["name"], "input": _input(call)}
+            {
+                "type": "tool_use",
+                "id": _valid_id(call["id"]),
+                "name": call["name"],
+                "input": _call_input(call),
+            }
         )
     return blocks
 
 
-def _id(call_id: str) -> str:
-    """Ids of other providers may hold characters that are refused here."""
+def _valid_id(call_id: str) -> str:
+    # Ids of other providers may contain characters that are rejected here.
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
 
 
-def _input(call: ToolCall) -> Json:
-    """An object is demanded; arguments that are none, because a model wrote them badly, are shown as text."""
+def _call_input(call: ToolCall) -> Json:
+    # The API requires an object. Arguments that are not one, because the model wrote bad JSON, become text.
     try:
         value: Any = msgspec.json.decode(call["arguments"])
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Replies while they are read out of a provider's answer, whatever its dialect."""
+"""Replies while they are read from a provider's response, in any dialect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.gateway.upstream.base import UpstreamError
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import FinishReason, Message, ToolCall
 
-Deltas = list[tuple[int, ReplyDelta]]
+IndexedDeltas = list[tuple[int, ReplyDelta]]
 MAX_RESPONSE_ID_LENGTH = 512
 
 
@@ -29,10 +29,10 @@ class ToolCallDraft:
 
 @dataclass(slots=True)
 class ReplyDraft:
-    """One reply, as far as it has come. ``sink`` takes every addition, where one listens."""
+    """One reply as received so far. Every addition is also appended to ``deltas``, if that is set."""
 
     index: int = 0
-    deltas: Deltas | None = None
+    deltas: IndexedDeltas | None = None
     text: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[ToolCallDraft] = field(default_factory=list[ToolCallDraft])
@@ -52,24 +52,24 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(reasoning=text)))
 
     def open_call(self, call_id: str, name: str) -> int:
-        """A new tool call; its place among those of the reply."""
-        at = len(self.calls)
+        """Start a tool call and return its index."""
+        index = len(self.calls)
         self.calls.append(ToolCallDraft(call_id, name))
         if self.deltas is not None:
-            self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(at, call_id, name))))
-        return at
+            self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(index, call_id, name))))
+        return index
 
-    def add_arguments(self, at: int, text: str) -> None:
-        self.calls[at].arguments.append(text)
+    def add_arguments(self, call_index: int, text: str) -> None:
+        self.calls[call_index].arguments.append(text)
         if self.deltas is not None and text:
-            self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(at, arguments=text))))
+            self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
-    def add_tokens(self, ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Sampled tokens; a logprob that is not there is NaN."""
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
+        """Add sampled tokens. Without one logprob per token, all of them are missing."""
         if self.token_ids is None:
             self.token_ids = []
-        self.token_ids += ids
-        self.logprobs += logprobs if len(logprobs) == len(ids) else [None] * len(ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs if len(logprobs) == len(token_ids) else [None] * len(token_ids)
 
     @property
     def is_empty(self) -> bool:
@@ -90,23 +90,23 @@ class ReplyDraft:
 class TokenUsage:
     prompt: int = 0
     sampled: int = 0
-    """Of all replies together: providers do not count them apart."""
+    """The sum over all replies: providers do not count them separately."""
     cached: int | None = None
 
 
 def build_choices(
     drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None = None
 ) -> list[ReplyChoice]:
-    """The replies, in order. The provider's count of sampled tokens is spread over them."""
+    """Return the replies in order. The provider's count of sampled tokens is divided among them."""
     prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
-    share, more = divmod(usage.sampled, max(1, len(drafts)))
+    share, remainder = divmod(usage.sampled, max(1, len(drafts)))
     choices: list[ReplyChoice] = []
-    for at, draft in enumerate(drafts):
+    for i, draft in enumerate(drafts):
         choice = ReplyChoice(
             message=draft.message(),
             finish_reason=draft.finish_reason or "stop",
             prompt_tokens=usage.prompt,
-            sampled_tokens=share + (at < more),
+            sampled_tokens=share + (i < remainder),
             stop_string=draft.stop_string,
             cached_tokens=usage.cached,
         )
@@ -125,23 +125,26 @@ def build_choices(
 
 
 class ReplyReader(ABC):
-    """Reads one answer: ``read`` all of it, or ``feed`` it event by event where it is streamed. Both raise
-    UpstreamRefused for an answer or event that is an error, msgspec.DecodeError for what is none at all."""
+    """Reads one response: all of it with ``read``, or event by event with ``feed`` if it is streamed.
+
+    Both raise UpstreamError for a response or event that is an error, and msgspec.DecodeError for one that is
+    not JSON of this API.
+    """
 
     def __init__(self, *, emit_deltas: bool) -> None:
-        self.deltas: Deltas | None = [] if emit_deltas else None
+        self.deltas: IndexedDeltas | None = [] if emit_deltas else None
         self.usage = TokenUsage()
         self.has_ended = False
-        """An event has said that the answer has ended."""
+        """True once an event has announced the end of the response."""
         self.is_done = False
-        """The last event has come."""
+        """True once the last event was read."""
         self.response_id: str | None = None
-        """What the provider calls it."""
+        """The provider's id of the response."""
 
-    def set_response_id(self, answer_id: Any) -> None:
-        """By the name that the provider gives, if it is one."""
-        if isinstance(answer_id, str) and 0 < len(answer_id) <= MAX_RESPONSE_ID_LENGTH:
-            self.response_id = answer_id
+    def set_response_id(self, response_id: Any) -> None:
+        """Keep the provider's id, unless it is unusable."""
+        if isinstance(response_id, str) and 0 < len(response_id) <= MAX_RESPONSE_ID_LENGTH:
+            self.response_id = response_id
 
     @abstractmethod
     def read(self, body: bytes) -> None: ...
@@ -151,7 +154,7 @@ class ReplyReader(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the stream may end here."""
+        """True if the stream may end here."""
         return self.has_ended
 
     @property
@@ -161,8 +164,8 @@ class ReplyReader(ABC):
     def choices(self) -> list[ReplyChoice]:
         return build_choices(self.drafts, self.usage)
 
-    def take_deltas(self) -> Deltas:
-        """The deltas since the last time."""
+    def take_deltas(self) -> IndexedDeltas:
+        """Return the deltas since the last call."""
         if not self.deltas:
             return []
         deltas = self.deltas.copy()
@@ -175,7 +178,7 @@ class ReplyReader(ABC):
         return [replace(choice, finish_reason="aborted") for choice in self.choices()]
 
 
-# --- errors, in the shapes that providers write -------------------------------------------------
+# --- errors, in the shapes that providers use ---------------------------------------------------
 
 _STATUS = {
     "invalid_request_error": 400,
@@ -193,7 +196,7 @@ _STATUS = {
 def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
 ) -> UpstreamError:
-    """``status``: of the answer; None for an error that came inside an answer."""
+    """``status`` is None for an error inside a response that began with a success."""
     try:
         body: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -201,12 +204,12 @@ def parse_error(
     fields = cast(dict[str, Any], body) if isinstance(body, dict) else {}
     error = fields.get("error") or fields
     detail: dict[str, Any] = cast(dict[str, Any], error) if isinstance(error, dict) else {"message": error}
-    said = detail.get("message") or detail.get("detail") or raw[:300].decode("utf-8", "replace").strip()
+    message = detail.get("message") or detail.get("detail") or raw[:300].decode("utf-8", "replace").strip()
     code = detail.get("code") or detail.get("type")
     param = detail.get("param")
     return UpstreamError(
         status or _status(detail),
-        str(said) if said else f"The provider answered with status {status}.",
+        str(message) if message else f"The provider responded with status {status}.",
         code=str(code) if code else None,
         param=param if isinstance(param, str) else None,
         retry_after=retry_after,

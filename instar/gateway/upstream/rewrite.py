@@ -1,4 +1,4 @@
-"""Changes to bodies on their way through: the top of the JSON is taken apart, all below stays as it was."""
+"""Changes to bodies that pass through. Only the top level of the JSON is parsed; the rest keeps its bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ _decode_choices = msgspec.json.Decoder(list[Fields]).decode
 _encode = msgspec.json.encode
 _NULL = msgspec.Raw(b"null")
 
-LIMIT_NAMES = {"responses": "max_output_tokens"}
-
-# What vLLM samples with, unless asked otherwise, is up to the model's generation config. A call to be
-# trained on is sampled as its record says: where the agent is silent, from the whole softmax.
-_PLAIN_SAMPLING = {
+# vLLM takes its sampling defaults from the model's generation config. A trainable call must be sampled as it
+# is recorded: from the full softmax unless the agent says otherwise.
+_FULL_SOFTMAX = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -30,7 +28,7 @@ _PLAIN_SAMPLING = {
 
 @dataclass(frozen=True, slots=True)
 class AddedFields:
-    """What was asked for beyond the agent's own wishes, to be taken out of its answer again."""
+    """The fields that were requested in addition to the agent's, to be removed from the response."""
 
     token_ids: bool
     logprobs: bool
@@ -47,10 +45,10 @@ def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
 
 
 def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
-    """Sampling settings, under the names that the dialect has for them."""
+    """Set sampling settings under the names that the dialect has for them."""
     changes = dict(settings)
     if (limit := changes.pop("max_tokens", None)) is not None:
-        name = LIMIT_NAMES.get(dialect, "max_tokens")
+        name = "max_output_tokens" if dialect == "responses" else "max_tokens"
         if dialect == "chat" and "max_completion_tokens" in _decode(body):
             name = "max_completion_tokens"
         changes[name] = limit
@@ -58,38 +56,39 @@ def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) ->
 
 
 def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
-    """Add what makes vLLM return token ids and logprobs, in a chat or a completion."""
+    """Add the fields that make vLLM return token ids and logprobs for a chat completion or a completion."""
     fields = _decode(body)
-    given = {name for name, value in fields.items() if bytes(value) != b"null"}
-    wants_logprobs = "logprobs" in given and bytes(fields["logprobs"]) != b"false"
-    unasked = AddedFields(
-        token_ids=bytes(fields.get("return_token_ids", _NULL)) != b"true", logprobs=not wants_logprobs
-    )
-    additions: dict[str, Any] = {name: value for name, value in _PLAIN_SAMPLING.items() if name not in given}
+    set_names = {name for name, value in fields.items() if bytes(value) != b"null"}
+    wants_logprobs = "logprobs" in set_names and bytes(fields["logprobs"]) != b"false"
+    wants_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
+    added = AddedFields(token_ids=not wants_ids, logprobs=not wants_logprobs)
+    additions: dict[str, Any] = {
+        name: value for name, value in _FULL_SOFTMAX.items() if name not in set_names
+    }
     additions["return_token_ids"] = True
     if not wants_logprobs:
         additions["logprobs"] = True if dialect == "chat" else 0
     for name, value in additions.items():
         fields[name] = msgspec.Raw(_encode(value))
-    return _encode(fields), unasked
+    return _encode(fields), added
 
 
-def strip_added_fields(answer: bytes, unasked: AddedFields) -> bytes:
-    """An answer, or an event of one, without what the agent had not asked for."""
-    fields = _decode(answer)
-    if unasked.token_ids:
+def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
+    """Return a response, or one event of it, without the fields that the agent did not request."""
+    fields = _decode(body)
+    if added.token_ids:
         fields.pop("prompt_token_ids", None)
     if "choices" in fields:
         choices = _decode_choices(fields["choices"])
         for choice in choices:
-            _take_out(choice, unasked)
+            _strip_choice(choice, added)
         fields["choices"] = msgspec.Raw(_encode(choices))
     return _encode(fields)
 
 
-def _take_out(choice: Fields, unasked: AddedFields) -> None:
-    if unasked.token_ids:
+def _strip_choice(choice: Fields, added: AddedFields) -> None:
+    if added.token_ids:
         choice.pop("token_ids", None)
         choice.pop("prompt_token_ids", None)
-    if unasked.logprobs and "logprobs" in choice:
+    if added.logprobs and "logprobs" in choice:
         choice["logprobs"] = _NULL

@@ -1,4 +1,4 @@
-"""Server-sent events, cut out of a stream of bytes that comes in pieces of any size."""
+"""Server-sent events, split out of a byte stream that arrives in pieces of any size."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Two line ends in a row. A line ends with \r\n, \n or \r, and \r\n is one line end.
-_BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
+# An event ends with two line ends in a row. A line ends with \r\n, \n or \r, and \r\n is one line end.
+_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class ServerSentEvent(NamedTuple):
     raw: bytes
-    """Every byte of it, blank line and all: those of all events add up to the stream."""
+    """All bytes of the event, including its blank line. The raw bytes of all events add up to the stream."""
     data: bytes
-    """Empty for a comment."""
+    """The data, empty for a comment."""
 
 
 class EventSplitter:
     def __init__(self) -> None:
         self._rest = b""
-        self._seen = 0  # of the rest: no event ends before here
+        self._searched = 0  # no event ends before this position of the rest
 
     def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
-        """The events that are complete by now."""
+        """Yield the events that are now complete."""
         stream = self._rest + piece if self._rest else piece
         start = 0
-        for end in _BLANK_LINE.finditer(stream, self._seen):
+        for end in _EVENT_END.finditer(stream, self._searched):
             raw = stream[start : end.end()]
             start = end.end()
             yield ServerSentEvent(raw, _data(raw))
         self._rest = stream[start:]
-        self._seen = max(0, len(self._rest) - 3)
+        self._searched = max(0, len(self._rest) - 3)
 
     def flush(self) -> ServerSentEvent | None:
-        """What is left when the stream has ended: some leave out the last blank line."""
-        raw, self._rest, self._seen = self._rest, b"", 0
+        """Return what is left at the end of the stream. Some servers omit the last blank line."""
+        raw, self._rest, self._searched = self._rest, b"", 0
         return ServerSentEvent(raw, _data(raw)) if raw else None
 
 
