@@ -69,8 +69,8 @@ class UpstreamResponse(ABC):
 
     @abstractmethod
     def partial_choices(self) -> list[ReplyChoice]:
-        """Return what was received of the replies, with the finish reason ``aborted``, after the response broke
-        off or was closed. The list is empty if nothing of a reply was received."""
+        """Return what was received of the replies, with the finish reason ``aborted``, after the response
+        broke off or was closed. The list is empty if nothing of a reply was received."""
 
 
 class Upstream(ABC):

@@ -192,7 +192,7 @@ def test_most_of_a_long_history_is_not_read_again() -> None:
     seen: list[int] = []
 
     class Watched(ChatDialect):
-        def read(self, body: bytes) -> ModelRequest:
+        def parse_request(self, body: bytes) -> ModelRequest:
             seen.append(len(body))
             return super().parse_request(body)
 
