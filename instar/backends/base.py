@@ -52,6 +52,11 @@ class BackendCapabilities:
     """Whether ``optim_step`` reports it; NaN otherwise."""
 
 
+def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
+    """Return the capabilities of a training service that computes ``losses``."""
+    return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), reference=True)
+
+
 def is_mergeable(lora: LoraConfig | None) -> bool:
     """Whether `Backend.tensors` can hand out one set of weights: an adapter on an output layer that is tied
     to the input's cannot be merged."""

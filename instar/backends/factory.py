@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import cast
 
-from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, is_mergeable
+from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, cloud_capabilities, is_mergeable
 from instar.backends.loss_values import clip_bounds
 from instar.backends.resolve import check_reachable, resolve_run
 from instar.clouds.base import SERVICES
@@ -97,7 +97,7 @@ def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
             live=is_mergeable(section.lora),
         )
     service = SERVICES.get(section.type)
-    return service.capabilities if service else None
+    return cloud_capabilities(service.losses) if service else None
 
 
 def _agreed_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:

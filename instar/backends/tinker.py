@@ -26,6 +26,7 @@ from instar.backends.base import (
     BackendCapabilities,
     ForwardBackwardResult,
     OptimStepResult,
+    cloud_capabilities,
 )
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
@@ -61,7 +62,7 @@ class TinkerBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return SERVICES[self._config.type].capabilities
+        return cloud_capabilities(SERVICES[self._config.type].losses)
 
     # --- sessions --------------------------------------------------------------------------------
 

@@ -14,7 +14,13 @@ import numpy as np
 from weaver import AsyncSamplingClient, AsyncTrainingClient
 from weaver.types import AdamParams, LoraConfig
 
-from instar.backends.base import Backend, BackendCapabilities, ForwardBackwardResult, OptimStepResult
+from instar.backends.base import (
+    Backend,
+    BackendCapabilities,
+    ForwardBackwardResult,
+    OptimStepResult,
+    cloud_capabilities,
+)
 from instar.backends.check import check_samples
 from instar.backends.folders import write_folder
 from instar.backends.loss_values import compute_loss
@@ -58,7 +64,7 @@ class WeaverBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return SERVICES["weaver"].capabilities
+        return cloud_capabilities(SERVICES["weaver"].losses)
 
     @property
     def model_id(self) -> str | None:

@@ -1,1 +1,1 @@
-"""Training services: how each SDK is reached. Backends train through these, engines sample through them."""
+"""The SDKs of training services, which backends train through and engines sample from."""

@@ -1,4 +1,4 @@
-"""What is known of each training service before its SDK is imported, and how to get at it."""
+"""The known training services and the access to them. Imports no SDK."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from instar.backends.base import BackendCapabilities
 from instar.config import CloudConfig, CloudSection, ModelConfig
 from instar.errors import ConfigError
 
 MAX_SESSION_STARTS = 5
-"""Times that a session which the service loses before it has begun is begun again."""
+"""Attempts to start a session that the service loses before its first call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloudService:
     name: str
     package: str
-    """Its distribution on PyPI."""
+    """The distribution on PyPI."""
     module: str
     extra: str
-    """Of ours, that installs it."""
+    """Our optional dependency that installs it."""
     key_env: str
     url_env: str
     key_prefixes: tuple[str, ...]
-    """What its keys begin with, where that tells it from others."""
+    """Prefixes of its keys that no other service uses."""
     url_words: tuple[str, ...]
-    """What its addresses contain, in the host or the path."""
-    capabilities: BackendCapabilities
+    """Words that its addresses contain in the host or the path."""
+    losses: frozenset[str]
 
     @property
     def install(self) -> str:
@@ -47,11 +46,7 @@ SERVICES: dict[str, CloudService] = {
             url_env="TINKER_BASE_URL",
             key_prefixes=("tml-",),
             url_words=("tinker", "thinkingmachines"),
-            capabilities=BackendCapabilities(
-                losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
-                artifacts=frozenset({"remote"}),
-                reference=True,
-            ),
+            losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
         ),
         CloudService(
             name="mint",
@@ -62,11 +57,7 @@ SERVICES: dict[str, CloudService] = {
             url_env="MINT_BASE_URL",
             key_prefixes=("sk-mint-",),
             url_words=("mint", "macaron"),
-            capabilities=BackendCapabilities(
-                losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
-                artifacts=frozenset({"remote"}),
-                reference=True,
-            ),
+            losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
         ),
         CloudService(
             name="weaver",
@@ -77,11 +68,7 @@ SERVICES: dict[str, CloudService] = {
             url_env="WEAVER_BASE_URL",
             key_prefixes=(),
             url_words=("weaver",),
-            capabilities=BackendCapabilities(
-                losses=frozenset({"cross_entropy", "importance_sampling"}),
-                artifacts=frozenset({"remote"}),
-                reference=True,
-            ),
+            losses=frozenset({"cross_entropy", "importance_sampling"}),
         ),
     )
 }
@@ -89,10 +76,10 @@ SERVICES: dict[str, CloudService] = {
 
 @dataclass(frozen=True, slots=True)
 class CloudAccess:
-    """What an SDK's client is made with."""
+    """The address, key and model that an SDK's client is created with."""
 
     base_url: str | None
-    """None: the SDK's own."""
+    """None for the SDK's default."""
     api_key: str = field(repr=False)
     base_model: str = ""
     deadline: float = 600.0
@@ -101,7 +88,8 @@ class CloudAccess:
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """The settings first, then the service's own environment variables. Raises ConfigError without a key."""
+    """Return the access from the settings or the service's environment variables, in this order. Raises
+    ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = configured_key(section, env) or env.get(service.key_env)
     if not key:
@@ -117,7 +105,7 @@ def resolve_access(
 
 
 def configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
-    """The key that the settings give or point at; None where they do not."""
+    """Return the key from the settings or from the variable that they name; None if they have neither."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
     if section.api_key_env is None:

@@ -1,5 +1,5 @@
-"""A call to a service that failed, told apart by what can be done about it. Every SDK has errors of its own;
-backends and engines know these alone."""
+"""Errors of calls to a service, classified by what the caller can do. Backends and engines handle these
+instead of each SDK's own errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from instar.errors import (
 )
 
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
-"""``refused``: the service did nothing and says why. ``unavailable``: no answer within the deadline, or none
-but errors that pass; what it did is not known. ``lost``: it no longer has the session, or what it has is not
-known. ``settings``: the key or address is wrong. ``broken``: it does not take such a request, or
-its answer makes no sense."""
+"""``refused``: the service did nothing and gives the reason. ``unavailable``: no response within the
+deadline, or only transient errors; what the service did is unknown. ``lost``: the session no longer exists,
+or its state is unknown. ``settings``: the key or address is wrong. ``broken``: the service does not support
+such a request, or its response is malformed."""
 
 
 class CloudError(Exception):
@@ -39,12 +39,12 @@ class CloudError(Exception):
                 return BackendError(str(self))
 
     def to_engine_error(self) -> InstarError:
-        """A sampler that is lost can be opened again, so that is one to try again too."""
+        """Return the engine's error. A lost sampler can be opened again, so it may be retried."""
         if self.kind in ("unavailable", "lost"):
             return EngineUnavailable(str(self))
         return EngineError(str(self))
 
 
 def redact_key(text: str, secret: str) -> str:
-    """Without the key, should a service have written it into its answer."""
+    """Return the text without the key, which a service may quote in its response."""
     return text.replace(secret, "***") if secret else text

@@ -1,4 +1,4 @@
-"""One model in training at Tinker or MinT: calls sent in order, answers awaited apart."""
+"""A model in training at Tinker or MinT: calls are sent in order, and their responses awaited separately."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
-"""What a loss takes beside the tokens, aligned with them, by the service's own names."""
+"""The inputs of a loss by the service's names, one value per token."""
 MAX_CONCURRENT_SCORES = 16
-"""Most requests at once for the base model's logprobs."""
+"""Concurrent requests for the base model's logprobs."""
 GRADIENT_NORMS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
-"""What services call it among their metrics."""
+"""The services' names of the gradient's norm."""
 
 
 class TinkerTrainingSession:
-    """Every method raises CloudFailure. After one of another kind than ``refused`` it is not known what the
-    service did, and ``lost`` says why the session is of no more use."""
+    """Every method raises CloudError. After an error of another kind than ``refused`` the effect of the call
+    is unknown, and ``lost_reason`` tells why the session can no longer be used."""
 
     def __init__(self, cloud: TinkerConnection, client: Any) -> None:
         self.connection = cloud
@@ -34,22 +34,22 @@ class TinkerTrainingSession:
         self._base: Any = None
 
     async def abandon(self) -> None:
-        self.lost_reason = self.lost_reason or "another session was begun"
+        self.lost_reason = self.lost_reason or "another session was started"
         await self.connection.close(finish=True)
 
-    # --- calls that the service works through in order --------------------------------------------
+    # --- calls that the service executes in order -------------------------------------------------
 
     def send(self, what: str, submit: Callable[[Any], Any]) -> asyncio.Task[Any]:
-        """Sends now, after all that was sent before. ``submit`` is given the SDK's client and returns its
-        future at once."""
+        """Send a call after all earlier ones. ``submit`` receives the SDK's client and returns its future
+        without waiting."""
         sent = submit(self._client)
         before, self._last = self._last, asyncio.get_running_loop().create_future()
-        return asyncio.ensure_future(self._answer(what, sent, before, self._last))
+        return asyncio.ensure_future(self._await_response(what, sent, before, self._last))
 
-    async def _answer(
+    async def _await_response(
         self, what: str, sent: Any, before: asyncio.Future[None] | None, done: asyncio.Future[None]
     ) -> Any:
-        """The deadline counts from when the service is done with the call before."""
+        """Return the response. The deadline begins when the service has finished the previous call."""
         try:
             if before is not None:
                 await asyncio.shield(before)
@@ -63,14 +63,14 @@ class TinkerTrainingSession:
             raise
         except BaseException:
             self.lost_reason = (
-                self.lost_reason or f"{what} was broken off, and what it did at the service is not known"
+                self.lost_reason or f"{what} was cancelled, and its effect at the service is unknown"
             )
             raise
         finally:
             done.set_result(None)
 
     async def send_forward(self, sequences: Sequence[Ids]) -> Awaitable[list[Floats]]:
-        """Of every token; NaN at index 0. Sequences have two tokens or more."""
+        """Request the logprob of every token; NaN at index 0. Sequences have two tokens or more."""
         data = [(ids, {"weights": np.ones(len(ids), np.float32)}) for ids in sequences]
         return await self._send_pass("forward", data, "cross_entropy", None)
 
@@ -87,30 +87,30 @@ class TinkerTrainingSession:
         config: Mapping[str, float] | None,
     ) -> Awaitable[list[Floats]]:
         sdk = self.connection.sdk
-        built = await asyncio.to_thread(lambda: [_datum(sdk, ids, inputs) for ids, inputs in data])
-        sent = self.send(what, lambda client: getattr(client, what)(built, loss, config))
+        datums = await asyncio.to_thread(lambda: [_datum(sdk, ids, inputs) for ids, inputs in data])
+        sent = self.send(what, lambda client: getattr(client, what)(datums, loss, config))
         return self._logprobs(what, sent, [len(ids) for ids, _ in data])
 
     async def _logprobs(self, what: str, sent: Awaitable[Any], lengths: Sequence[int]) -> list[Floats]:
         outputs = (await sent).loss_fn_outputs
         if len(outputs) != len(lengths):
-            raise self._garbled(f"{what}: {len(outputs)} results came back for {len(lengths)} samples")
+            raise self._malformed(f"{what}: {len(outputs)} results for {len(lengths)} samples")
         aligned: list[Floats] = []
         for entry, length in zip(outputs, lengths, strict=True):
             if "logprobs" not in entry:
-                raise self._garbled(f"{what}: a result came back without logprobs")
-            found = np.asarray(entry["logprobs"].to_numpy(), np.float32).reshape(-1)
-            if len(found) != length - 1:
-                raise self._garbled(f"{what}: {len(found)} logprobs came back for {length - 1} targets")
-            aligned.append(np.concatenate([np.full(1, np.nan, np.float32), found]))
+                raise self._malformed(f"{what}: a result without logprobs")
+            logprobs = np.asarray(entry["logprobs"].to_numpy(), np.float32).reshape(-1)
+            if len(logprobs) != length - 1:
+                raise self._malformed(f"{what}: {len(logprobs)} logprobs for {length - 1} targets")
+            aligned.append(np.concatenate([np.full(1, np.nan, np.float32), logprobs]))
         return aligned
 
-    def _garbled(self, message: str) -> CloudError:
+    def _malformed(self, message: str) -> CloudError:
         self.lost_reason = self.lost_reason or message
         return CloudError("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
-        """Its metrics by their plain names; the gradient's norm as ``grad_norm``, where there is one."""
+        """Run an optimizer step. The metrics contain ``grad_norm`` if the service reports it."""
         params = self.connection.sdk.types.AdamParams(
             learning_rate=adam.lr,
             beta1=adam.beta1,
@@ -122,37 +122,38 @@ class TinkerTrainingSession:
         return self._metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
     async def _metrics(self, sent: Awaitable[Any]) -> dict[str, float]:
-        """The service's names end in how they are reduced: `name:mean`."""
-        told: dict[str, float] = (await sent).metrics or {}
-        plain = {name.split(":")[0].split("/")[-1]: float(value) for name, value in told.items()}
+        """Return the metrics by name without the reduction, which the service appends: `name:mean`."""
+        metrics: dict[str, float] = (await sent).metrics or {}
+        plain = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
         norm = next((plain.pop(name) for name in GRADIENT_NORMS if name in plain), None)
         return plain if norm is None else plain | {"grad_norm": norm}
 
     # --- the base model ---------------------------------------------------------------------------
 
     async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Under the base model, of every token; NaN at index 0. It has no part in the order of calls."""
+        """Return the base model's logprob of every token; NaN at index 0. It is not ordered with other
+        calls."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
 
-        async def one(ids: Ids) -> Floats:
+        async def score(ids: Ids) -> Floats:
             async with slots:
-                asked = self._base.compute_logprobs_async(build_model_input(self.connection.sdk, ids))
-                return align_prompt_logprobs(await self.connection.await_result("scoring", asked), len(ids))
+                request = self._base.compute_logprobs_async(build_model_input(self.connection.sdk, ids))
+                return align_prompt_logprobs(await self.connection.await_result("scoring", request), len(ids))
 
         try:
             if self._base is None:
                 name = self.connection.access.base_model
                 opening = self.connection.client.create_sampling_client_async(base_model=name)
                 self._base = await self.connection.await_result("opening the base model", opening)
-            return await _all([one(ids) for ids in sequences])
+            return await _gather([score(ids) for ids in sequences])
         except CloudError as failure:
             if failure.kind == "lost":
                 self.lost_reason = self.lost_reason or str(failure)
             raise
 
 
-async def _all(work: Sequence[Coroutine[Any, Any, Floats]]) -> list[Floats]:
-    """What each comes to; the first failure ends the others."""
+async def _gather(work: Sequence[Coroutine[Any, Any, Floats]]) -> list[Floats]:
+    """Return the results; the first error cancels the other calls."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -162,7 +163,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, Floats]]) -> list[Floats]:
 
 
 def _datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
-    """Every token but the last is the input, every token but the first a target."""
+    """Return a datum: all tokens but the last are the input, all but the first the targets."""
     types = sdk.types
     tensors = {"target_tokens": _tensor(types, ids[1:].astype(np.int64), "int64")}
     for name, values in inputs.items():

@@ -1,1 +1,1 @@
-"""The Tinker and Weaver wire protocols, served by our own backend and engine."""
+"""Servers of the Tinker and Weaver wire protocols on the local backend and engine."""

@@ -1,7 +1,7 @@
-"""What stands behind both wire protocols: a workshop with several models in training and samplers over one
-base model, and operations that run in the order their clients numbered them.
+"""The interfaces behind both wire protocols: a service with several models in training and samplers over one
+base model, and operations that run in the order of their sequence ids.
 
-A protocol's app translates requests into these calls and nothing else: it holds no models.
+The app of a protocol translates requests into these calls and holds no models itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instar.types import Floats, Sample, SamplingParams
 
 
 class ProtocolError(InstarError):
-    """Something a client is told. ``status`` is HTTP's; ``category`` says whose fault it is."""
+    """An error that is reported to the client. ``category`` tells who caused it."""
 
     def __init__(self, message: str, status: int = 400, category: Literal["user", "server"] = "user") -> None:
         super().__init__(message)
@@ -28,31 +28,29 @@ class ProtocolError(InstarError):
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What one client may take. Beyond it a request is refused with a clear error."""
+    """The limits of a server. A request beyond them is rejected."""
 
     max_body: int = 256 * 1024 * 1024
     max_models: int = 8
-    """Models in training at once, over all sessions."""
+    """Models in training at the same time, over all sessions."""
     max_samplers: int = 8
-    """Sampling policies held at once; the one unused longest makes room, and comes back when asked for."""
+    """Sampling policies in memory; the least recently used is evicted, and reloaded when it is needed."""
     max_operations: int = 1024
-    """Operations waiting or running at once."""
+    """Operations that wait or run."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """Seconds without a heartbeat after which a session ends and its models are let go."""
+    """Seconds without a heartbeat after which a session ends and its models are freed."""
     idle_before_eviction: float = 90.0
-    """Seconds without a heartbeat after which a session gives up its models for another's. Clients send one
-    every 10 or 30 seconds."""
+    """Seconds without a heartbeat after which a session may be ended to free its models for another session.
+    Clients send a heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
-    """Seconds that the result of an operation is kept after it is done."""
+    """Seconds that the result of a finished operation is kept."""
     sequence_gap_timeout: float = 120.0
-    """Seconds to wait for a missing sequence id before the operations after it fail."""
+    """Seconds to wait for a missing sequence id before the operations that follow it fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """The adapter of a new model."""
-
     rank: int = 16
     seed: int | None = None
     train_attn: bool = True
@@ -64,17 +62,18 @@ class AdapterSpec:
 class SampledSequence:
     token_ids: list[int]
     logprobs: list[float]
-    """Of the full softmax at temperature 1."""
+    """Under the full softmax at temperature 1."""
     stop_reason: Literal["stop", "length"]
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A folder on the server's disk. ``kind`` "state" can be trained on, "sampler" can be sampled from."""
+    """A checkpoint on the server's disk. A "state" can be trained further; a "sampler" can be sampled
+    from."""
 
     path: str
-    """`tinker://<model>/weights/<name>` and the like: what clients name it by."""
+    """The path that clients use, such as `tinker://<model>/weights/<name>`."""
     kind: Literal["state", "sampler"]
     model_id: str
     base_model: str
@@ -87,7 +86,7 @@ class CheckpointInfo:
 
 
 class TrainingModel(ABC):
-    """One adapter in training. Its calls take effect in the order they are made."""
+    """An adapter in training. Its calls take effect in the order in which they are made."""
 
     model_id: str
     session_id: str
@@ -95,7 +94,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Per sample, the logprob of every token given those before; NaN at index 0."""
+        """Return the logprob of every token of each sample; NaN at index 0."""
 
     @abstractmethod
     async def forward_backward(
@@ -107,21 +106,22 @@ class TrainingModel(ABC):
 
     @abstractmethod
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
-        """To the server's disk, atomically. The same name again replaces it."""
+        """Save the model to the server's disk, atomically. An existing checkpoint of that name is
+        replaced."""
 
     @abstractmethod
     async def load(self, path: str, *, optimizer: bool) -> None: ...
 
     @abstractmethod
     async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
-        """Make the current weights a sampler."""
+        """Save the current weights as a sampler."""
 
 
 class TrainingService(ABC):
-    """Over one base model, whose weights every model and sampler shares."""
+    """Models and samplers over one base model, whose weights they share."""
 
     base_model: str
-    """The name that clients ask for."""
+    """The name that clients use for the base model."""
     max_context: int
     vocab_size: int
     tokenizer_path: str
@@ -129,11 +129,12 @@ class TrainingService(ABC):
 
     @abstractmethod
     async def create_session(self, owner: str) -> str:
-        """``owner`` is a hash of the key that made it: other keys do not find it."""
+        """Return the new session's id. ``owner`` is the hash of the client's key: other keys have no
+        access."""
 
     @abstractmethod
     def heartbeat(self, session_id: str, owner: str) -> None:
-        """Raises ProtocolError 404 for one that is unknown, ended or another owner's."""
+        """Raise ProtocolError 404 if the session is unknown, ended or another owner's."""
 
     @abstractmethod
     async def end_session(self, session_id: str, owner: str) -> None: ...
@@ -142,11 +143,11 @@ class TrainingService(ABC):
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        """Raises ProtocolError when the base model is another one, or a limit is reached."""
+        """Create a model. Raises ProtocolError for another base model, or if a limit is reached."""
 
     @abstractmethod
     def model(self, model_id: str, owner: str) -> TrainingModel:
-        """Raises ProtocolError 404 for one that is gone: the server was restarted, or it was ended."""
+        """Return a model. Raises ProtocolError 404 if it has ended or the server was restarted."""
 
     @abstractmethod
     async def end_model(self, model_id: str, owner: str) -> None: ...
@@ -155,15 +156,15 @@ class TrainingService(ABC):
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """From a sampler's path, or the base model (None). A state's path can be sampled from too."""
+        """Sample from the path of a sampler or a state, or from the base model (None)."""
 
     @abstractmethod
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
-        """Of every token given those before; NaN at index 0."""
+        """Return the logprob of every token; NaN at index 0."""
 
     @abstractmethod
     def checkpoint(self, path: str, owner: str) -> CheckpointInfo:
-        """Raises ProtocolError 404 when it is not there, is another owner's, or has expired."""
+        """Return a checkpoint. Raises ProtocolError 404 if it is missing, expired or another owner's."""
 
     @abstractmethod
     def checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]: ...
@@ -177,18 +178,18 @@ class TrainingService(ABC):
 
 @dataclass(frozen=True, slots=True)
 class OperationResult:
-    """How an operation ended: a value, or an error."""
+    """The value or the error of a finished operation."""
 
     value: Any = None
     error: ProtocolError | None = None
 
 
 class OperationScheduler(ABC):
-    """Work that clients submit and ask for later.
+    """Operations that clients submit, and whose results they retrieve later.
 
-    Work of one ``lane`` (a model) with sequence ids runs in the order of the ids, from 1 on, whatever order
-    they arrive in; without an id, at once. The same ``key`` (an idempotency key, scoped by its owner), or the
-    same lane and sequence id, submitted again is the same operation.
+    The operations of a ``queue`` (a model) run in the order of their sequence ids, from 1 on, in whatever
+    order they arrive; one without a sequence id runs at once. To submit the same ``key`` (an idempotency key
+    of that owner), or the same queue and sequence id, again returns the same operation.
     """
 
     @abstractmethod
@@ -202,17 +203,17 @@ class OperationScheduler(ABC):
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
-        """Returns the operation's id. Raises ProtocolError 429 over the limit, 409 for a sequence id of
-        another kind."""
+        """Return the operation's id. Raises ProtocolError 429 over the limit, and 409 if the sequence id
+        belongs to an operation of another kind."""
 
     @abstractmethod
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
-        """Its outcome; None when it is not done after ``timeout`` seconds. May be asked for again. Raises
-        ProtocolError 404 when it is unknown."""
+        """Return the operation's result, or None if it is not done after ``timeout`` seconds. Raises
+        ProtocolError 404 if the operation is unknown."""
 
     @abstractmethod
     def close_queue(self, queue: str) -> None:
-        """What waits there fails."""
+        """Fail the operations that wait in the queue."""
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -1,12 +1,12 @@
-"""Checkpoints: folders on the server's disk, there whole or not at all, and still there after a restart.
+"""Checkpoints: folders on the server's disk that are written atomically and survive a restart.
 
     <folder>/<model>/weights/<name>/           a state
     <folder>/<model>/sampler_weights/<name>/   a sampler
-        checkpoint.json                        whose it is, and what
-        adapter/                               what is sampled from
-        state/                                 what is trained on; not in a sampler
+        checkpoint.json                        the owner and the CheckpointInfo
+        adapter/                               the weights to sample from
+        state/                                 the state to train further; not in a sampler
 
-A client names one `tinker://<model>/weights/<name>`; the scheme is not looked at, for each protocol has its
+Clients use the path `tinker://<model>/weights/<name>`; the scheme is ignored, because each protocol has its
 own.
 """
 
@@ -42,15 +42,15 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 class _CheckpointMetadata(msgspec.Struct, frozen=True):
-    """What checkpoint.json holds."""
+    """The content of checkpoint.json."""
 
     owner: str
     info: CheckpointInfo
 
 
 class CheckpointStore:
-    """Those of other owners, and those that have expired, are not found. The folder is one server's at a
-    time, until `close`."""
+    """The checkpoints in a folder, which is locked for other servers until `close`. Expired checkpoints and
+    those of other owners are treated as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,16 +60,14 @@ class CheckpointStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
-            raise ConfigError(
-                f"{folder} is in use by another server: give each a folder of its own"
-            ) from error
-        # What a killed server was writing.
+            raise ConfigError(f"{folder} is in use by another server: choose another folder") from error
+        # Left behind by a server that was killed while it wrote.
         shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-        self._moving = threading.Lock()
-        self._kept: dict[str, _CheckpointMetadata] = {}
+        self._rename_lock = threading.Lock()
+        self._metadata: dict[str, _CheckpointMetadata] = {}
         for file in folder.glob(f"*/*/*/{META}"):
             meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
-            self._kept[meta.info.path] = meta
+            self._metadata[meta.info.path] = meta
 
     def close(self) -> None:
         self._lock.close()
@@ -83,22 +81,22 @@ class CheckpointStore:
         *,
         ttl: float | None,
     ) -> CheckpointInfo:
-        """Keep what ``fill`` writes to the folder it is given. ``info``'s path, size and times are set here.
-        ``fill`` is called before anything is awaited."""
+        """Store the checkpoint that ``fill`` writes to a folder. The path, size and times of ``info`` are set
+        here. ``fill`` is called before anything is awaited."""
         check_name(name)
         if ttl is not None and not ttl > 0:
-            raise ProtocolError(f"a checkpoint must be kept for more than 0 seconds, not {ttl:g}")
+            raise ProtocolError(f"ttl: received {ttl:g}; a checkpoint must be kept for more than 0 seconds")
         (self._folder / SCRATCH).mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH))
         try:
             await fill(scratch)
-            meta = await asyncio.to_thread(self._keep, scratch, owner, name, info, ttl)
+            meta = await asyncio.to_thread(self._store, scratch, owner, name, info, ttl)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        self._kept[meta.info.path] = meta
+        self._metadata[meta.info.path] = meta
         return meta.info
 
-    def _keep(
+    def _store(
         self, scratch: Path, owner: str, name: str, info: CheckpointInfo, ttl: float | None
     ) -> _CheckpointMetadata:
         now = time.time()
@@ -116,13 +114,13 @@ class CheckpointStore:
                 part.rename(folder / part.name)
             (folder / META).write_bytes(msgspec.json.encode(meta))
 
-        with self._moving:
+        with self._rename_lock:
             write_folder(self.folder(info), fill)
         return meta
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
-        meta = self._kept.get(_canonical(path))
-        if meta is None or meta.owner != owner or _expired(meta):
+        meta = self._metadata.get(_normalize_path(path))
+        if meta is None or meta.owner != owner or _is_expired(meta):
             raise ProtocolError(f"there is no checkpoint {path}", 404)
         return meta.info
 
@@ -130,43 +128,43 @@ class CheckpointStore:
         return self._folder / info.path.removeprefix("tinker://")
 
     def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        """The oldest first."""
-        found = [
+        """Return an owner's checkpoints, oldest first."""
+        checkpoints = [
             meta.info
-            for meta in self._kept.values()
-            if meta.owner == owner and model_id in (None, meta.info.model_id) and not _expired(meta)
+            for meta in self._metadata.values()
+            if meta.owner == owner and model_id in (None, meta.info.model_id) and not _is_expired(meta)
         ]
-        return sorted(found, key=lambda info: info.created_at)
+        return sorted(checkpoints, key=lambda info: info.created_at)
 
     def delete(self, path: str, owner: str) -> None:
         self._remove(self.find(path, owner))
 
     def remove_expired(self) -> None:
-        for meta in [meta for meta in self._kept.values() if _expired(meta)]:
+        for meta in [meta for meta in self._metadata.values() if _is_expired(meta)]:
             self._remove(meta.info)
 
     def _remove(self, info: CheckpointInfo) -> None:
-        """At once under its name, so that half of one is never found."""
+        """Rename the folder before deleting it, so that no partial checkpoint is ever visible."""
         (self._folder / SCRATCH).mkdir(exist_ok=True)
-        with self._moving, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH) as scratch:
+        with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH) as scratch:
             self.folder(info).rename(Path(scratch) / "removed")
-        del self._kept[info.path]
+        del self._metadata[info.path]
 
 
 def check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise ProtocolError(
-            f"{name!r} cannot name a checkpoint: at most 128 letters, digits, '.', '_' and '-' can, "
-            "the first being no '.'"
+            f"{name!r} cannot name a checkpoint: use at most 128 letters, digits, '.', '_' and '-'; it must "
+            "not begin with '.'"
         )
 
 
-def _canonical(path: str) -> str:
+def _normalize_path(path: str) -> str:
     match = _PATH.fullmatch(path)
     if match is None:
-        raise ProtocolError(f"{path!r} names no checkpoint: tinker://<model>/weights/<name> does")
+        raise ProtocolError(f"{path!r} names no checkpoint: expected tinker://<model>/weights/<name>")
     return "tinker://{}/{}/{}".format(*match.groups())
 
 
-def _expired(meta: _CheckpointMetadata) -> bool:
+def _is_expired(meta: _CheckpointMetadata) -> bool:
     return meta.info.expires_at is not None and meta.info.expires_at <= time.time()

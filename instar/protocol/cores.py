@@ -1,8 +1,8 @@
-"""How models in training and samplers share the cores of the machine.
+"""Divides the machine's cores between training and sampling.
 
-Threads of two computations on the same cores slow each other down by far more than half: they wait for one
-another in every operation. So while both go on, each is given half of the cores. Where a client samples and
-trains in turn, each has all of them, always: how many they are can change the last bits of a sum.
+Two computations whose threads run on the same cores take far more than twice as long, because the threads
+wait for each other in every operation. So each gets half of the cores while both run. A client that trains
+and samples in turn always gets all of them, because the number of threads can change the last bits of a sum.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ import torch
 
 
 class CoreSharing:
-    def __init__(self, samplers: Callable[[int], None], count: int | None = None) -> None:
-        """``samplers`` is told how many are the samplers', whenever that changes. ``count`` there are; by
-        default as many as torch has threads now."""
+    """``set_sampler_cores`` is called when the number of cores for sampling changes. ``count`` is the number
+    of cores to divide; by default torch's number of threads."""
+
+    def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
         self._count = count or torch.get_num_threads()
-        self._samplers = samplers
+        self._set_sampler_cores = set_sampler_cores
         self._training = self._sampling = 0
 
     @contextmanager
-    def training(self, use_cores: Callable[[int], None]) -> Generator[None]:
-        """While a model computes what it was asked for; ``use_cores`` is that model's."""
-        use_cores(self._share(beside=self._sampling))
-        self._change(+1)
+    def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
+        """Reserve cores while a model computes; ``set_cores`` tells the model how many it has."""
+        set_cores(self._share(others=self._sampling))
+        self._count_training(+1)
         try:
             yield
         finally:
-            self._change(-1)
+            self._count_training(-1)
 
     @contextmanager
-    def sampling(self) -> Generator[None]:
-        """While something is sampled or scored. A model that computes already goes on as it began."""
+    def reserve_for_sampling(self) -> Generator[None]:
+        """Reserve cores while something is sampled or scored. A pass that already runs keeps its cores."""
         self._sampling += 1
         try:
             yield
         finally:
             self._sampling -= 1
 
-    def _change(self, by: int) -> None:
-        before, self._training = self._training, self._training + by
+    def _count_training(self, change: int) -> None:
+        before, self._training = self._training, self._training + change
         if not (before and self._training):
-            self._samplers(self._share(beside=self._training))
+            self._set_sampler_cores(self._share(others=self._training))
 
-    def _share(self, beside: int) -> int:
-        return max(1, self._count // 2) if beside else self._count
+    def _share(self, others: int) -> int:
+        return max(1, self._count // 2) if others else self._count

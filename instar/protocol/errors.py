@@ -1,4 +1,4 @@
-"""What a client is told about a failure of the backend or the engine behind a protocol."""
+"""Conversion of backend and engine errors to the errors that clients receive."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from instar.errors import (
 )
 from instar.protocol.base import ProtocolError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """What the local backend refuses is the client's to mend. What is no error of ours is named by its type
-    alone, for its text may hold what is not the client's to see; the log has it all."""
+    """Return the error for the client. What the local backend rejects is a user error.
+
+    Of an unexpected exception the client gets only the type: the text may contain internals, and is logged.
+    """
     if isinstance(error, ProtocolError):
         return error
     if isinstance(error, (EngineUnavailable, BackendUnavailable)):
         return ProtocolError(str(error), 503, "server")
     if isinstance(error, (NonFiniteError, PromptTooLong, BackendError)):
         return ProtocolError(str(error))
-    log.error("an operation failed", exc_info=error)
+    logger.error("an operation failed", exc_info=error)
     text = str(error) if isinstance(error, InstarError) else f"internal error: {type(error).__name__}"
     return ProtocolError(text, 500, "server")
 
 
 @contextmanager
 def convert_errors() -> Generator[None]:
-    """Failures inside become ProtocolErrors."""
+    """Raise every error of the block as a ProtocolError."""
     try:
         yield
     except Exception as error:

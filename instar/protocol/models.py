@@ -1,4 +1,4 @@
-"""Models in training, each a local backend with an adapter of its own over one copy of the base weights."""
+"""Models in training: local backends with an adapter each, over one copy of the base weights."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from instar.protocol.errors import convert_errors
 from instar.types import Floats, Sample, new_id
 
 ALPHA = 32.0
-"""Of every adapter, whatever its rank: what the services use."""
+"""The alpha of every adapter, whatever its rank, as at the services."""
 
 
 class ServedLocalBackend(LocalBackend):
-    """A local backend as the services are: a step without a gradient is a step with a gradient of zero. The
-    moments decay and what they hold is applied, as after a batch whose advantages are all zero; a client is
-    not failed for a batch that had nothing to teach."""
+    """A local backend that treats a step without a gradient as a step with a gradient of zero, as the
+    services do: the moments decay and are applied. So a batch without any signal is not an error for the
+    client."""
 
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         for parameter in self._parameters.values():
@@ -42,13 +42,13 @@ class ServedLocalBackend(LocalBackend):
         return super()._optim_step(adam)
 
     async def save_weights(self, path: Path) -> None:
-        """As `save_state`, without the moments."""
+        """Save the state without the optimizer's moments."""
         await self._run(lambda: self._save_weights(path))
 
     def _save_weights(self, path: Path) -> None:
-        without = torch.optim.AdamW(list(self._parameters.values()))
+        fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
         with RNG_LOCK:
-            state.save_training(path, self._parameters, without, {"optim_steps": 0})
+            state.save_training(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
 
 
 class LocalTrainingModel(TrainingModel):
@@ -93,7 +93,7 @@ class LocalTrainingModel(TrainingModel):
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
-            # Both are asked for at once, so that nothing is trained in between.
+            # Both calls are made before either is awaited, so that no step runs in between.
             await asyncio.gather(save(folder / STATE), self._backend.publish(folder / ADAPTER))
 
         self._check()
@@ -113,25 +113,25 @@ class LocalTrainingModel(TrainingModel):
         self._check()
         info = self._checkpoints.find(path, self.owner)
         if info.kind != "state":
-            raise ProtocolError(f"{path} can be sampled from, not trained on: it was not saved as a state")
+            raise ProtocolError(f"{path} cannot be loaded: it is a sampler and was not saved as a state")
         if optimizer and not info.has_optimizer:
-            raise ProtocolError(f"{path} was saved without its optimizer; load the weights alone")
+            raise ProtocolError(f"{path} was saved without its optimizer; load only the weights")
         folder = self._checkpoints.folder(info) / STATE
         try:
             with convert_errors():
                 await self._backend.load_state(folder, optimizer=optimizer)
         except ProtocolError as error:
-            # Where it lies on the server's disk is not the client's to know.
+            # The folder on the server's disk is not for clients.
             text = str(error).replace(str(folder), info.path)
             raise ProtocolError(text, error.status, error.category) from error
 
     async def end(self) -> None:
-        """What was asked for before is still done."""
+        """End the model after the calls that were made before."""
         self._ended = True
         await self._backend.close()
 
     def _computing(self) -> AbstractContextManager[None]:
-        return self._cores.training(self._backend.use_cores)
+        return self._cores.reserve_for_training(self._backend.use_cores)
 
     def _check(self, samples: Sequence[Sample] = ()) -> None:
         if self._ended:
@@ -139,7 +139,7 @@ class LocalTrainingModel(TrainingModel):
         for sample in samples:
             if len(sample) > self._max_context:
                 raise ProtocolError(
-                    f"{sample.sample_key} has {len(sample)} tokens; at most {self._max_context} are taken"
+                    f"{sample.sample_key} has {len(sample)} tokens; at most {self._max_context} are allowed"
                 )
 
     def _info(self, kind: Literal["state", "sampler"]) -> CheckpointInfo:
@@ -160,15 +160,15 @@ class LocalTrainingModel(TrainingModel):
 
 
 class TrainingModelFactory:
-    """Makes models over one base model, which it loads. Slow: not for the event loop's thread."""
+    """Loads the base model and creates backends over it. Both block, so call it in a thread."""
 
     def __init__(self, model: ModelConfig, threads: int | None) -> None:
         self._model = model
         self._threads = threads
         self.base: PreTrainedModel = load_base(model)
 
-    def make(self, adapter: AdapterSpec) -> tuple[ServedLocalBackend, AdapterSpec]:
-        """The backend, and the adapter with the seed it was drawn from."""
+    def create_backend(self, adapter: AdapterSpec) -> tuple[ServedLocalBackend, AdapterSpec]:
+        """Return the backend and the adapter's settings with the seed that was used."""
         seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
         lora = LoraConfig(rank=adapter.rank, alpha=ALPHA, targets=lora_targets(self.base, adapter))
         config = LocalBackendConfig(lora=lora, threads=self._threads)
@@ -180,21 +180,21 @@ class TrainingModelFactory:
 
 
 def lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
-    """The linear layers to adapt, by the ends of their names. All of them but the output layer are what PEFT
-    calls all-linear."""
+    """Return the suffixes of the names of the linear layers to adapt. PEFT calls all of them except the
+    output layer all-linear."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"
     head = base.get_output_embeddings()
-    chosen: set[str] = set()
+    suffixes: set[str] = set()
     for name, module in base.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         if module is head:
-            wanted = adapter.train_unembed
+            is_trained = adapter.train_unembed
         else:
-            wanted = adapter.train_attn if "attn" in name or "attention" in name else adapter.train_mlp
-        if wanted:
-            chosen.add(".".join(name.split(".")[-2:]))
-    if not chosen:
-        raise ProtocolError("nothing is to be trained: train_attn, train_mlp and train_unembed are all false")
-    return sorted(chosen)
+            is_trained = adapter.train_attn if "attn" in name or "attention" in name else adapter.train_mlp
+        if is_trained:
+            suffixes.add(".".join(name.split(".")[-2:]))
+    if not suffixes:
+        raise ProtocolError("train_attn, train_mlp and train_unembed are all false; set at least one of them")
+    return sorted(suffixes)

@@ -1,4 +1,4 @@
-"""Operations, held in memory: ordered lanes, each operation once, results kept for a while."""
+"""Schedules operations in memory: in sequence per queue, each once; results are kept for some time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from instar.protocol.errors import to_protocol_error
 from instar.types import new_id
 
 SWEEP_EVERY = 5.0
-"""Seconds between two searches for results that nobody wants any more."""
+"""Seconds between two searches for expired results."""
 KEPT_AFTER_DELIVERY = 300.0
-"""Seconds that a result is still there after it was handed out, for a client that lost the answer."""
+"""Seconds that a result is kept after it was delivered, for a client that lost the response."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,8 +24,8 @@ class _Operation:
     kind: str
     owner: str
     work: Callable[[], Awaitable[Any]] | None
-    """None once it is done: what it holds on to is large."""
-    outcome: asyncio.Future[OperationResult]
+    """None once the operation is done, to free what the work refers to."""
+    result: asyncio.Future[OperationResult]
     queue: _SequenceQueue | None
     seq: int | None
     key: str | None
@@ -36,23 +36,23 @@ class _Operation:
 class _SequenceQueue:
     name: str
     next: int = 1
-    """The sequence id that may run."""
+    """The sequence id that runs next."""
     running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
-    """By sequence id: waiting, running, and done ones whose result is still kept."""
+    """By sequence id: operations that wait or run, and finished ones whose result is still kept."""
     gap_timer: asyncio.TimerHandle | None = None
 
-    def stop_waiting(self) -> None:
+    def cancel_gap_timer(self) -> None:
         if self.gap_timer is not None:
             self.gap_timer.cancel()
             self.gap_timer = None
 
 
 class LocalOperationScheduler(OperationScheduler):
-    """An operation that failed lets the next one of its lane run: clients decide what a failure means.
+    """After an operation failed, the next one of its queue runs: clients decide what a failure means.
 
-    When a sequence id stays missing, those that wait behind it fail and stay failed; the lane goes on once
-    the missing one arrives."""
+    If a sequence id does not arrive in time, the operations that wait for it fail and stay failed; the queue
+    continues when it arrives."""
 
     def __init__(self, limits: ServiceLimits | None = None) -> None:
         self._limits = limits or ServiceLimits()
@@ -75,26 +75,27 @@ class LocalOperationScheduler(OperationScheduler):
         key: str | None = None,
     ) -> str:
         self._sweep()
-        if (known := self._known(kind, owner, queue, seq, key)) is not None:
-            return known.operation_id
+        repeated = self._find_repeated(kind, owner, queue, seq, key)
+        if repeated is not None:
+            return repeated.operation_id
         if self._closed:
             raise ProtocolError("the server is closing", 503, "server")
         if self._open >= self._limits.max_operations:
             raise ProtocolError(f"{self._open} operations wait or run already: try again later", 429)
-        place = None
+        sequence = None
         if queue is not None and seq is not None:
-            place = self._queues.setdefault(queue, _SequenceQueue(queue))
-        outcome = asyncio.get_running_loop().create_future()
-        operation = _Operation(new_id("op"), kind, owner, work, outcome, place, seq, key)
+            sequence = self._queues.setdefault(queue, _SequenceQueue(queue))
+        future = asyncio.get_running_loop().create_future()
+        operation = _Operation(new_id("op"), kind, owner, work, future, sequence, seq, key)
         self._operations[operation.operation_id] = operation
         if key is not None:
             self._keys[owner, key] = operation
         self._open += 1
-        if place is None or seq is None:
+        if sequence is None or seq is None:
             self._start(operation)
         else:
-            place.operations[seq] = operation
-            self._advance(place)
+            sequence.operations[seq] = operation
+            self._advance(sequence)
         return operation.operation_id
 
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
@@ -102,78 +103,78 @@ class LocalOperationScheduler(OperationScheduler):
         operation = self._operations.get(operation_id)
         if operation is None or operation.owner != owner:
             raise ProtocolError(f"there is no operation {operation_id}, or its result has expired", 404)
-        if not operation.outcome.done():
-            await asyncio.wait([operation.outcome], timeout=timeout)
-        if not operation.outcome.done():
+        if not operation.result.done():
+            await asyncio.wait([operation.result], timeout=timeout)
+        if not operation.result.done():
             return None
         operation.kept_until = min(operation.kept_until, time.monotonic() + KEPT_AFTER_DELIVERY)
-        return operation.outcome.result()
+        return operation.result.result()
 
     def close_queue(self, queue: str) -> None:
-        ended = self._queues.pop(queue, None)
-        if ended is not None:
-            ended.stop_waiting()
-            self._fail_waiting(ended, ProtocolError(f"{queue} was ended before this operation ran", 404))
+        closed = self._queues.pop(queue, None)
+        if closed is not None:
+            closed.cancel_gap_timer()
+            self._fail_waiting(closed, ProtocolError(f"{queue} was ended before this operation ran", 404))
 
     async def close(self) -> None:
         self._closed = True
         for queue in self._queues.values():
-            queue.stop_waiting()
+            queue.cancel_gap_timer()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        closing = ProtocolError("the server is closing", 503, "server")
+        error = ProtocolError("the server is closing", 503, "server")
         for operation in self._operations.values():
-            self._finish(operation, OperationResult(error=closing))
+            self._finish(operation, OperationResult(error=error))
 
-    def _known(
+    def _find_repeated(
         self, kind: str, owner: str, queue: str | None, seq: int | None, key: str | None
     ) -> _Operation | None:
-        """The operation that this one is a repetition of."""
-        found = self._keys.get((owner, key)) if key is not None else None
-        if found is None and queue is not None and seq is not None:
-            found = self._find_in_queue(queue, seq)
-        if found is not None and (found.kind != kind or found.owner != owner):
-            what = "this idempotency key" if found.key == key else f"sequence id {seq} of {queue}"
-            raise ProtocolError(f"{what} belongs to another operation ({found.kind})", 409)
-        return found
+        """Return the operation that this submission repeats."""
+        operation = self._keys.get((owner, key)) if key is not None else None
+        if operation is None and queue is not None and seq is not None:
+            operation = self._find_in_queue(queue, seq)
+        if operation is not None and (operation.kind != kind or operation.owner != owner):
+            what = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
+            raise ProtocolError(f"{what} belongs to another operation ({operation.kind})", 409)
+        return operation
 
     def _find_in_queue(self, queue: str, seq: int) -> _Operation | None:
         if seq < 1:
-            raise ProtocolError(f"sequence ids begin with 1; {seq} was given")
-        place = self._queues.get(queue)
-        if place is None:
+            raise ProtocolError(f"sequence ids begin with 1; received {seq}")
+        sequence = self._queues.get(queue)
+        if sequence is None:
             return None
-        found = place.operations.get(seq)
-        if found is None and seq < place.next:
+        operation = sequence.operations.get(seq)
+        if operation is None and seq < sequence.next:
             raise ProtocolError(f"sequence id {seq} of {queue} was run already; its result has expired", 409)
-        return found
+        return operation
 
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
-        """Start what may run; wait, but not for ever, for a sequence id that has not arrived."""
+        """Start the next operation; if its sequence id has not arrived, start the timer."""
         if queue.running or self._closed:
             return
-        while (operation := queue.operations.get(queue.next)) is not None and operation.outcome.done():
+        while (operation := queue.operations.get(queue.next)) is not None and operation.result.done():
             if operation.operation_id not in self._operations:
                 del queue.operations[queue.next]
             queue.next += 1
         if operation is not None:
-            queue.stop_waiting()
+            queue.cancel_gap_timer()
             queue.running = True
             self._start(operation)
-        elif queue.gap_timer is None and any(not o.outcome.done() for o in queue.operations.values()):
+        elif queue.gap_timer is None and any(not o.result.done() for o in queue.operations.values()):
             loop = asyncio.get_running_loop()
-            queue.gap_timer = loop.call_later(self._limits.sequence_gap_timeout, self._gap_stays, queue)
+            queue.gap_timer = loop.call_later(self._limits.sequence_gap_timeout, self._on_gap_timeout, queue)
 
-    def _gap_stays(self, queue: _SequenceQueue) -> None:
+    def _on_gap_timeout(self, queue: _SequenceQueue) -> None:
         queue.gap_timer = None
         self._fail_waiting(
             queue,
             ProtocolError(
-                f"not run: sequence id {queue.next} of {queue.name}, which comes before, did not arrive "
+                f"not run: sequence id {queue.next} of {queue.name}, which must run first, did not arrive "
                 f"within {self._limits.sequence_gap_timeout:g} s"
             ),
         )
@@ -191,19 +192,19 @@ class LocalOperationScheduler(OperationScheduler):
     async def _run(self, operation: _Operation) -> None:
         assert operation.work is not None
         try:
-            outcome = OperationResult(await operation.work())
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits for it must be told
-            outcome = OperationResult(error=to_protocol_error(error))
-        self._finish(operation, outcome)
+            result = OperationResult(await operation.work())
+        except Exception as error:  # noqa: BLE001 - every error is the result that the client receives
+            result = OperationResult(error=to_protocol_error(error))
+        self._finish(operation, result)
         if operation.queue is not None:
             operation.queue.running = False
             self._advance(operation.queue)
 
-    def _finish(self, operation: _Operation, outcome: OperationResult) -> None:
-        if operation.outcome.done():
+    def _finish(self, operation: _Operation, result: OperationResult) -> None:
+        if operation.result.done():
             return
         operation.work = None
-        operation.outcome.set_result(outcome)
+        operation.result.set_result(result)
         operation.kept_until = time.monotonic() + self._limits.result_ttl
         self._open -= 1
 
@@ -217,6 +218,6 @@ class LocalOperationScheduler(OperationScheduler):
             if operation.key is not None:
                 self._keys.pop((operation.owner, operation.key), None)
             queue, seq = operation.queue, operation.seq
-            # One that failed for a gap stays until the lane has passed its place.
+            # One that failed because of a gap is kept until the queue has passed its sequence id.
             if queue is not None and seq is not None and seq < queue.next:
                 queue.operations.pop(seq, None)

@@ -1,4 +1,4 @@
-"""Sampling policies: local engines over one copy of the base weights, each with one adapter at a time."""
+"""A pool of local engines over one copy of the base weights, each with one adapter at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
 ENGINE_WAIT_SECONDS = 600.0
-"""Seconds to wait for an engine when all are sampling from other policies."""
+"""Seconds to wait for an engine while all sample from other policies."""
 BASE = ""
 """The key of the base model."""
 
@@ -37,15 +37,15 @@ class _PooledEngine:
 
 
 class SamplerPool:
-    """At most ``most`` engines. A policy that no engine has takes the seat of the one unused longest, which
-    costs the reading of an adapter. The engines at work divide the memory for keys and values among them; one
-    that is at rest keeps what it has until another begins."""
+    """At most ``max_engines`` engines. A policy that no engine has loaded replaces the least recently used
+    one, which costs reading an adapter. The engines in use divide the KV memory among them; an unused engine
+    keeps its share until another one starts."""
 
-    def __init__(self, model: ModelConfig, base: Any, *, most: int, threads: int | None) -> None:
+    def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model = model
         self._weights = EngineModel(model, base)
         self._tokenizer: Any = load_tokenizer(self._weights.folder)
-        self._most = most
+        self._max_engines = max_engines
         self.folder = self._weights.folder
         self.info = EngineInfo(
             kind="local",
@@ -56,24 +56,24 @@ class SamplerPool:
         )
         context = self.info.max_context
         config = LocalEngineConfig(threads=threads)
-        room = default_kv_tokens(self._weights.kv_shape, config.max_batch * context)
-        self._kv_tokens = max(context, room)
+        kv_tokens = default_kv_tokens(self._weights.kv_shape, config.max_batch * context)
+        self._kv_tokens = max(context, kv_tokens)
         self._config = config.model_copy(update={"kv_tokens": self._kv_tokens})
         self._cores: int | None = None
-        self._seats: OrderedDict[str, _PooledEngine] = OrderedDict()
-        self._seating = asyncio.Lock()
-        self._freed = asyncio.Event()
+        self._engines: OrderedDict[str, _PooledEngine] = OrderedDict()
+        self._loading = asyncio.Lock()
+        self._released = asyncio.Event()
         self._loads = 0
 
     async def sample(
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """``key`` names the weights in ``adapter``: other weights, another key. The replies of a seeded
-        request are drawn apart, and the first is the one that a request for one would get."""
-        ids = self._checked(prompt, lambda ids: check_request(self.info, ids, params))
-        async with self._engine(key, adapter) as engine:
+        """Sample ``count`` replies. ``key`` identifies the weights in ``adapter``. The replies of a seeded
+        request have seeds of their own, and the first is the one that a request for one reply would get."""
+        ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
+        async with self._borrow_engine(key, adapter) as engine:
             replies = [
-                asyncio.create_task(self._reply(engine, ids, _nth_seed(params, index)))
+                asyncio.create_task(self._reply(engine, ids, _derive_seed(params, index)))
                 for index in range(count)
             ]
             try:
@@ -83,12 +83,12 @@ class SamplerPool:
                     reply.cancel()
 
     async def logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
-        ids = self._checked(tokens, lambda ids: check_score_request(self.info, ids))
-        async with self._engine(key, adapter) as engine:
+        ids = self._to_ids(tokens, lambda ids: check_score_request(self.info, ids))
+        async with self._borrow_engine(key, adapter) as engine:
             return await engine.logprobs(ids)
 
-    def _checked(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
-        """What an engine refuses of a request is the client's mistake; later errors are ours."""
+    def _to_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
+        """Check the tokens. What the engine rejects now is a user error; later errors are the server's."""
         try:
             ids = to_ids(tokens)
             check(ids)
@@ -96,15 +96,15 @@ class SamplerPool:
             raise ProtocolError(str(error)) from error
         return ids
 
-    def use_cores(self, count: int) -> None:
+    def set_cores(self, count: int) -> None:
         self._cores = count
-        for seat in self._seats.values():
-            seat.engine.use_cores(count)
+        for pooled in self._engines.values():
+            pooled.engine.use_cores(count)
 
     async def close(self) -> None:
-        seats = [*self._seats.values()]
-        self._seats.clear()
-        await asyncio.gather(*(seat.engine.close() for seat in seats))
+        engines = [*self._engines.values()]
+        self._engines.clear()
+        await asyncio.gather(*(pooled.engine.close() for pooled in engines))
 
     async def _reply(self, engine: LocalEngine, prompt: Ids, params: SamplingParams) -> SampledSequence:
         ids: list[int] = []
@@ -118,82 +118,86 @@ class SamplerPool:
         return SampledSequence(ids, logprobs, "stop" if reason == "stop" else "length", text)
 
     @asynccontextmanager
-    async def _engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
-        """An engine with this policy, which nothing else is loaded into meanwhile."""
-        seat = await self._take(key, adapter)
+    async def _borrow_engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
+        """Provide an engine with this policy; no other policy is loaded into it meanwhile."""
+        pooled = await self._acquire(key, adapter)
         try:
-            yield seat.engine
+            yield pooled.engine
         except EngineError:
-            seat.broken = True
+            pooled.broken = True
             raise
         finally:
-            await self._leave(key, seat)
+            await self._release(key, pooled)
 
-    async def _take(self, key: str, adapter: Path | None) -> _PooledEngine:
+    async def _acquire(self, key: str, adapter: Path | None) -> _PooledEngine:
         try:
             async with asyncio.timeout(ENGINE_WAIT_SECONDS):
-                if key not in self._seats:
-                    await self._seat(key, adapter)
+                if key not in self._engines:
+                    await self._load_policy(key, adapter)
         except TimeoutError as error:
-            raise ProtocolError("every sampler is in use: try again later", 503, "server") from error
-        # From here to the next await nothing else runs, so the seat is not given away again.
-        seat = self._seats[key]
-        self._seats.move_to_end(key)
-        seat.users += 1
-        if seat.users == 1:
-            self._begin()
-        return seat
+            raise ProtocolError("all samplers are in use: try again later", 503, "server") from error
+        # Nothing else runs until the next await, so the engine cannot be taken for another policy.
+        pooled = self._engines[key]
+        self._engines.move_to_end(key)
+        pooled.users += 1
+        if pooled.users == 1:
+            self._rebalance_memory()
+        return pooled
 
-    def _begin(self) -> None:
-        """One more is at work."""
-        for seat in self._seats.values():
-            if seat.users == 0:
-                seat.engine.release_memory()
+    def _rebalance_memory(self) -> None:
+        """Free the memory of unused engines for one that starts."""
+        for pooled in self._engines.values():
+            if pooled.users == 0:
+                pooled.engine.release_memory()
         self._divide_memory()
 
     def _divide_memory(self) -> None:
-        at_work = [seat.engine for seat in self._seats.values() if seat.users]
-        for engine in at_work:
-            engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(at_work)))
+        in_use = [pooled.engine for pooled in self._engines.values() if pooled.users]
+        for engine in in_use:
+            engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
-    async def _seat(self, key: str, adapter: Path | None) -> None:
-        """Those who need a seat come in turn."""
-        async with self._seating:
-            while key not in self._seats:
-                if self._has_room():
-                    self._seats[key] = await self._make(adapter)
+    async def _load_policy(self, key: str, adapter: Path | None) -> None:
+        """Load a policy into an engine. The lock serves the requests in their order."""
+        async with self._loading:
+            while key not in self._engines:
+                if self._has_free_engine():
+                    self._engines[key] = await self._prepare_engine(adapter)
                 else:
-                    self._freed.clear()
-                    await self._freed.wait()
+                    self._released.clear()
+                    await self._released.wait()
 
-    async def _leave(self, key: str, seat: _PooledEngine) -> None:
-        seat.users -= 1
-        self._freed.set()
-        if seat.broken:
-            if self._seats.get(key) is seat:
-                del self._seats[key]
-            if seat.users == 0:
-                await seat.engine.close()
-        if seat.users == 0:
+    async def _release(self, key: str, pooled: _PooledEngine) -> None:
+        pooled.users -= 1
+        self._released.set()
+        if pooled.broken:
+            if self._engines.get(key) is pooled:
+                del self._engines[key]
+            if pooled.users == 0:
+                await pooled.engine.close()
+        if pooled.users == 0:
             self._divide_memory()
 
-    def _has_room(self) -> bool:
-        return len(self._seats) < self._most or any(seat.users == 0 for seat in self._seats.values())
+    def _has_free_engine(self) -> bool:
+        return len(self._engines) < self._max_engines or any(
+            pooled.users == 0 for pooled in self._engines.values()
+        )
 
-    async def _make(self, adapter: Path | None) -> _PooledEngine:
-        """A new seat, or the one unused longest; with the policy in place."""
-        if len(self._seats) < self._most:
-            seat = _PooledEngine(await asyncio.to_thread(self._new_engine))
+    async def _prepare_engine(self, adapter: Path | None) -> _PooledEngine:
+        """Return a new engine, or the least recently used one, with the policy loaded."""
+        if len(self._engines) < self._max_engines:
+            pooled = _PooledEngine(await asyncio.to_thread(self._new_engine))
         else:
-            seat = self._seats.pop(next(key for key, seat in self._seats.items() if seat.users == 0))
+            pooled = self._engines.pop(
+                next(key for key, pooled in self._engines.items() if pooled.users == 0)
+            )
         self._loads += 1
         artifact = Artifact("base") if adapter is None else Artifact("adapter", str(adapter))
         try:
-            await seat.engine.load(Policy("sampler", self._loads, artifact))
+            await pooled.engine.load(Policy("sampler", self._loads, artifact))
         except BaseException:
-            await seat.engine.close()
+            await pooled.engine.close()
             raise
-        return seat
+        return pooled
 
     def _new_engine(self) -> LocalEngine:
         weights = self._weights.share()
@@ -203,7 +207,7 @@ class SamplerPool:
         return engine
 
 
-def _nth_seed(params: SamplingParams, index: int) -> SamplingParams:
+def _derive_seed(params: SamplingParams, index: int) -> SamplingParams:
     if params.seed is None or index == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{index}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""A model behind one of the wire protocols, on a socket."""
+"""Serves a model over one of the wire protocols."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APPS: dict[ProtocolName, str] = {
     "weaver": "instar.protocol.weaver.app:create_app",
 }
 GRACE_SECONDS = 2.0
-"""For requests in flight, once no operation runs any more."""
+"""Seconds for requests in flight after the last operation has stopped."""
 
 
 async def serve_protocol(
@@ -37,9 +37,9 @@ async def serve_protocol(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Until ``stop`` is set, or this is cancelled. ``ready`` is told the address. ``folder`` keeps the
-    checkpoints, and what is there already is found again. ``base_model`` is the name that clients ask for.
-    Raises ConfigError when the address or the protocol is not to be had."""
+    """Serve a protocol until ``stop`` is set. ``ready`` is called with the address. ``folder`` holds the
+    checkpoints, including those of an earlier run. ``base_model`` is the name that clients use. Raises
+    ConfigError for an unknown protocol or an address that cannot be bound."""
     create_app = _load_app(protocol)
     try:
         listener = bind(host, port)
@@ -56,11 +56,11 @@ async def serve_protocol(
     server = asyncio.create_task(serve(app, listener, stop=closed, grace=GRACE_SECONDS))
     try:
         if ready is not None:
-            shown = f"[{host}]" if ":" in host else host
-            ready(f"http://{shown}:{listener.getsockname()[1]}")
+            address = f"[{host}]" if ":" in host else host
+            ready(f"http://{address}:{listener.getsockname()[1]}")
         await _wait_until_stopped(server, stop or asyncio.Event())
     finally:
-        # Those who wait for a result are told, and let the server go.
+        # This ends the requests that wait for a result, which would keep the server open.
         await operations.close()
         closed.set()
         await server
@@ -69,7 +69,7 @@ async def serve_protocol(
 
 def _load_app(protocol: str) -> Any:
     if protocol not in APPS:
-        raise ConfigError(f"unknown protocol {protocol!r}; there are {', '.join(APPS)}")
+        raise ConfigError(f"unknown protocol {protocol!r}; supported: {', '.join(APPS)}")
     return load_object(APPS[protocol])
 
 
@@ -80,7 +80,7 @@ async def _start_service(
     limits: ServiceLimits | None,
     threads: int | None,
 ) -> Any:
-    # Here, for it imports torch.
+    # Imported here because it imports torch.
     from instar.protocol.service import LocalTrainingService
 
     service = LocalTrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)

@@ -1,4 +1,4 @@
-"""The workshop on this machine: sessions and what belongs to them, over one copy of the base weights."""
+"""The training service on this machine: sessions with their models and samplers over one base model."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from instar.protocol.samplers import BASE, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
 EXPIRY_CHECK_SECONDS = 15.0
-"""Most seconds between two looks for sessions and checkpoints that have expired."""
+"""The longest time between two searches for expired sessions and checkpoints."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Session:
     owner: str
-    seen: float
+    last_seen: float
 
 
 class LocalTrainingService(TrainingService):
-    """``base_model`` is the name that clients ask for; by default the model's own. ``folder`` keeps the
-    checkpoints. ``threads`` are torch's, in each model and each sampler. `start` comes first."""
+    """``base_model`` is the name that clients use; by default the model's name. ``folder`` holds the
+    checkpoints. ``threads`` is torch's number of threads in each model and each sampler. Call `start`
+    first."""
 
     def __init__(
         self,
@@ -59,29 +60,29 @@ class LocalTrainingService(TrainingService):
         self._folder = folder
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, LocalTrainingModel] = {}
-        self._making = 0
-        self._housekeeper: asyncio.Task[None] | None = None
+        self._models_in_creation = 0
+        self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the base model. Raises ConfigError when the folder is in use, or the model cannot be had."""
+        """Load the base model. Raises ConfigError if the folder is in use or the model cannot be loaded."""
         self._checkpoints = CheckpointStore(self._folder)
         try:
             await self._load()
         except BaseException:
             self._checkpoints.close()
             raise
-        self._housekeeper = asyncio.create_task(self._keep_house())
+        self._expiry_task = asyncio.create_task(self._remove_expired())
 
     async def _load(self) -> None:
-        self._maker = await asyncio.to_thread(TrainingModelFactory, self._config, self._threads)
+        self._factory = await asyncio.to_thread(TrainingModelFactory, self._config, self._threads)
         self._samplers = await asyncio.to_thread(
             SamplerPool,
             self._config,
-            self._maker.base,
-            most=self.limits.max_samplers,
+            self._factory.base,
+            max_engines=self.limits.max_samplers,
             threads=self._threads,
         )
-        self._cores = CoreSharing(self._samplers.use_cores)
+        self._cores = CoreSharing(self._samplers.set_cores)
         self.max_context = self._samplers.info.max_context
         self.vocab_size = self._samplers.info.vocab_size
         self.tokenizer_path = str(self._samplers.folder)
@@ -97,7 +98,7 @@ class LocalTrainingService(TrainingService):
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise ProtocolError(f"there is no session {session_id}, or it has ended", 404)
-        session.seen = time.monotonic()
+        session.last_seen = time.monotonic()
 
     async def end_session(self, session_id: str, owner: str) -> None:
         self.heartbeat(session_id, owner)
@@ -118,14 +119,14 @@ class LocalTrainingService(TrainingService):
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
         self.heartbeat(session_id, owner)
-        self._check_new(base_model, adapter)
-        await self._make_room()
-        self._making += 1
+        self._check_new_model(base_model, adapter)
+        await self._evict_idle_sessions()
+        self._models_in_creation += 1
         try:
             with convert_errors():
-                backend, adapter = await asyncio.to_thread(self._maker.make, adapter)
+                backend, adapter = await asyncio.to_thread(self._factory.create_backend, adapter)
         finally:
-            self._making -= 1
+            self._models_in_creation -= 1
         model = LocalTrainingModel(
             backend,
             self._checkpoints,
@@ -138,30 +139,30 @@ class LocalTrainingService(TrainingService):
         )
         if session_id not in self._sessions:
             await model.end()
-            raise ProtocolError(f"the session {session_id} ended while the model was made", 404)
+            raise ProtocolError(f"the session {session_id} ended while the model was created", 404)
         self._models[model.model_id] = model
         return model
 
-    def _check_new(self, base_model: str, adapter: AdapterSpec) -> None:
+    def _check_new_model(self, base_model: str, adapter: AdapterSpec) -> None:
         limits = self.limits
         if base_model not in (self.base_model, self._config.name):
-            raise ProtocolError(f"{base_model!r} is not served here: {self.base_model!r} is")
+            raise ProtocolError(f"base_model: {base_model!r} is not served here; {self.base_model!r} is")
         if not 1 <= adapter.rank <= limits.max_rank:
-            raise ProtocolError(f"a rank from 1 to {limits.max_rank} is taken, not {adapter.rank}")
+            raise ProtocolError(f"rank: received {adapter.rank}; allowed: 1 to {limits.max_rank}")
         if adapter.seed is not None and not -(2**63) <= adapter.seed < 2**63:
-            raise ProtocolError(f"the seed {adapter.seed} does not fit into 64 bits")
+            raise ProtocolError(f"seed: {adapter.seed} does not fit 64 bits")
 
-    async def _make_room(self) -> None:
-        """Where all places are taken, a session whose client has gone without a word gives up its own."""
+    async def _evict_idle_sessions(self) -> None:
+        """End silent sessions until there is room for a model. Raises ProtocolError 429 if all are alive."""
         most = self.limits.max_models
-        while len(self._models) + self._making >= most:
+        while len(self._models) + self._models_in_creation >= most:
             holding = {model.session_id for model in self._models.values()}
-            quiet = min(holding, key=lambda each: self._sessions[each].seen, default=None)
+            quiet = min(holding, key=lambda each: self._sessions[each].last_seen, default=None)
             if (
                 quiet is None
-                or time.monotonic() - self._sessions[quiet].seen < self.limits.idle_before_eviction
+                or time.monotonic() - self._sessions[quiet].last_seen < self.limits.idle_before_eviction
             ):
-                raise ProtocolError(f"{most} models are in training, which is the most: end one first", 429)
+                raise ProtocolError(f"{most} models are in training, which is the limit: end one first", 429)
             await self._end_session(quiet)
 
     def model(self, model_id: str, owner: str) -> TrainingModel:
@@ -184,23 +185,23 @@ class LocalTrainingService(TrainingService):
     ) -> list[SampledSequence]:
         if not 1 <= count <= self.limits.max_operations:
             raise ProtocolError(
-                f"from 1 to {self.limits.max_operations} replies may be asked for, not {count}"
+                f"number of samples: received {count}; allowed: 1 to {self.limits.max_operations}"
             )
-        key, adapter = self._policy(sampler, owner)
-        with convert_errors(), self._cores.sampling():
+        key, adapter = self._resolve_policy(sampler, owner)
+        with convert_errors(), self._cores.reserve_for_sampling():
             return await self._samplers.sample(key, adapter, prompt, params, count)
 
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
-        key, adapter = self._policy(sampler, owner)
-        with convert_errors(), self._cores.sampling():
+        key, adapter = self._resolve_policy(sampler, owner)
+        with convert_errors(), self._cores.reserve_for_sampling():
             return await self._samplers.logprobs(key, adapter, tokens)
 
-    def _policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """A name for the weights, and their folder."""
+    def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
+        """Return the key and the folder of a sampler's weights."""
         if sampler is None:
             return BASE, None
         info = self._checkpoints.find(sampler, owner)
-        # One that was replaced under the same path is another policy.
+        # A checkpoint that replaced another at the same path is another policy.
         return f"{info.path} {info.created_at}", self._checkpoints.folder(info) / ADAPTER
 
     # --- checkpoints ---
@@ -214,28 +215,28 @@ class LocalTrainingService(TrainingService):
     def delete_checkpoint(self, path: str, owner: str) -> None:
         self._checkpoints.delete(path, owner)
 
-    # --- time passes ---
+    # --- expiry ---
 
-    async def _keep_house(self) -> None:
+    async def _remove_expired(self) -> None:
         while True:
             await asyncio.sleep(min(EXPIRY_CHECK_SECONDS, self.limits.session_ttl / 4))
             oldest = time.monotonic() - self.limits.session_ttl
-            for session_id in [i for i, session in self._sessions.items() if session.seen < oldest]:
-                log.info("session %s sent no heartbeat for %g s: ended", session_id, self.limits.session_ttl)
+            for session_id in [i for i, session in self._sessions.items() if session.last_seen < oldest]:
+                logger.info("ended session %s: no heartbeat for %g s", session_id, self.limits.session_ttl)
                 await self._end_session(session_id)
             try:
                 self._checkpoints.remove_expired()
-            except OSError as error:  # they are not found any more, and removed when the disk lets us
-                log.warning("expired checkpoints could not be removed: %s", error)
+            except OSError as error:  # they are hidden already, and the next round tries again
+                logger.warning("cannot remove expired checkpoints: %s", error)
 
     async def close(self) -> None:
-        """Checkpoints stay."""
-        if self._housekeeper is None:
+        """End all sessions. Checkpoints are kept."""
+        if self._expiry_task is None:
             return
-        self._housekeeper.cancel()
+        self._expiry_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._housekeeper
-        self._housekeeper = None
+            await self._expiry_task
+        self._expiry_task = None
         for session_id in list(self._sessions):
             await self._end_session(session_id)
         await self._samplers.close()

@@ -1,1 +1,1 @@
-"""Tinker's wire protocol on a workshop: protobuf as tinker 0.36 speaks it, JSON as 0.22 and MinT do."""
+"""Tinker's wire protocol: protobuf as tinker 0.36 sends it, JSON as tinker 0.22 and MinT do."""

@@ -1,13 +1,13 @@
-"""From Tinker's datums to samples.
+"""Conversion of Tinker's datums to samples.
 
-A datum has inputs ``x[0..n)`` and a target for each of them. We compute next-token logprobs, so a target has
-to be the input that follows: ``target[i] == x[i+1]``, and the last one is free. A sample is then
-``x + [target[n-1]]``, and what a datum says of place ``i`` is said of the sample's token ``i + 1``. Every
-place is trained, so that every logprob is returned; one whose weight or advantage is 0 adds nothing.
+A datum has inputs ``x[0..n)`` and a target for each of them. We compute next-token logprobs, so a target must
+be the input that follows: ``target[i] == x[i+1]``; only the last one is free. The sample is then
+``x + [target[n-1]]``, and entry ``i`` of a datum's tensors applies to the sample's token ``i + 1``. Every
+token is trained, so that every logprob is returned; one whose weight or advantage is 0 adds nothing.
 
-Two places take no part, and their logprob is returned as NaN: one of weight or advantage 0 whose target is
-another token (programs put fillers there), and one of advantage 0 whose old logprob is NaN. `dro` pulls
-towards the old logprobs whatever the advantage is, so it takes no filler targets.
+Two kinds of tokens are masked, and their logprob is returned as NaN: those of weight or advantage 0 whose
+target is another token (programs put fillers there), and those of advantage 0 whose old logprob is NaN. `dro`
+pulls towards the old logprobs whatever the advantage is, so it accepts no filler targets.
 """
 
 from __future__ import annotations
@@ -32,101 +32,99 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "cispo": _POLICY_GRADIENT,
     "dro": _POLICY_GRADIENT,
 }
-"""The losses, and the tensors that each takes."""
+"""The losses and the tensors that each accepts."""
 _OPTIONAL = frozenset({"weights"})
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerDatum:
-    """As it came, whatever it came in."""
-
     tokens: Ids
     tensors: dict[str, Array]
 
 
 def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
-    """Raises ProtocolError that names the datum."""
+    """Convert datums to samples. Raises ProtocolError that names the invalid datum."""
     if loss not in LOSSES:
-        raise ProtocolError(f"unknown loss {loss!r}; there are {', '.join(LOSSES)}")
+        raise ProtocolError(f"unknown loss {loss!r}; supported: {', '.join(LOSSES)}")
     if not datums:
-        raise ProtocolError("no data was given")
+        raise ProtocolError("data is empty; send at least one datum")
     return [_to_sample(f"datum {index}", datum, loss) for index, datum in enumerate(datums)]
 
 
 def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
     count = len(datum.tokens)
     if count == 0:
-        raise ProtocolError(f"{name} has no tokens")
+        raise ProtocolError(f"{name}: model_input has no tokens")
     _check_tensors(name, datum, loss)
     targets = datum.tensors["target_tokens"]
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")
     mask = np.ones(count + 1, np.float32)
     mask[0] = 0
-    _leave_out_fillers(name, datum, loss, coefficients, mask)
+    _mask_fillers(name, datum, loss, coefficients, mask)
     token_ids = np.empty(count + 1, np.int32)
     token_ids[:-1] = datum.tokens
     token_ids[-1] = _last_target(name, targets)
-    old = datum.tensors.get("logprobs")
-    if old is not None and coefficients is not None:
-        mask[1:][np.isnan(old) & (coefficients == 0)] = 0
+    old_logprobs = datum.tensors.get("logprobs")
+    if old_logprobs is not None and coefficients is not None:
+        mask[1:][np.isnan(old_logprobs) & (coefficients == 0)] = 0
     return Sample(
         sample_key=name,
         session_id="",
         token_ids=token_ids,
         mask=mask,
-        logprobs=_moved(old, count, first=np.nan, default=np.nan),
-        advantages=_moved(coefficients, count, first=0.0, default=1.0),
+        logprobs=_shift(old_logprobs, count, first=np.nan, default=np.nan),
+        advantages=_shift(coefficients, count, first=0.0, default=1.0),
         versions=np.full(count + 1, NOT_SAMPLED, np.int32),
     )
 
 
 def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
-    taken = LOSSES[loss]
-    if unknown := sorted(datum.tensors.keys() - taken):
+    accepted = LOSSES[loss]
+    if unknown := sorted(datum.tensors.keys() - accepted):
         raise ProtocolError(
-            f"{name}: {loss} takes {', '.join(taken)} in loss_fn_inputs, but not {', '.join(unknown)}"
+            f"{name}: {loss} takes {', '.join(accepted)} in loss_fn_inputs, but not {', '.join(unknown)}"
         )
-    for key in taken:
+    for key in accepted:
         tensor = datum.tensors.get(key)
         if tensor is None:
             if key in _OPTIONAL:
                 continue
-            raise ProtocolError(f"{name}: {loss} needs {key} in loss_fn_inputs")
+            raise ProtocolError(f"{name}: loss_fn_inputs.{key} is missing; {loss} requires it")
         if len(tensor) != len(datum.tokens):
             raise ProtocolError(f"{name}: {key} has {len(tensor)} entries for {len(datum.tokens)} tokens")
         if (key == "target_tokens") != (tensor.dtype.kind == "i"):
-            raise ProtocolError(f"{name}: {key} has elements of type {tensor.dtype}")
+            expected = "integers" if key == "target_tokens" else "floats"
+            raise ProtocolError(f"{name}: {key} has dtype {tensor.dtype}; it must hold {expected}")
 
 
-def _leave_out_fillers(
-    name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats
-) -> None:
+def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats) -> None:
     targets = datum.tensors["target_tokens"]
-    others = np.flatnonzero(targets[:-1] != datum.tokens[1:])
-    if len(others) == 0:
+    differing = np.flatnonzero(targets[:-1] != datum.tokens[1:])
+    if len(differing) == 0:
         return
-    free = loss != "dro" and coefficients is not None
-    wrong = others[coefficients[others] != 0] if free and coefficients is not None else others
-    if len(wrong):
-        place = int(wrong[0])
+    invalid = differing
+    if loss != "dro" and coefficients is not None:
+        invalid = differing[coefficients[differing] != 0]
+    if len(invalid):
+        index = int(invalid[0])
         raise ProtocolError(
-            f"{name}: target_tokens[{place}] is {int(targets[place])}, but the input goes on with "
-            f"{int(datum.tokens[place + 1])}: targets have to be the inputs, one place on"
+            f"{name}: target_tokens[{index}] is {int(targets[index])}, but the next input token is "
+            f"{int(datum.tokens[index + 1])}; each target must be the next input token"
         )
-    mask[others + 1] = 0
+    mask[differing + 1] = 0
 
 
 def _last_target(name: str, targets: Array) -> int:
-    """The others are compared with the inputs; this one would be cut to 32 bits."""
+    """Return the last target, which no input confirms and which would be truncated to 32 bits."""
     last = int(targets[-1])
     if not 0 <= last < 1 << 31:
-        raise ProtocolError(f"{name}: target_tokens[{len(targets) - 1}] is {last}, which is no token")
+        raise ProtocolError(f"{name}: target_tokens[{len(targets) - 1}] is {last}, which is not a token id")
     return last
 
 
-def _moved(values: Array | None, count: int, *, first: float, default: float) -> Floats:
-    """One place on, so that index i speaks of token i."""
-    moved = np.empty(count + 1, np.float32)
-    moved[0] = first
-    moved[1:] = default if values is None else values
-    return moved
+def _shift(values: Array | None, count: int, *, first: float, default: float) -> Floats:
+    """Return the values one index later, so that index i describes token i of the sample."""
+    shifted = np.empty(count + 1, np.float32)
+    shifted[0] = first
+    shifted[1:] = default if values is None else values
+    return shifted

@@ -1,8 +1,8 @@
 """The protobuf messages of Tinker's protocol that we read or write.
 
-Declared here rather than imported from the `tinker` package, so that a server needs no SDK, and those who
-call it may have any. What a message holds that we do not take is left as bytes, to be refused by name.
-A map is a repeated message with a key and a value: on the wire they are the same.
+They are declared here instead of imported from the `tinker` package, so that a server does not need the SDK
+and works with every version of it. Fields that we do not support are declared as bytes, to be rejected by
+name. A map is declared as a repeated message with a key and a value, which is the same on the wire.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 FLOAT32, INT64, INT32 = 1, 2, 3
-"""Numbers of the tensors' element types."""
+"""Tensor dtypes."""
 STOP, LENGTH = 0, 1
-"""Numbers of the reasons why a reply ended."""
+"""Stop reasons."""
 
 _PACKAGE = "instar.tinker"
 _SCALARS = {
@@ -28,7 +28,7 @@ _SCALARS = {
     "bytes": FieldDescriptorProto.TYPE_BYTES,
 }
 
-# name → field → (number, type); a `*` behind the type repeats it.
+# name → field → (number, type); a type with `*` is repeated.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Text": {"tokens": (1, "bytes")},
     "Chunk": {"encoded_text": (1, "Text"), "image": (2, "bytes"), "dmel": (3, "bytes")},
@@ -65,35 +65,35 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
-def _declared() -> FileDescriptorProto:
+def _build_file() -> FileDescriptorProto:
     file = FileDescriptorProto(name="instar/tinker.proto", package=_PACKAGE, syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
-        for field, (number, word) in fields.items():
-            kind = word.removesuffix("*")
-            declared = message.field.add(name=field, number=number)
-            declared.label = (
+        for field_name, (number, type_name) in fields.items():
+            kind = type_name.removesuffix("*")
+            field = message.field.add(name=field_name, number=number)
+            field.label = (
                 FieldDescriptorProto.LABEL_REPEATED
-                if word.endswith("*")
+                if type_name.endswith("*")
                 else FieldDescriptorProto.LABEL_OPTIONAL
             )
             if kind in _SCALARS:
-                declared.type = _SCALARS[kind]
+                field.type = _SCALARS[kind]
             else:
-                declared.type = FieldDescriptorProto.TYPE_MESSAGE
-                declared.type_name = f".{_PACKAGE}.{kind}"
+                field.type = FieldDescriptorProto.TYPE_MESSAGE
+                field.type_name = f".{_PACKAGE}.{kind}"
     return file
 
 
-# A pool of its own: the SDK's messages, in the same process, have the default one.
+# A separate pool, because the SDK registers its messages in the default one of the same process.
 _pool = DescriptorPool()
-_pool.AddSerializedFile(_declared().SerializeToString())
+_pool.AddSerializedFile(_build_file().SerializeToString())
 
 
-def _class(name: str) -> Any:
+def _message_class(name: str) -> Any:
     return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 
-ForwardBackwardRequest: Any = _class("ForwardBackwardRequest")
-ForwardBackwardOutput: Any = _class("ForwardBackwardOutput")
-SampleResponse: Any = _class("SampleResponse")
+ForwardBackwardRequest: Any = _message_class("ForwardBackwardRequest")
+ForwardBackwardOutput: Any = _message_class("ForwardBackwardOutput")
+SampleResponse: Any = _message_class("SampleResponse")

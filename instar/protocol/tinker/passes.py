@@ -1,4 +1,4 @@
-"""Forward and backward passes, read from protobuf or JSON."""
+"""Parses forward and backward passes from protobuf or JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
+from instar.protocol.http import parse_json
 from instar.protocol.tinker import messages
 from instar.protocol.tinker.datums import Array, TinkerDatum, to_samples
 from instar.protocol.tinker.requests import (
@@ -21,16 +22,15 @@ from instar.protocol.tinker.requests import (
     TinkerJsonDatum,
     TinkerPassInput,
     TinkerTensor,
-    parse_json,
 )
 from instar.types import Ids, Sample
 
-_SETTINGS = {
+_LOSS_OPTIONS = {
     "ppo": {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
     "cispo": {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
     "dro": {"beta": "beta"},
 }
-"""By loss, what its config may set, and the name we have for it."""
+"""By loss, the options that its config accepts and our names for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """One request. What is wrong with its data is told when its turn has come: its sequence id counts."""
+    """A pass request. Invalid data is reported when the pass runs: its sequence id is used up either way."""
 
     model_id: str
     seq: int | None
@@ -59,7 +59,7 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise ProtocolError(f"the request is not understood: {error}") from error
+        raise ProtocolError(f"the request cannot be parsed: {error}") from error
     return TinkerPass(
         message.model_id, message.seq_id or None, message.forward_only, _protobuf_batch(message)
     )
@@ -74,32 +74,32 @@ def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
 
 
 def _protobuf_batch(message: Any) -> TinkerBatch | ProtocolError:
-    settings: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
-    settings |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
+    options: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
+    options |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
     try:
         datums = [_protobuf_datum(index, datum) for index, datum in enumerate(message.data)]
-        return _batch(datums, message.loss_fn, settings)
+        return _to_batch(datums, message.loss_fn, options)
     except ProtocolError as error:
         return error
 
 
-def _json_batch(given: TinkerPassInput) -> TinkerBatch | ProtocolError:
+def _json_batch(pass_input: TinkerPassInput) -> TinkerBatch | ProtocolError:
     try:
-        datums = [_json_datum(index, datum) for index, datum in enumerate(given.data)]
-        return _batch(datums, given.loss_fn, given.loss_fn_config or {})
+        datums = [_json_datum(index, datum) for index, datum in enumerate(pass_input.data)]
+        return _to_batch(datums, pass_input.loss_fn, pass_input.loss_fn_config or {})
     except ProtocolError as error:
         return error
 
 
-def _batch(datums: Sequence[TinkerDatum], loss: str, settings: Mapping[str, float | str]) -> TinkerBatch:
+def _to_batch(datums: Sequence[TinkerDatum], loss: str, options: Mapping[str, float | str]) -> TinkerBatch:
     samples = to_samples(datums, loss)
-    known = _SETTINGS.get(loss, {})
-    if unknown := sorted(settings.keys() - known.keys()):
-        taken = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise ProtocolError(f"loss_fn_config: {loss} does not take {', '.join(unknown)}; {taken}")
+    known = _LOSS_OPTIONS.get(loss, {})
+    if unknown := sorted(options.keys() - known.keys()):
+        accepted = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise ProtocolError(f"loss_fn_config: {loss} does not take {', '.join(unknown)}; {accepted}")
     try:
         config = LossConfig.model_validate(
-            {"name": loss, **{known[key]: value for key, value in settings.items()}}
+            {"name": loss, **{known[key]: value for key, value in options.items()}}
         )
     except ValidationError as error:
         raise ProtocolError(f"loss_fn_config: {error.errors()[0]['msg']}") from error
@@ -110,13 +110,13 @@ def _batch(datums: Sequence[TinkerDatum], loss: str, settings: Mapping[str, floa
 
 
 def _protobuf_datum(index: int, datum: Any) -> TinkerDatum:
-    parts = list[Array]()
+    parts: list[Array] = []
     for chunk in datum.model_input:
         if chunk.image or chunk.dmel:
-            raise ProtocolError(f"datum {index}: only text can be trained on here, not images or sound")
+            raise ProtocolError(f"datum {index}: only text is supported, not images or audio")
         parts.append(_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
     tensors = {entry.key: _protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs}
-    return TinkerDatum(_joined(parts), tensors)
+    return TinkerDatum(_concatenate(parts), tensors)
 
 
 _DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
@@ -124,10 +124,10 @@ _DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT3
 
 def _protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
     if tensor.sparse_csr or len(tensor.shape) > 1:
-        raise ProtocolError(f"datum {index}: {name} has to be a dense tensor of one dimension")
+        raise ProtocolError(f"datum {index}: {name} must be a dense one-dimensional tensor")
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ProtocolError(f"datum {index}: {name} has to be float32 or int64")
+        raise ProtocolError(f"datum {index}: {name} has an unsupported dtype; supported: float32, int64")
     return _elements(index, name, tensor.dense, dtype)
 
 
@@ -135,42 +135,42 @@ def _elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
     try:
         return np.frombuffer(data, dtype)
     except ValueError as error:
-        raise ProtocolError(f"datum {index}: {name} breaks off within an element") from error
+        raise ProtocolError(f"datum {index}: {name} has an incomplete last element") from error
 
 
 # --- JSON ---
 
 
 def _json_datum(index: int, datum: TinkerJsonDatum) -> TinkerDatum:
-    tokens = text_tokens(datum.model_input.chunks, f"datum {index}")
+    tokens = concatenate_chunks(datum.model_input.chunks, f"datum {index}")
     tensors = {name: _json_tensor(index, name, t) for name, t in datum.loss_fn_inputs.items()}
     return TinkerDatum(tokens, tensors)
 
 
-def text_tokens(chunks: Sequence[TinkerChunk], name: str) -> Ids:
-    parts = list[Array]()
+def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
+    parts: list[Array] = []
     for chunk in chunks:
         if chunk.tokens is None:
-            raise ProtocolError(f"{name}: only encoded_text is taken here, not {chunk.type}")
+            raise ProtocolError(f"{name}: received a chunk of type {chunk.type!r}; supported: encoded_text")
         try:
             parts.append(np.asarray(chunk.tokens, np.int32))
         except OverflowError as error:
-            raise ProtocolError(f"{name} has a token that is no int32") from error
-    return _joined(parts)
+            raise ProtocolError(f"{name}: a token id does not fit 32 bits") from error
+    return _concatenate(parts)
 
 
 def _json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
     if tensor.sparse_crow_indices is not None or len(tensor.shape or ()) > 1:
-        raise ProtocolError(f"datum {index}: {name} has to be a dense tensor of one dimension")
+        raise ProtocolError(f"datum {index}: {name} must be a dense one-dimensional tensor")
     if tensor.dtype not in ("float32", "int64"):
-        raise ProtocolError(f"datum {index}: {name} has to be float32 or int64, not {tensor.dtype}")
+        raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype!r}; supported: float32, int64")
     try:
         return np.asarray(tensor.data, tensor.dtype)
     except (TypeError, OverflowError) as error:
-        raise ProtocolError(f"datum {index}: {name} has an element that is no {tensor.dtype}") from error
+        raise ProtocolError(f"datum {index}: {name} has an element that is not {tensor.dtype}") from error
 
 
-def _joined(parts: Sequence[Array]) -> Ids:
+def _concatenate(parts: Sequence[Array]) -> Ids:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([np.empty(0, np.int32), *parts])

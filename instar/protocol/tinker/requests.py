@@ -1,29 +1,20 @@
-"""What Tinker's clients send: the fields that we read. Others are ignored, as the service does."""
+"""The fields that we read of the requests of Tinker's clients. Others are ignored, as the service does."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from instar.protocol.base import ProtocolError
+from instar.protocol.wire import AdamFields, LoraFields, SamplingFields
 from instar.types import Json
-
-
-class TinkerLora(Struct):
-    rank: int
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
 
 
 class TinkerCreateModel(Struct):
     session_id: str
     model_seq_id: int
     base_model: str
-    lora_config: TinkerLora | None = None
+    lora_config: LoraFields | None = None
     optimizer_config: Json | None = None
 
 
@@ -31,18 +22,14 @@ class TinkerSessionRef(Struct):
     session_id: str
 
 
-class TinkerModelRef(Struct):
-    model_id: str
-
-
 class TinkerModelRequest(Struct):
-    """A training call without data; ``seq_id`` orders it."""
+    """A request for a model; ``seq_id`` is its place in the order of the model's calls."""
 
     model_id: str
     seq_id: int | None = None
 
 
-class TinkerAdam(Struct):
+class TinkerAdam(AdamFields, kw_only=True):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -59,7 +46,7 @@ class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """Older clients do not know it, and replace."""
+    """Older clients do not send it and expect to overwrite."""
 
 
 class TinkerSaveForSampler(TinkerModelRequest):
@@ -123,13 +110,8 @@ class TinkerForwardBackward(TinkerModelRequest, kw_only=True):
     forward_backward_input: TinkerPassInput
 
 
-class TinkerSamplingParams(Struct):
-    max_tokens: int | None = None
-    seed: int | None = None
+class TinkerSamplingParams(SamplingFields, kw_only=True):
     stop: str | list[str | int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
 
 
 class TinkerSampleRequest(Struct):
@@ -147,14 +129,3 @@ class TinkerSampleRequest(Struct):
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: Any = None
     record_stability_info: bool | None = None
-
-
-T = TypeVar("T")
-
-
-def parse_json(body: bytes, kind: type[T]) -> T:
-    """Raises ProtocolError that names the field."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"the request is not understood: {error}") from error

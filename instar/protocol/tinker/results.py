@@ -1,4 +1,4 @@
-"""What operations end with, as Tinker's clients read it: protobuf where they accept it, JSON elsewhere."""
+"""Results of operations, encoded as protobuf for clients that accept it and as JSON otherwise."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _REDUCTIONS = {
     "micro_batches": "sum",
     "ratio_max": "max",
 }
-"""How what was measured on the parts of a batch is taken together; by default as a mean."""
+"""How clients combine a metric over the parts of a batch; the default is the mean."""
 _OUTPUT_TYPE = "ArrayRecord"
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerPassResult:
-    """Of a forward pass, with or without a backward one."""
+    """The result of a forward or forward-backward pass."""
 
     logprobs: Sequence[Floats]
-    """Per datum and place; NaN where none was computed."""
+    """Per datum, the logprob of each target; NaN where it was not computed."""
     metrics: Mapping[str, float]
-    """Each named with how the chunks of a batch are taken together: ``loss:sum``."""
+    """Each name ends in its reduction over the parts of a batch: ``loss:sum``."""
 
     @classmethod
     def from_logprobs(
         cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]
     ) -> TinkerPassResult:
-        """``logprobs`` as samples have them, with a token that nothing comes before."""
-        named = {"loss": loss, **metrics}
-        reduced = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in named.items()}
-        return cls([values[1:] for values in logprobs], reduced)
+        """Create a result from per-token logprobs of samples, whose first token has none."""
+        all_metrics = {"loss": loss, **metrics}
+        named = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in all_metrics.items()}
+        return cls([values[1:] for values in logprobs], named)
 
     def to_protobuf(self) -> bytes:
         message = messages.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE)
@@ -58,7 +58,6 @@ class TinkerPassResult:
         return message.SerializeToString()
 
     def to_json(self) -> Json:
-        """For orjson with its numpy option: NaN becomes null."""
         return {
             "loss_fn_output_type": _OUTPUT_TYPE,
             "loss_fn_outputs": [{"logprobs": _tensor(values)} for values in self.logprobs],
@@ -70,7 +69,7 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """NaN where none was computed or asked for."""
+    """NaN where none was computed or requested."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
@@ -85,7 +84,7 @@ class TinkerSampleResult:
         return message.SerializeToString()
 
     def to_json(self) -> Json:
-        answer: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "type": "sample",
             "sequences": [
                 {
@@ -97,12 +96,12 @@ class TinkerSampleResult:
             ],
         }
         if self.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self.prompt_logprobs
-        return answer
+            fields["prompt_logprobs"] = self.prompt_logprobs
+        return fields
 
 
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """JSON has no other numbers."""
+    """Return the finite metrics: JSON has no other numbers."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -1,30 +1,23 @@
-"""Models in training: their passes, steps and checkpoints. Each call is an operation, asked for later."""
+"""Routes of models in training: passes, optimizer steps and checkpoints.
+
+Each request starts an operation, whose result the client retrieves later.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
-from instar.config import AdamConfig
-from instar.protocol.base import (
-    AdapterSpec,
-    OperationScheduler,
-    ProtocolError,
-    TrainingModel,
-    TrainingService,
-)
-from instar.protocol.tinker.http import TinkerRequest, TinkerRouter, json_response
+from instar.protocol.base import OperationScheduler, ProtocolError, TrainingModel, TrainingService
+from instar.protocol.http import json_response
+from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import TinkerBatch, TinkerPass, parse_json_pass, parse_protobuf_pass
 from instar.protocol.tinker.requests import (
-    TinkerAdam,
     TinkerCreateModel,
     TinkerLoadWeights,
-    TinkerLora,
-    TinkerModelRef,
     TinkerModelRequest,
     TinkerOptimStep,
     TinkerSaveForSampler,
@@ -35,9 +28,8 @@ from instar.protocol.tinker.sampling import TinkerSamplingSessions
 from instar.types import Json
 
 EPHEMERAL_SECONDS = 7 * 86400.0
-"""For how long weights are kept that were saved for a sampling client without a name, unless their session
-ends before."""
-ADAM = "adamw"
+"""Seconds that unnamed weights saved for a sampling client are kept, unless their session ends before."""
+OPTIMIZER = "adamw"
 
 
 class TinkerTrainingRoutes:
@@ -48,40 +40,41 @@ class TinkerTrainingRoutes:
         self._operations = operations
         self._sessions = sessions
 
-    def register(self, routes: TinkerRouter) -> None:
-        routes.post("create_model", self.create_model)
-        routes.post("unload_model", self.unload_model)
-        routes.post("get_info", self.get_info)
-        routes.post("forward_backward", self.forward_backward)
-        routes.post("forward", self.forward)
-        routes.post("optim_step", self.optim_step)
-        routes.post("save_weights", self.save_weights)
-        routes.post("save_weights_for_sampler", self.save_for_sampler)
-        routes.post("load_weights", self.load_weights)
+    def register(self, router: TinkerRouter) -> None:
+        router.post("create_model", self.create_model)
+        router.post("unload_model", self.unload_model)
+        router.post("get_info", self.get_info)
+        router.post("forward_backward", self.forward_backward)
+        router.post("forward", self.forward)
+        router.post("optim_step", self.optim_step)
+        router.post("save_weights", self.save_weights)
+        router.post("save_weights_for_sampler", self.save_for_sampler)
+        router.post("load_weights", self.load_weights)
 
     async def create_model(self, request: TinkerRequest) -> Response:
-        asked = request.parse(TinkerCreateModel)
+        body = request.parse(TinkerCreateModel)
 
         async def work() -> Json:
-            optimizer = (asked.optimizer_config or {}).get("type", ADAM)
-            if optimizer != ADAM:
-                raise ProtocolError(f"optimizer_config: {optimizer!r} is not offered here, only {ADAM!r}")
-            adapter = _adapter(asked.lora_config)
-            model = await self._service.create_model(
-                asked.session_id, request.owner, asked.base_model, adapter
-            )
-            self._sessions.add_model(asked.session_id, model.model_id)
+            optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
+            if optimizer != OPTIMIZER:
+                raise ProtocolError(
+                    f"optimizer_config.type: received {optimizer!r}; supported: {OPTIMIZER!r}"
+                )
+            if body.lora_config is None:
+                raise ProtocolError("lora_config is missing: only LoRA adapters can be trained here")
+            adapter = body.lora_config.to_adapter_spec()
+            model = await self._service.create_model(body.session_id, request.owner, body.base_model, adapter)
+            self._sessions.add_model(body.session_id, model.model_id)
             return {"type": "create_model", "model_id": model.model_id}
 
-        # Checked now, so that a client whose session is gone hears it at once.
-        self._service.heartbeat(asked.session_id, request.owner)
-        key = f"create_model:{asked.session_id}:{asked.model_seq_id}"
-        return json_response(
-            {"request_id": self._operations.submit("create_model", request.owner, work, key=key)}
-        )
+        # Checked now, so that a client whose session has ended gets its error at once.
+        self._service.heartbeat(body.session_id, request.owner)
+        key = f"create_model:{body.session_id}:{body.model_seq_id}"
+        request_id = self._operations.submit("create_model", request.owner, work, key=key)
+        return json_response({"request_id": request_id})
 
     async def unload_model(self, request: TinkerRequest) -> Response:
-        model_id = request.parse(TinkerModelRef).model_id
+        model_id = request.parse(TinkerModelRequest).model_id
         self._service.model(model_id, request.owner)
 
         async def work() -> Json:
@@ -89,16 +82,12 @@ class TinkerTrainingRoutes:
             self._operations.close_queue(model_id)
             return {"type": "unload_model", "model_id": model_id}
 
-        return json_response(
-            {
-                "request_id": self._operations.submit(
-                    "unload_model", request.owner, work, key=request.idempotency_key
-                )
-            }
-        )
+        key = request.idempotency_key
+        request_id = self._operations.submit("unload_model", request.owner, work, key=key)
+        return json_response({"request_id": request_id})
 
     async def get_info(self, request: TinkerRequest) -> Response:
-        model = self._service.model(request.parse(TinkerModelRef).model_id, request.owner)
+        model = self._service.model(request.parse(TinkerModelRequest).model_id, request.owner)
         name = self._service.base_model
         return json_response(
             {
@@ -120,51 +109,53 @@ class TinkerTrainingRoutes:
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=True))
 
     async def optim_step(self, request: TinkerRequest) -> Response:
-        asked = request.parse(TinkerOptimStep)
+        body = request.parse(TinkerOptimStep)
 
         async def work(model: TrainingModel) -> Json:
-            result = await model.optim_step(_adam(asked.adam_params))
-            return {"metrics": drop_non_finite({"grad_norm": result.grad_norm, **result.metrics})}
+            if body.adam_params is None:
+                raise ProtocolError(f"adam_params is missing: the only optimizer here is {OPTIMIZER!r}")
+            step = await model.optim_step(body.adam_params.to_config())
+            return {"metrics": drop_non_finite({"grad_norm": step.grad_norm, **step.metrics})}
 
-        return self._submit(request, "optim_step", asked, work)
+        return self._submit(request, "optim_step", body, work)
 
     async def save_weights(self, request: TinkerRequest) -> Response:
-        asked = request.parse(TinkerSaveWeights)
+        body = request.parse(TinkerSaveWeights)
 
         async def work(model: TrainingModel) -> Json:
-            name = _named(asked.path)
-            if asked.overwrite is False and self._has_state(model.model_id, name, request.owner):
+            name = _require_name(body.path)
+            if body.overwrite is False and self._has_state(model.model_id, name, request.owner):
                 raise ProtocolError(f"{model.model_id} has a checkpoint {name!r} already; overwrite is false")
-            saved = await model.save(name, optimizer=True, ttl=asked.ttl_seconds)
+            saved = await model.save(name, optimizer=True, ttl=body.ttl_seconds)
             return {"type": "save_weights", "path": saved.path}
 
-        return self._submit(request, "save_weights", asked, work)
+        return self._submit(request, "save_weights", body, work)
 
     async def save_for_sampler(self, request: TinkerRequest) -> Response:
-        asked = request.parse(TinkerSaveForSampler)
-        number = asked.sampling_session_seq_id
+        body = request.parse(TinkerSaveForSampler)
+        number = body.sampling_session_seq_id
 
         async def work(model: TrainingModel) -> Json:
-            if asked.path is not None:
-                saved = await model.export(_named(asked.path), ttl=asked.ttl_seconds)
+            if body.path is not None:
+                saved = await model.export(_require_name(body.path), ttl=body.ttl_seconds)
                 return {"type": "save_weights_for_sampler", "path": saved.path}
             if number is None:
-                raise ProtocolError("neither path nor sampling_session_seq_id is given")
+                raise ProtocolError("path or sampling_session_seq_id is required; both are missing")
             name = f"ephemeral-{number}"
-            saved = await model.export(name, ttl=asked.ttl_seconds or EPHEMERAL_SECONDS)
+            saved = await model.export(name, ttl=body.ttl_seconds or EPHEMERAL_SECONDS)
             session = self._sessions.open(model.session_id, number, request.owner, saved.path, ephemeral=True)
             return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
-        return self._submit(request, "save_weights_for_sampler", asked, work)
+        return self._submit(request, "save_weights_for_sampler", body, work)
 
     async def load_weights(self, request: TinkerRequest) -> Response:
-        asked = request.parse(TinkerLoadWeights)
+        body = request.parse(TinkerLoadWeights)
 
         async def work(model: TrainingModel) -> Json:
-            await model.load(asked.path, optimizer=asked.optimizer)
-            return {"type": "load_weights", "path": asked.path, "model_id": model.model_id}
+            await model.load(body.path, optimizer=body.optimizer)
+            return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
-        return self._submit(request, "load_weights", asked, work)
+        return self._submit(request, "load_weights", body, work)
 
     def _has_state(self, model_id: str, name: str, owner: str) -> bool:
         return any(
@@ -172,29 +163,31 @@ class TinkerTrainingRoutes:
             for info in self._service.checkpoints(owner, model_id)
         )
 
-    def _submit_pass(self, request: TinkerRequest, asked: TinkerPass) -> Response:
+    def _submit_pass(self, request: TinkerRequest, training_pass: TinkerPass) -> Response:
         async def work(model: TrainingModel) -> TinkerPassResult:
-            run = _forward if asked.forward_only else _forward_backward
-            return await run(model, asked.require_batch())
+            run = _forward if training_pass.forward_only else _forward_backward
+            return await run(model, training_pass.require_batch())
 
-        step = TinkerModelRequest(asked.model_id, asked.seq)
-        return self._submit(request, "forward" if asked.forward_only else "forward_backward", step, work)
+        body = TinkerModelRequest(training_pass.model_id, training_pass.seq)
+        kind = "forward" if training_pass.forward_only else "forward_backward"
+        return self._submit(request, kind, body, work)
 
     def _submit(
         self,
         request: TinkerRequest,
         kind: str,
-        step: TinkerModelRequest,
+        body: TinkerModelRequest,
         work: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
-        """In the order of the model's sequence ids. Raises ProtocolError 404 when the model is gone."""
-        model = self._service.model(step.model_id, request.owner)
+        """Submit an operation in the order of the model's sequence ids. Raises ProtocolError 404 if the model
+        has ended."""
+        model = self._service.model(body.model_id, request.owner)
         request_id = self._operations.submit(
             kind,
             request.owner,
             lambda: work(model),
             queue=model.model_id,
-            seq=step.seq_id,
+            seq=body.seq_id,
             key=request.idempotency_key,
         )
         return json_response({"request_id": request_id, "model_id": model.model_id})
@@ -213,38 +206,7 @@ async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult
     return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
 
-def _adapter(lora: TinkerLora | None) -> AdapterSpec:
-    if lora is None:
-        raise ProtocolError("only LoRA adapters are trained here: lora_config is missing")
-    return AdapterSpec(
-        rank=lora.rank,
-        seed=lora.seed,
-        train_attn=lora.train_attn,
-        train_mlp=lora.train_mlp,
-        train_unembed=lora.train_unembed,
-    )
-
-
-def _adam(params: TinkerAdam | None) -> AdamConfig:
-    """A rate of 0, which schedules begin or end with, is one here, though no run may ask for it."""
-    if params is None:
-        raise ProtocolError(f"adam_params are missing: the only optimizer here is {ADAM!r}")
-    try:
-        adam = AdamConfig(
-            lr=params.learning_rate or 1.0,
-            beta1=params.beta1,
-            beta2=params.beta2,
-            eps=params.eps,
-            weight_decay=params.weight_decay,
-            grad_clip_norm=params.grad_clip_norm,
-        )
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise ProtocolError(f"adam_params: {wrong['loc'][0]}: {wrong['msg']}") from error
-    return adam.model_copy(update={"lr": params.learning_rate})
-
-
-def _named(path: str | None) -> str:
+def _require_name(path: str | None) -> str:
     if not path:
-        raise ProtocolError("a checkpoint needs a name: path is missing")
+        raise ProtocolError("path is missing: a checkpoint needs a name")
     return path

@@ -1,7 +1,7 @@
-"""The routes of Weaver's protocol that training and sampling need, under `/api/v1`.
+"""The app that serves the routes of Weaver's protocol that training and sampling need, under `/api/v1`.
 
-What the service has beside them is not offered: organisations and quotas, managed datasets, weight downloads,
-deployments. A request for it is a 404 that says so.
+Organisations and quotas, managed datasets, weight downloads and deployments are not offered; a request for
+them gets a 404 that says so.
 """
 
 from __future__ import annotations
@@ -18,20 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.protocol.base import OperationScheduler, TrainingService
-from instar.protocol.weaver.http import (
-    WeaverHandler,
-    WeaverKeyStore,
-    WeaverRequest,
-    json_response,
-    make_endpoint,
-    unknown_route,
-)
+from instar.protocol.http import KeyStore, json_response
+from instar.protocol.weaver.http import KEY_HEADER, WeaverHandler, WeaverRequest, make_endpoint, unknown_route
 from instar.protocol.weaver.operations import WeaverOperationRoutes
 from instar.protocol.weaver.sampling import WeaverSamplingRoutes
 from instar.protocol.weaver.tensors import TRANSPORTS
-from instar.protocol.weaver.training import MODE, WeaverTrainingRoutes
+from instar.protocol.weaver.training import TRAINING_MODE, WeaverTrainingRoutes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 PRICED = (
     "training_tokens",
     "sampling_prefill_tokens",
@@ -52,20 +46,20 @@ class WeaverMetrics(msgspec.Struct):
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
-    """Every route but `/healthz` asks for one of the keys; what one key made, another does not find."""
-    running = WeaverOperationRoutes(operations)
+    """Every route except `/healthz` requires one of the keys. What one key creates is hidden from others."""
+    operation_routes = WeaverOperationRoutes(operations)
     sessions = WeaverSessionRoutes(service)
-    training = WeaverTrainingRoutes(service, operations, running)
-    sampling = WeaverSamplingRoutes(service, running)
-    known = WeaverKeyStore(keys)
+    training = WeaverTrainingRoutes(service, operations, operation_routes)
+    sampling = WeaverSamplingRoutes(service, operation_routes)
+    key_store = KeyStore(keys, KEY_HEADER)
 
-    def route(method: str, path: str, answer: WeaverHandler) -> Route:
-        handle = make_endpoint(answer, known, service.limits.max_body)
-        return Route(f"/api/v1{path}", handle, methods=[method])
+    def route(method: str, path: str, handler: WeaverHandler) -> Route:
+        endpoint = make_endpoint(handler, key_store, service.limits.max_body)
+        return Route(f"/api/v1{path}", endpoint, methods=[method])
 
     return Starlette(
         routes=[
-            Route("/healthz", _healthz),
+            Route("/healthz", _health),
             route("GET", "/supported-models", sessions.models),
             route("GET", "/model-catalog", sessions.models),
             route("POST", "/sessions", sessions.create_session),
@@ -87,50 +81,51 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
             route("DELETE", "/sampling-sessions/{sampling}", sampling.delete),
             route("POST", "/sampling-sessions/{sampling}/samples", sampling.sample),
             route("POST", "/sampling-sessions/{sampling}/logprobs", sampling.logprobs),
-            route("GET", "/operations/{operation}", running.show),
+            route("GET", "/operations/{operation}", operation_routes.show),
         ],
         exception_handlers={HTTPException: unknown_route},
     )
 
 
-async def _healthz(request: Request) -> Response:
+async def _health(request: Request) -> Response:
     return json_response({})
 
 
 class WeaverSessionRoutes:
-    """Sessions, and what there is to train."""
+    """Sessions and the list of base models."""
 
     def __init__(self, service: TrainingService) -> None:
         self._service = service
 
     async def models(self, request: WeaverRequest) -> Response:
+        prices = {f"{kind}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0} for kind in PRICED}
         item: dict[str, Any] = {
             "id": self._service.base_model,
             "name": self._service.base_model,
             "status": "available",
-            "training_modes": [MODE],
-            "prices": {f"{kind}:{MODE}": {"unit": "token", "unit_price_micros": 0} for kind in PRICED},
+            "training_modes": [TRAINING_MODE],
+            "prices": prices,
             "config": {"resource": {"tokenizer": {"path": self._service.tokenizer_path}}},
             "metadata": {"max_context": self._service.max_context},
         }
         return json_response({"items": [item], "pagination": {"total_count": 1, "limit": 100, "offset": 0}})
 
     async def create_session(self, request: WeaverRequest) -> Response:
-        return json_response(_session(await self._service.create_session(request.owner)), 201)
+        return json_response(_session_fields(await self._service.create_session(request.owner)), 201)
 
     async def show_session(self, request: WeaverRequest) -> Response:
-        """Being asked for keeps a session alive."""
+        """Return the session; the request also counts as a heartbeat."""
         self._service.heartbeat(request.path_params["session"], request.owner)
-        return json_response(_session(request.path_params["session"]))
+        return json_response(_session_fields(request.path_params["session"]))
 
     async def log_metrics(self, request: WeaverRequest) -> Response:
-        """They go to the server's log: there is no other place for them."""
+        """Write the client's metrics to the server's log."""
         self._service.heartbeat(request.path_params["session"], request.owner)
-        for point in request.parse(WeaverMetrics).metrics:
-            log.info("%s at step %d: %s = %g", point.model_id, point.step, point.name, point.value)
+        for metric in request.parse(WeaverMetrics).metrics:
+            logger.info("%s at step %d: %s = %g", metric.model_id, metric.step, metric.name, metric.value)
         return json_response({})
 
 
-def _session(session_id: str) -> dict[str, Any]:
-    """With what the SDK does not ask for, but a client may want to know."""
+def _session_fields(session_id: str) -> dict[str, Any]:
+    """Return a session's fields. The SDK does not read ``tensor_transports``; `WeaverClient` does."""
     return {"id": session_id, "tensor_transports": TRANSPORTS}

@@ -1,8 +1,8 @@
-"""Where a call stands among the calls of its model.
+"""The order of the calls of a model.
 
-Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number belongs
-after all that its model was asked before, and before all that it is asked later; here it gets a number of its
-own, and the numbers that follow move up by one.
+Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number must run
+after all calls that arrived before it and before all that arrive later. It gets a number of its own here, and
+the numbers that follow move up by one.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from instar.protocol.base import ProtocolError
 
 
 class WeaverCallOrder:
-    """Of one model. ``submit`` is given the place and returns the operation; when it raises, the place is
-    still free."""
+    """The call order of one model. ``submit`` receives the sequence id and returns the operation's id; when
+    it raises, the sequence id stays free."""
 
     def __init__(self) -> None:
         self._calls: dict[int, str | None] = {}
         self._highest = 0
         self._inserted: list[int] = []
-        """For each call without a number, the highest number there was before it."""
+        """For each call without a number, the highest number that had arrived before it."""
 
-    def submit_numbered(self, seq: int, request: str | None, submit: Callable[[int], str]) -> str:
-        """``call`` tells two calls apart and is the same when one is sent again; None: unknown. Raises
-        ProtocolError 409 when another call has the client's sequence id."""
+    def submit_numbered(self, seq: int, call_id: str | None, submit: Callable[[int], str]) -> str:
+        """Submit a call with the client's sequence id. ``call_id`` is the same when a call is sent again;
+        None if it is unknown. Raises ProtocolError 409 if another call has the sequence id."""
         known = self._calls.get(seq)
-        if known is not None and request is not None and known != request:
+        if known is not None and call_id is not None and known != call_id:
             raise ProtocolError(
-                f"sequence id {seq} was used by another call: one client at a time may train a model. Create "
-                "a model and load a saved state to go on elsewhere",
+                f"sequence id {seq} was used by another call: only one client at a time may train a model. "
+                "To continue elsewhere, create a model and load a saved state",
                 409,
             )
-        operation = submit(seq + bisect_left(self._inserted, seq))
-        self._calls[seq] = request
+        operation_id = submit(seq + bisect_left(self._inserted, seq))
+        self._calls[seq] = call_id
         self._highest = max(self._highest, seq)
-        return operation
+        return operation_id
 
     def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
-        """Sent again it stands, and is done, twice: to save or to load twice is to do it once."""
-        operation = submit(self._highest + len(self._inserted) + 1)
+        """Submit a call without a number. If it is sent again it runs twice, which is harmless for a save or
+        a load."""
+        operation_id = submit(self._highest + len(self._inserted) + 1)
         self._inserted.append(self._highest)
-        return operation
+        return operation_id

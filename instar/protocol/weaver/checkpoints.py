@@ -1,4 +1,4 @@
-"""Checkpoints as Weaver names and shows them."""
+"""Checkpoint paths and fields in Weaver's form."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from instar.protocol.base import CheckpointInfo, ProtocolError
 
 SCHEME = "weaver://"
 FOLDERS = {"state": "checkpoints", "sampler": "samplers"}
-OURS = {"checkpoints": "weights", "samplers": "sampler_weights"}
-"""Folders in Weaver's paths, and the workshop's for the same."""
+SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
+"""The folders in Weaver's paths and in those of `TrainingService`."""
 
 
 def weaver_path(info: CheckpointInfo) -> str:
-    """`weaver://<model>/checkpoints/<name>`, or `samplers` for what can only be sampled from."""
-    return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_name(info)}"
+    """Return `weaver://<model>/checkpoints/<name>`, with `samplers` for what can only be sampled from."""
+    return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_checkpoint_name(info)}"
 
 
 def to_service_path(path: str) -> str:
-    """The workshop's name for a path that a client gives. It takes any scheme."""
+    """Convert a client's path to the one of `TrainingService`, which accepts any scheme."""
     parts = path.removeprefix(SCHEME).split("/", 2)
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in OURS:
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SERVICE_FOLDERS:
         raise ProtocolError(
             f"{path!r} names no checkpoint: expected {SCHEME}<model>/checkpoints/<name> or "
             f"{SCHEME}<model>/samplers/<name>"
         )
     model_id, folder, name = parts
-    return f"{SCHEME}{model_id}/{OURS[folder]}/{name}"
+    return f"{SCHEME}{model_id}/{SERVICE_FOLDERS[folder]}/{name}"
 
 
 def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
-    """As the SDK's `Checkpoint` reads it."""
+    """Return the fields of the SDK's `Checkpoint`."""
     path = weaver_path(info)
-    left = None if info.expires_at is None else round(info.expires_at - info.created_at)
+    ttl = None if info.expires_at is None else round(info.expires_at - info.created_at)
     weights = "weight_and_optimizer" if info.has_optimizer else "weight"
     return {
-        # The SDK puts ids into URLs and takes UUIDs alone; this one is the same for the same path.
+        # The SDK puts ids into URLs and accepts only UUIDs; this one is the same for the same path.
         "id": str(uuid.uuid5(uuid.NAMESPACE_URL, path)),
         "path": path,
-        "name": _name(info),
+        "name": _checkpoint_name(info),
         "checkpoint_type": "sampling" if info.kind == "sampler" else weights,
         "status": "completed",
         "model_id": info.model_id,
         "base_model": info.base_model,
         "size_bytes": info.size_bytes,
         **{part: info.extra.get(part) for part in ("train_attn", "train_mlp", "train_unembed")},
-        "ttl_seconds": left,
-        "created_at": _time(info.created_at),
-        "expires_at": None if info.expires_at is None else _time(info.expires_at),
+        "ttl_seconds": ttl,
+        "created_at": _format_time(info.created_at),
+        "expires_at": None if info.expires_at is None else _format_time(info.expires_at),
     }
 
 
-def _name(info: CheckpointInfo) -> str:
+def _checkpoint_name(info: CheckpointInfo) -> str:
     return info.path.rpartition("/")[2]
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()

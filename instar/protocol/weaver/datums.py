@@ -1,14 +1,14 @@
-"""Data of a training pass: what a request holds becomes samples, and logprobs become an answer.
+"""Conversion of a training pass's datums to samples, and of logprobs to the response.
 
-A datum is a model input x and, for each of its tokens, a target: the token that comes next. Entry i of every
-tensor speaks of target i, which is token i + 1 of our sample::
+A datum is a model input x and a target for each of its tokens: the token that comes next. Entry i of every
+tensor applies to target i, which is token i + 1 of our sample::
 
     model_input    1    2    7    8            token_ids   1    2    7    8    9
     target_tokens  2    7    8    9            mask        0    0    1    1    1
     loss_mask      0    1    1    1            advantages  nan  0   .5   .5   .5
     advantages     0   .5   .5   .5
 
-A target of -100 stands for none.
+A target of -100 means that there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
-from instar.protocol.weaver.http import parse_json
+from instar.protocol.http import parse_json
 from instar.protocol.weaver.tensors import PackedTensor, TensorLocation, TensorPack
 from instar.types import NOT_SAMPLED, Floats, Sample
 
@@ -35,7 +35,7 @@ LOSSES = ("cross_entropy", *RATIO_LOSSES, "surrogate")
 """`surrogate` is the second half of the SDK's `forward_backward_custom`."""
 LOGPROBS_ONLY = "forward_logprob"
 OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
-"""Names in `loss_fn_config`, and ours."""
+"""Names in `loss_fn_config` and ours for them."""
 Ints = NDArray[np.int64]
 NO_PACK = TensorPack()
 
@@ -51,20 +51,22 @@ class WeaverModelInput(msgspec.Struct):
     def tokens(self, pack: TensorPack = NO_PACK) -> Ints:
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
-                raise ProtocolError(f"chunks of type {chunk.type!r} are not taken, only 'encoded_text'")
+                raise ProtocolError(
+                    f"chunks of type {chunk.type!r} are not supported; supported: 'encoded_text'"
+                )
         try:
-            rows = [_row(chunk.tokens, pack) for chunk in self.chunks]
+            rows = [_to_row(chunk.tokens, pack) for chunk in self.chunks]
         except OverflowError:
-            raise ProtocolError("a token is too large for 64 bits") from None
+            raise ProtocolError("a token id is too large for 64 bits") from None
         return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, np.int64), *rows])
 
 
-def _row(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
+def _to_row(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
     if isinstance(tokens, list):
         return np.array(tokens, np.int64)
     row = pack.array(tokens.location)
     if row.dtype.kind != "i":
-        raise ProtocolError(f"tokens are {row.dtype}, not whole numbers")
+        raise ProtocolError(f"tokens have dtype {row.dtype}; they must be whole numbers")
     return row.astype(np.int64)
 
 
@@ -82,7 +84,7 @@ class WeaverPassInput(msgspec.Struct):
 
 
 class WeaverTensor(msgspec.Struct):
-    """One of the two: the numbers, or where they lie in the pack."""
+    """A tensor's numbers, or their location in the tensor pack."""
 
     data: list[float] | None = None
     location: TensorLocation | None = msgspec.field(name="$tensor", default=None)
@@ -90,130 +92,133 @@ class WeaverTensor(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WeaverBatch:
-    """What a pass computes. ``loss`` is None where only logprobs are asked for."""
+    """The samples of a pass. ``loss`` is None if only logprobs were requested."""
 
     loss: LossConfig | None
     samples: list[Sample]
     scored: list[NDArray[np.bool_]]
-    """Per datum, which targets are tokens of its sample."""
+    """Per datum, True for the targets that are tokens of its sample."""
     datum_ids: list[str | None]
 
 
 def parse_batch(
-    given: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, backward: bool
+    pass_input: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, backward: bool
 ) -> WeaverBatch:
-    """Raises ProtocolError for what cannot be honoured, by name."""
-    if backward and given.loss_fn == LOGPROBS_ONLY:
+    """Convert a pass to samples. Raises ProtocolError that names the unsupported field or invalid datum."""
+    loss_fn = pass_input.loss_fn
+    if backward and loss_fn == LOGPROBS_ONLY:
         raise ProtocolError(f"loss_fn {LOGPROBS_ONLY!r} has no backward pass")
-    if given.loss_fn not in (*LOSSES, LOGPROBS_ONLY):
+    if loss_fn not in (*LOSSES, LOGPROBS_ONLY):
         raise ProtocolError(
-            f"loss_fn {given.loss_fn!r} is not known here; the losses are {', '.join(LOSSES)}, and "
-            f"{LOGPROBS_ONLY} for a forward pass"
+            f"loss_fn {loss_fn!r} is not supported; supported: {', '.join(LOSSES)}, and {LOGPROBS_ONLY} for "
+            "a forward pass"
         )
-    if not given.data:
-        raise ProtocolError("data is empty")
-    read = [_read_datum(datum, pack, given.loss_fn, i, vocab_size) for i, datum in enumerate(given.data)]
+    if not pass_input.data:
+        raise ProtocolError("data is empty; send at least one datum")
+    parsed = [_parse_datum(datum, pack, loss_fn, i, vocab_size) for i, datum in enumerate(pass_input.data)]
     return WeaverBatch(
-        parse_loss(given.loss_fn, given.loss_fn_config),
-        [sample for sample, _ in read],
-        [scored for _, scored in read],
-        [datum.datum_id for datum in given.data],
+        parse_loss(loss_fn, pass_input.loss_fn_config),
+        [sample for sample, _ in parsed],
+        [scored for _, scored in parsed],
+        [datum.datum_id for datum in pass_input.data],
     )
 
 
 def parse_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
-    """What is not known in ``config`` is refused, unless it asks for nothing: the loss is a sum."""
-    ours: dict[str, Any] = {}
+    """Return the loss settings. An unknown option is rejected unless its value has no effect."""
+    options: dict[str, Any] = {}
     for key, value in config.items():
         if key in OPTIONS:
-            ours[OPTIONS[key]] = value
+            options[OPTIONS[key]] = value
         elif value not in (None, False, 0, "sum"):
             raise ProtocolError(
-                f"loss_fn_config.{key} = {value!r} cannot be honoured; known are {', '.join(OPTIONS)}"
+                f"loss_fn_config.{key} = {value!r} is not supported; supported: {', '.join(OPTIONS)}"
             )
     if name == LOGPROBS_ONLY:
         return None
     try:
-        return LossConfig(name="cross_entropy" if name == "surrogate" else name, **ours)  # pyright: ignore[reportArgumentType] - checked by the caller
+        return LossConfig(name="cross_entropy" if name == "surrogate" else name, **options)  # pyright: ignore[reportArgumentType] - checked by the caller
     except ValidationError as error:
         first = error.errors()[0]
         raise ProtocolError(f"loss_fn_config: {first['loc'][0]}: {first['msg']}") from None
 
 
-def _read_datum(
+def _parse_datum(
     datum: WeaverDatum, pack: TensorPack, loss_fn: str, index: int, vocab_size: int
 ) -> tuple[Sample, NDArray[np.bool_]]:
     if datum.model_input is None:
-        raise ProtocolError(f"datum {index} has no model_input; managed datasets are not offered here")
+        raise ProtocolError(f"datum {index} has no model_input; managed datasets are not supported")
     if "router_replay" in datum.metadata:
-        raise ProtocolError(f"datum {index}: router replay is not offered here")
+        raise ProtocolError(f"datum {index}: router replay is not supported")
     tokens = datum.model_input.tokens(pack)
-    inputs = _Inputs(datum.loss_fn_inputs, pack, index, len(tokens))
+    inputs = _LossInputs(datum.loss_fn_inputs, pack, index, len(tokens))
     targets = inputs.ints("target_tokens")
-    there = targets != NO_TARGET
-    ids = np.append(tokens, targets[-1:][there[-1:]])
+    has_target = targets != NO_TARGET
+    ids = np.append(tokens, targets[-1:][has_target[-1:]])
     _check_ids(ids, index, vocab_size)
-    scored = there & (np.append(tokens[1:], targets[-1:]) == targets)
-    mask, advantages, logprobs = _loss_inputs(inputs, loss_fn, scored)
-    wrong = np.flatnonzero((mask != 0) & there & ~scored)
-    if len(wrong):
-        at = int(wrong[0])
+    scored = has_target & (np.append(tokens[1:], targets[-1:]) == targets)
+    mask, advantages, logprobs = _loss_tensors(inputs, loss_fn, scored)
+    invalid = np.flatnonzero((mask != 0) & has_target & ~scored)
+    if len(invalid):
+        at = int(invalid[0])
         raise ProtocolError(
-            f"datum {index}: target {at} is {int(targets[at])}, but the model input goes on with "
-            f"{int(tokens[at + 1])}; only the next token can be a target"
+            f"datum {index}: target {at} is {int(targets[at])}, but the next token of the model input is "
+            f"{int(tokens[at + 1])}; each target must be the next token"
         )
     size = len(ids)
     sample = Sample(
         sample_key=f"datum {index}",
         session_id="",
         token_ids=ids.astype(np.int32),
-        mask=_shifted(np.where(scored, mask, 0), size, first=0.0),
-        logprobs=_shifted(logprobs, size),
-        advantages=_shifted(advantages, size),
+        mask=_shift(np.where(scored, mask, 0), size, first=0.0),
+        logprobs=_shift(logprobs, size),
+        advantages=_shift(advantages, size),
         versions=np.full(size, NOT_SAMPLED, np.int32),
     )
     return sample, scored
 
 
-def _loss_inputs(inputs: _Inputs, loss_fn: str, scored: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-    """Mask, advantages and old logprobs, per target."""
-    none = np.full(len(scored), np.nan, np.float32)
-    every = np.ones(len(scored), np.float32)
+def _loss_tensors(
+    inputs: _LossInputs, loss_fn: str, scored: NDArray[np.bool_]
+) -> tuple[Floats, Floats, Floats]:
+    """Return the mask, the advantages and the old logprobs of the targets."""
+    nans = np.full(len(scored), np.nan, np.float32)
+    ones = np.ones(len(scored), np.float32)
     if loss_fn == LOGPROBS_ONLY:
-        return np.where(scored, every, 0), none, none
+        return np.where(scored, ones, 0), nans, nans
     if loss_fn == "surrogate":
-        return every, -inputs.floats("surrogate_weights"), none
+        return ones, -inputs.floats("surrogate_weights"), nans
     if loss_fn == "cross_entropy":
         inputs.allow("target_tokens", "weights", "loss_mask")
-        weights = inputs.floats("weights") if "weights" in inputs else every
-        # Without a mask every target is scored, also those of weight 0: clients add up their own figures.
+        weights = inputs.floats("weights") if "weights" in inputs else ones
+        # Without a mask every target is scored, even at weight 0: clients compute metrics from the logprobs.
         mask = (
             inputs.floats("loss_mask")
             if "loss_mask" in inputs
-            else np.where(scored | (weights != 0), every, 0)
+            else np.where(scored | (weights != 0), ones, 0)
         )
-        return mask, weights, none
+        return mask, weights, nans
     inputs.allow("target_tokens", "logprobs", "advantages", "loss_mask")
     return inputs.floats("loss_mask"), inputs.floats("advantages"), inputs.floats("logprobs")
 
 
-class _Inputs:
+class _LossInputs:
     """A datum's ``loss_fn_inputs``: tensors with one entry per token of its model input."""
 
-    def __init__(self, given: dict[str, msgspec.Raw], pack: TensorPack, index: int, length: int) -> None:
-        self._given = given
+    def __init__(self, tensors: dict[str, msgspec.Raw], pack: TensorPack, index: int, length: int) -> None:
+        self._tensors = tensors
         self._pack = pack
         self._index = index
         self._length = length
 
     def __contains__(self, name: str) -> bool:
-        return name in self._given
+        return name in self._tensors
 
     def allow(self, *names: str) -> None:
-        for name in self._given:
+        for name in self._tensors:
             if name not in names:
                 raise ProtocolError(
-                    f"datum {self._index}: loss_fn_inputs.{name} is not known to this loss, which takes "
+                    f"datum {self._index}: loss_fn_inputs.{name} is not known to this loss; supported: "
                     f"{', '.join(names)}"
                 )
 
@@ -227,21 +232,23 @@ class _Inputs:
     def ints(self, name: str) -> Ints:
         values = self._values(name)
         with np.errstate(invalid="ignore"):
-            whole = values.astype(np.int64)
-        if (whole != values).any():
-            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} has a number that is not whole")
-        return whole
+            integers = values.astype(np.int64)
+        if (integers != values).any():
+            raise ProtocolError(
+                f"datum {self._index}: loss_fn_inputs.{name} has a number that is not an integer"
+            )
+        return integers
 
     def _values(self, name: str) -> NDArray[Any]:
-        if name not in self._given:
+        if name not in self._tensors:
             raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} is missing")
-        tensor = parse_json(self._given[name], WeaverTensor)
+        tensor = parse_json(self._tensors[name], WeaverTensor)
         if tensor.location is not None:
             values = self._pack.array(tensor.location)
         elif tensor.data is not None:
             values = np.array(tensor.data, np.float64)
         else:
-            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} cannot be read: it has no data")
+            raise ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} cannot be parsed: no data")
         if len(values) != self._length:
             raise ProtocolError(
                 f"datum {self._index}: loss_fn_inputs.{name} has {len(values)} entries for "
@@ -259,8 +266,8 @@ def _check_ids(ids: Ints, index: int, vocab_size: int) -> None:
         )
 
 
-def _shifted(values: Floats, size: int, *, first: float = np.nan) -> Floats:
-    """Per token of the sample what ``values`` has per target, after the ``first`` token's."""
+def _shift(values: Floats, size: int, *, first: float = np.nan) -> Floats:
+    """Return the targets' values one index later, so that index i describes token i of the sample."""
     shifted = np.empty(size, np.float32)
     shifted[:1] = first
     shifted[1:] = values[: max(size - 1, 0)]
@@ -268,10 +275,10 @@ def _shifted(values: Floats, size: int, *, first: float = np.nan) -> Floats:
 
 
 def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
-    """`loss_fn_outputs`: per datum the logprob of each target; NaN where it was not computed."""
+    """Return `loss_fn_outputs`: per datum the logprob of each target; NaN where it was not computed."""
     return [
         {
-            "logprobs": {"data": _numbers(_per_target(values, scored)), "dtype": "float32"},
+            "logprobs": {"data": _encode_numbers(_per_target(values, scored)), "dtype": "float32"},
             **({} if datum_id is None else {"datum_id": datum_id}),
         }
         for values, scored, datum_id in zip(logprobs, batch.scored, batch.datum_ids, strict=True)
@@ -279,11 +286,11 @@ def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[s
 
 
 def _per_target(logprobs: Floats, scored: NDArray[np.bool_]) -> Floats:
-    found = np.full(len(scored), np.nan, np.float32)
-    found[: max(len(logprobs) - 1, 0)] = logprobs[1:]
-    return np.where(scored, found, np.float32(np.nan))
+    aligned = np.full(len(scored), np.nan, np.float32)
+    aligned[: max(len(logprobs) - 1, 0)] = logprobs[1:]
+    return np.where(scored, aligned, np.float32(np.nan))
 
 
-def _numbers(values: Floats) -> orjson.Fragment:
-    """A NaN as the SDK's JSON reader takes it: with a null, it could not make a tensor of them."""
+def _encode_numbers(values: Floats) -> orjson.Fragment:
+    """Encode NaN as `NaN`: the SDK cannot make a tensor of a list that contains null."""
     return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).replace(b"null", b"NaN"))

@@ -1,7 +1,7 @@
-"""Operations as Weaver shows them.
+"""Operations as Weaver's clients see them.
 
-A request that starts one is held open until it is done, up to `HOLD` seconds, and so is one that asks for it:
-the SDK would come back only after half a second, then one, two, up to ten.
+A request that starts an operation or asks for its state is held open for up to `HOLD_SECONDS` until the
+operation is done: the SDK would poll again only after half a second, then one, two, up to ten.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 from starlette.responses import Response
 
 from instar.protocol.base import OperationResult, OperationScheduler, ProtocolError
-from instar.protocol.weaver.http import WeaverRequest, error_fields, json_response
+from instar.protocol.http import json_response
+from instar.protocol.weaver.http import WeaverRequest, error_fields
 
-HOLD = 25.0
-"""Less than half of the 60 s after which the SDK gives a request up."""
+HOLD_SECONDS = 25.0
+"""Less than half of the 60 s after which the SDK gives up a request."""
 
 OperationWork = Callable[[], Awaitable[Any]]
 
@@ -30,27 +31,27 @@ class WeaverOperationRoutes:
     async def run(
         self, kind: str, request: WeaverRequest, work: OperationWork, *, key: str | None, deadline: float
     ) -> Any:
-        """The value of work that the SDK does not wait for as an operation, but may well ask for twice."""
+        """Return the value of work whose result the SDK expects in the response, and may request again."""
         operation_id = self._operations.submit(kind, request.owner, work, key=key)
-        outcome = await self._operations.wait(operation_id, request.owner, deadline)
-        if outcome is None:
-            raise ProtocolError(f"{kind} is not done after {deadline:g} s: ask again", 503, "server")
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
+        result = await self._operations.wait(operation_id, request.owner, deadline)
+        if result is None:
+            raise ProtocolError(f"{kind} is not done after {deadline:g} s; send it again", 503, "server")
+        if result.error is not None:
+            raise result.error
+        return result.value
 
     async def show(self, request: WeaverRequest) -> Response:
         return await self.respond(request.path_params["operation"], request)
 
     async def respond(self, operation_id: str, request: WeaverRequest) -> Response:
-        outcome = await self._operations.wait(operation_id, request.owner, HOLD)
-        return json_response({"id": operation_id, **_status(outcome)})
+        result = await self._operations.wait(operation_id, request.owner, HOLD_SECONDS)
+        return json_response({"id": operation_id, **_status_fields(result)})
 
 
-def _status(outcome: OperationResult | None) -> dict[str, Any]:
-    if outcome is None:
+def _status_fields(result: OperationResult | None) -> dict[str, Any]:
+    if result is None:
         return {"status": "running"}
-    if outcome.error is None:
-        return {"status": "done", "response": outcome.value}
-    code, message, retryable = error_fields(outcome.error)
+    if result.error is None:
+        return {"status": "done", "response": result.value}
+    code, message, retryable = error_fields(result.error)
     return {"status": "error", "error_code": code, "error_message": message, "retryable": retryable}

@@ -9,11 +9,11 @@ def test_each_side_has_all_cores_while_it_computes_alone() -> None:
     samplers: list[int] = []
     model: list[int] = []
     cores = CoreSharing(samplers.append, ALL)
-    with cores.sampling():
+    with cores.reserve_for_sampling():
         pass
-    with cores.training(model.append):
+    with cores.reserve_for_training(model.append):
         pass
-    with cores.sampling():
+    with cores.reserve_for_sampling():
         pass
     assert model == [ALL]
     assert samplers == [HALF, ALL], "half while the model computes, and all again"
@@ -23,13 +23,13 @@ def test_each_side_has_half_of_them_while_both_compute() -> None:
     samplers: list[int] = []
     model, other = list[int](), list[int]()
     cores = CoreSharing(samplers.append, ALL)
-    with cores.sampling(), cores.sampling():
-        with cores.training(model.append):
+    with cores.reserve_for_sampling(), cores.reserve_for_sampling():
+        with cores.reserve_for_training(model.append):
             assert samplers == [HALF]
-            with cores.training(other.append):
+            with cores.reserve_for_training(other.append):
                 pass
             assert samplers == [HALF], "one of two models computes on"
         assert samplers == [HALF, ALL]
     assert (model, other) == ([HALF], [HALF])
-    with cores.training(model.append):
+    with cores.reserve_for_training(model.append):
         assert model == [HALF, ALL]

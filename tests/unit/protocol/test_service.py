@@ -112,10 +112,10 @@ async def test_it_trains_to_the_bit_as_the_backend_does_whoever_works_beside(
 
 
 async def test_models_share_the_base_weights(model: ModelConfig) -> None:
-    maker = TrainingModelFactory(model, threads=1)
-    first, _ = maker.make(AdapterSpec(rank=4))
-    second, _ = maker.make(AdapterSpec(rank=8, train_unembed=True))
-    base = {parameter.data_ptr() for parameter in maker.base.parameters()}
+    factory = TrainingModelFactory(model, threads=1)
+    first, _ = factory.create_backend(AdapterSpec(rank=4))
+    second, _ = factory.create_backend(AdapterSpec(rank=8, train_unembed=True))
+    base = {parameter.data_ptr() for parameter in factory.base.parameters()}
     for backend in (first, second):
         frozen = [p for p in backend._model.causal.parameters() if not p.requires_grad]
         assert {p.data_ptr() for p in frozen} == base
@@ -299,12 +299,12 @@ async def test_engines_at_work_divide_the_memory_and_those_at_rest_give_it_up(
     path = (await model.export("v")).path
     long = SamplingParams(max_tokens=150, seed=1)
     await service.sample(None, "me", PROMPT, long, 8)
-    base = service._samplers._seats[""].engine._scheduler
+    base = service._samplers._engines[""].engine._scheduler
     whole = base._kv_tokens
     assert base._rows.tokens > 0
     await service.sample(path, "me", PROMPT, long, 8)
     await until(lambda: base._rows.tokens == 0)
-    (version,) = [seat.engine._scheduler for key, seat in service._samplers._seats.items() if key]
+    (version,) = [pooled.engine._scheduler for key, pooled in service._samplers._engines.items() if key]
     assert version._kv_tokens == whole
     both = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
     await until(lambda: base._kv_tokens == version._kv_tokens == whole // 2)
@@ -338,7 +338,7 @@ async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(
         ([5, 99999], SamplingParams(), 1, "token ids must be"),
         ([5] * 256, SamplingParams(), 1, "no room"),
         (PROMPT, SamplingParams(temperature=-1), 1, "temperature"),
-        (PROMPT, SamplingParams(), 0, "replies"),
+        (PROMPT, SamplingParams(), 0, "number of samples: received 0"),
     ]:
         with pytest.raises(ProtocolError, match=text) as refused:
             await service.sample(None, "me", prompt, params, count)
@@ -415,11 +415,11 @@ async def test_what_cannot_be_made_is_refused_by_name(opened: Open) -> None:
     async with opened(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [
-            ("another-model", AdapterSpec(), "'another-model' is not served here: 'tiny' is"),
-            ("tiny", AdapterSpec(rank=17), "from 1 to 16"),
-            ("tiny", AdapterSpec(rank=0), "from 1 to 16"),
+            ("another-model", AdapterSpec(), "'another-model' is not served here; 'tiny' is"),
+            ("tiny", AdapterSpec(rank=17), "allowed: 1 to 16"),
+            ("tiny", AdapterSpec(rank=0), "allowed: 1 to 16"),
             ("tiny", AdapterSpec(rank=1, seed=2**80), "64 bits"),
-            ("tiny", AdapterSpec(rank=1, train_attn=False, train_mlp=False), "nothing is to be trained"),
+            ("tiny", AdapterSpec(rank=1, train_attn=False, train_mlp=False), "are all false"),
         ]:
             with pytest.raises(ProtocolError, match=text) as refused:
                 await service.create_model(session, "me", base, adapter)

@@ -102,7 +102,7 @@ def test_the_loss_is_configured_by_tinkers_names() -> None:
 @pytest.mark.parametrize(
     ("loss", "given", "config", "message"),
     [
-        ("truncated_importance_sampling", datum([1], [2]), {}, "not known here.*cross_entropy.*dro"),
+        ("truncated_importance_sampling", datum([1], [2]), {}, "is not supported.*cross_entropy.*dro"),
         ("forward_logprob", datum([1], [2]), {}, "no backward pass"),
         ("importance_sampling", datum([1], [2], logprobs=[-1], advantages=[1]), {}, "loss_mask is missing"),
         ("importance_sampling", datum([1], [2], loss_mask=[1], advantages=[1]), {}, "logprobs is missing"),
@@ -111,22 +111,27 @@ def test_the_loss_is_configured_by_tinkers_names() -> None:
             "ppo",
             datum([1], [2], **ratio_tensors(1)),
             {"entropy_coeff": 1e-4},
-            "entropy_coeff = 0.0001 cannot",
+            "entropy_coeff = 0.0001 is not supported",
         ),
         ("dro", datum([1], [2], **ratio_tensors(1)), {"beta": -1}, "beta: .*greater than or equal to 0"),
-        ("cross_entropy", {"loss_fn_inputs": {}}, {}, "managed datasets are not offered"),
+        ("cross_entropy", {"loss_fn_inputs": {}}, {}, "managed datasets are not supported"),
         ("cross_entropy", datum([1, 2], [2]), {}, "target_tokens has 1 entries for 2 tokens"),
-        ("cross_entropy", datum([1, 2], [3, 3]), {}, "target 0 is 3, but the model input goes on with 2"),
+        (
+            "cross_entropy",
+            datum([1, 2], [3, 3]),
+            {},
+            "target 0 is 3, but the next token .* is 2",
+        ),
         ("cross_entropy", datum([1, 2], [2, 100]), {}, "token 100 at 2 is outside the vocabulary of 100"),
         ("cross_entropy", datum([-1, 2], [2, 3]), {}, "token -1 at 0 is outside"),
-        ("cross_entropy", datum([1], [2.5]), {}, "not whole"),
-        ("cross_entropy", datum([2**70], [2]), {}, "cannot be read|too large"),
+        ("cross_entropy", datum([1], [2.5]), {}, "not an integer"),
+        ("cross_entropy", datum([2**70], [2]), {}, "cannot be parsed|too large"),
         ("cross_entropy", {**datum([1], [2]), "metadata": {"router_replay": {}}}, {}, "router replay"),
         (
             "cross_entropy",
             {**datum([1], [2]), "loss_fn_inputs": {"target_tokens": [[1]]}},
             {},
-            "cannot be read",
+            "cannot be parsed",
         ),
     ],
 )
@@ -140,7 +145,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 def test_an_image_is_refused() -> None:
     given = datum([1], [2])
     given["model_input"]["chunks"][0]["type"] = "image"
-    with pytest.raises(ProtocolError, match="'image' are not taken"):
+    with pytest.raises(ProtocolError, match="'image' are not supported"):
         read("cross_entropy", given)
 
 
