@@ -19,7 +19,7 @@ import msgspec
 
 from instar.clouds.base import SERVICES
 from instar.config import RunConfig
-from instar.protocol.weaver.checkpoints import OURS
+from instar.protocol.weaver.checkpoints import SERVICE_FOLDERS
 from instar.store.sqlite import SqliteStore
 from tests.torture.nursery import Life, Nursery
 from tests.torture.tortured import Trained
@@ -153,7 +153,7 @@ class ServiceRun(Trained):
         """Weaver's names for the folders are others."""
         assert self.served is not None
         model, folder, name = path.partition("://")[2].split("/")
-        return self.served.kept / model / OURS.get(folder, folder) / name
+        return self.served.kept / model / SERVICE_FOLDERS.get(folder, folder) / name
 
 
 def settings(run_dir: Path, model: Path, service: str, served: Served | None) -> dict[str, Any]:
