@@ -66,6 +66,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "completions": "instar.gateway.dialects.completions:CompletionsDialect",
         "messages": "instar.gateway.dialects.messages:MessagesDialect",
         "responses": "instar.gateway.dialects.responses:ResponsesDialect",
+        "tokens": "instar.gateway.dialects.tokens:TokensDialect",
     },
 }
 

@@ -132,7 +132,7 @@ def _feedback_service(config: RunConfig, store: Store, renderer: Renderer | None
         Redactor.from_config(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
-        context=lambda: config.model.max_context,
+        max_context=lambda: config.model.max_context,
         models=config.models,
     )
 

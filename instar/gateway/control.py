@@ -1,8 +1,9 @@
-"""The routes beside model calls: models, health, sessions, tokens in and out."""
+"""The routes besides model calls: models, health, sessions, submitted calls and feedback."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.errors import EngineError
+from instar.gateway.auth import Caller
 from instar.gateway.base import (
-    SESSION_HEADER,
     ApiError,
     CompleteSession,
     FailSession,
@@ -22,179 +23,158 @@ from instar.gateway.base import (
     bad_request,
     from_validation,
 )
-from instar.gateway.calls import EngineCall
-from instar.gateway.client_headers import external_id, retry_evidence
+from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService
+from instar.gateway.pipeline.parse import RequestReader, parse_retry_evidence
+from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.process_stats import LoopLagMonitor, memory_mb
-from instar.gateway.request_reader import RequestReader
-from instar.gateway.responses import JSON, api_error, failure
 from instar.gateway.routing import ModelRouter
-from instar.gateway.sessions import SessionHints, Sessions
-from instar.gateway.token_api import read_generate, read_submission, write_submitted
-from instar.gateway.tokens import GenerateResponse, submit
-from instar.record.hashing import MessageHasher
-from instar.types import new_id
+from instar.gateway.session_service import SessionService
+from instar.gateway.session_states import SessionStates
+from instar.gateway.token_api import SubmissionService, parse_submission
 
 T = TypeVar("T")
 PREFIXES = ("/v1", "/s/{session}/v1")
 
 
+@dataclass(frozen=True, slots=True)
+class ControlServices:
+    sessions: SessionService
+    feedback: FeedbackService
+    submissions: SubmissionService | None
+    """None without an engine."""
+    loop_lag: LoopLagMonitor
+
+
 class ControlApi:
     def __init__(
         self,
-        sessions: Sessions,
-        routing: ModelRouter,
-        incoming: RequestReader,
-        hasher: MessageHasher,
-        watch: LoopLagMonitor,
-        policy_id: str,
-        chat: Dialect,
-        desk: FeedbackService,
+        context: GatewayContext,
+        reader: RequestReader,
+        router: ModelRouter,
+        states: SessionStates,
+        services: ControlServices,
+        error_dialect: Dialect,
     ) -> None:
-        """``chat``: whose words are used where no dialect was chosen."""
-        self._sessions = sessions
-        self._routing = routing
-        self._incoming = incoming
-        self._hasher = hasher
-        self._watch = watch
-        self._policy_id = policy_id
-        self._chat = chat
-        self._desk = desk
+        """``error_dialect`` formats the errors of routes that have no dialect."""
+        self._store = context.store
+        self._policy_id = context.identity.policy_id
+        self._reader = reader
+        self._router = router
+        self._states = states
+        self._services = services
+        self._error_dialect = error_dialect
 
     def routes(self) -> list[Route]:
         return [
-            *(Route(f"{prefix}/models", self.models) for prefix in PREFIXES),
-            *(Route(f"{prefix}/models/{{model:path}}", self.model) for prefix in PREFIXES),
+            *(Route(f"{prefix}/models", self.list_models) for prefix in PREFIXES),
+            *(Route(f"{prefix}/models/{{model:path}}", self.get_model) for prefix in PREFIXES),
             Route("/healthz", self.health),
             Route("/stats", self.stats),
             Route("/sessions", self.open_session, methods=["POST"]),
-            Route("/sessions/{session}", self.read_session),
+            Route("/sessions/{session}", self.get_session),
             Route("/sessions/{session}/complete", self.complete_session, methods=["POST"]),
             Route("/sessions/{session}/fail", self.fail_session, methods=["POST"]),
             Route("/sessions/{session}/calls", self.submit_calls, methods=["POST"]),
-            *(Route(f"{prefix}/generate", self.generate, methods=["POST"]) for prefix in PREFIXES),
             Route("/feedback", self.list_feedback),
-            *(Route(f"{prefix}/feedback", self.feedback, methods=["POST"]) for prefix in ("", *PREFIXES)),
+            *(Route(f"{prefix}/feedback", self.add_feedback, methods=["POST"]) for prefix in ("", *PREFIXES)),
         ]
 
-    async def models(self, http: HttpRequest) -> Response:
-        await self._incoming.caller(http)
+    async def list_models(self, http: HttpRequest) -> Response:
+        await self._authenticate(http)
         if "anthropic-version" in http.headers:
             return Response(format_models([self._policy_id]), media_type=JSON)
-        return _json({"object": "list", "data": [self._model(self._policy_id)]})
+        return _json({"object": "list", "data": [_model_info(self._policy_id)]})
 
-    async def model(self, http: HttpRequest) -> Response:
-        await self._incoming.caller(http)
-        return _json(self._model(http.path_params["model"]))
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "instar"}
+    async def get_model(self, http: HttpRequest) -> Response:
+        await self._authenticate(http)
+        return _json(_model_info(http.path_params["model"]))
 
     async def health(self, http: HttpRequest) -> Response:
-        if self._routing.calls is None:
+        if self._router.engine is None:
             return _json({"status": "ok", "engine": "none"})
         try:
             async with asyncio.timeout(2):
-                status = await self._routing.calls.engine.status()
+                status = await self._router.engine.engine.status()
         except (EngineError, TimeoutError) as error:
             return _json({"status": "ok", "engine": "down", "reason": str(error)})
         return _json({"status": "ok", "engine": "up", "version": status.version})
 
     async def stats(self, http: HttpRequest) -> Response:
-        await self._admin(http)
-        lag = self._watch.p99() * 1000
+        await self._require_admin(http)
         return _json(
             {
-                "loop_lag_p99_ms": lag,
+                "loop_lag_p99_ms": self._services.loop_lag.p99() * 1000,
                 "rss_mb": memory_mb(),
-                "in_flight": self._incoming.in_flight,
-                "sessions_in_memory": len(self._sessions),
+                "in_flight": self._reader.in_flight,
+                "sessions_in_memory": len(self._states),
             }
         )
 
-    async def _admin(self, http: HttpRequest) -> None:
-        if (await self._incoming.caller(http)).kind != "admin":
-            raise ApiError(403, "Only the admin key reads these.", code="not_allowed")
-
-    # --- tokens in, tokens out --------------------------------------------------------------------
-
-    async def generate(self, http: HttpRequest) -> Response:
-        caller, calls = await self._incoming.caller(http), self._routing.engine()
-        with self._incoming.admitted():
-            body = await self._incoming.body_of(http)
-        asked = read_generate(body, calls.engine.info.vocab_size)
-        named = SessionHints(
-            http.path_params.get("session"), http.headers.get(SESSION_HEADER), external_id(http.headers, ())
-        )
-        state = await self._sessions.resolve(caller, named, None, ())
-        exchange = EngineCall(
-            calls,
-            state,
-            asked.request,
-            None,
-            request_id=new_id("gen"),
-            dialect="tokens",
-            evidence=retry_evidence(http.headers),
-            stop_token_ids=asked.stop_token_ids,
-        )
-        return GenerateResponse(self._chat, exchange, self._incoming.count, self._incoming.patience)
-
-    async def submit_calls(self, http: HttpRequest) -> Response:
-        caller, calls = await self._incoming.caller(http), self._routing.engine()
-        body = await self._incoming.body_of(http)
-        state = await self._sessions.usable(http.path_params["session"], caller)
-        head = (await calls.store.latest_policy(state.session.policy_id)).version
-        given = read_submission(body, calls.engine.info.vocab_size, head)
-        return Response(
-            write_submitted(await submit(calls, self._hasher, state, given)), 201, media_type=JSON
-        )
-
-    # --- control ----------------------------------------------------------------------------------
-
     async def open_session(self, http: HttpRequest) -> Response:
-        caller = await self._incoming.caller(http)
-        session, key = await self._sessions.open(
-            caller, _decode(await self._incoming.body_of(http), OpenSession)
-        )
+        caller, body = await self._read(http, OpenSession)
+        session, key = await self._services.sessions.open(caller, body)
         base_url = f"{http.url.scheme}://{http.url.netloc}/s/{session.session_id}/v1"
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _struct(opened, 201)
 
     async def complete_session(self, http: HttpRequest) -> Response:
-        return await self._end(http, CompleteSession)
+        return await self._end_session(http, CompleteSession)
 
     async def fail_session(self, http: HttpRequest) -> Response:
-        return await self._end(http, FailSession)
+        return await self._end_session(http, FailSession)
 
-    async def _end(self, http: HttpRequest, kind: type[CompleteSession | FailSession]) -> Response:
-        caller = await self._incoming.caller(http)
-        asked = _decode(await self._incoming.body_of(http), kind)
-        return _struct(await self._sessions.end(http.path_params["session"], caller, asked))
+    async def _end_session(self, http: HttpRequest, kind: type[CompleteSession | FailSession]) -> Response:
+        caller, body = await self._read(http, kind)
+        return _struct(await self._services.sessions.end(http.path_params["session"], caller, body))
 
-    async def read_session(self, http: HttpRequest) -> Response:
-        caller = await self._incoming.caller(http)
-        return _struct(await self._sessions.view(http.path_params["session"], caller))
+    async def get_session(self, http: HttpRequest) -> Response:
+        caller = await self._authenticate(http)
+        return _struct(await self._services.sessions.view(http.path_params["session"], caller))
 
-    # --- people -----------------------------------------------------------------------------------
+    async def submit_calls(self, http: HttpRequest) -> Response:
+        caller, engine = await self._authenticate(http), self._router.require_engine().engine
+        body = await self._reader.read_http(http)
+        state = await self._states.get_open(http.path_params["session"], caller)
+        latest = (await self._store.head(state.session.policy_id)).version
+        calls = parse_submission(body, engine.info.vocab_size, latest)
+        assert self._services.submissions is not None, "there is an engine"
+        return _json({"call_ids": await self._services.submissions.submit(state, calls)}, 201)
 
-    async def feedback(self, http: HttpRequest) -> Response:
-        caller = await self._incoming.caller(http)
-        asked = _decode(await self._incoming.body_of(http), FeedbackBody)
-        if session := http.path_params.get("session"):
-            if asked.session_id not in (None, session):
+    async def add_feedback(self, http: HttpRequest) -> Response:
+        caller, body = await self._read(http, FeedbackBody)
+        if session_id := http.path_params.get("session"):
+            if body.session_id not in (None, session_id):
                 raise ApiError(403, "The URL and the body name different sessions.", code="session_conflict")
-            asked.session_id = session
-        given, is_new = await self._desk.add(caller, asked, retry_evidence(http.headers).client_key)
-        return _struct(given, 201 if is_new else 200)
+            body.session_id = session_id
+        client_key = parse_retry_evidence(http.headers).client_key
+        view, is_new = await self._services.feedback.add(caller, body, client_key)
+        return _struct(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
-        await self._admin(http)
-        return _struct(FeedbackList(await self._desk.list_feedback(http.query_params.get("session"))))
+        await self._require_admin(http)
+        session_id = http.query_params.get("session")
+        return _struct(FeedbackList(await self._services.feedback.list_feedback(session_id)))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
-        return failure(self._chat, api_error(error))
+        return error_response(self._error_dialect, error)
+
+    async def _authenticate(self, http: HttpRequest) -> Caller:
+        return await self._reader.authenticate(http.headers)
+
+    async def _require_admin(self, http: HttpRequest) -> None:
+        if (await self._authenticate(http)).kind != "admin":
+            raise ApiError(403, "Only the admin key may read this.", code="not_allowed")
+
+    async def _read(self, http: HttpRequest, kind: type[T]) -> tuple[Caller, T]:
+        caller = await self._authenticate(http)
+        return caller, _decode(await self._reader.read_http(http), kind)
+
+
+def _model_info(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "instar"}
 
 
 def _decode(body: bytes, kind: type[T]) -> T:
@@ -206,8 +186,8 @@ def _decode(body: bytes, kind: type[T]) -> T:
         raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type=JSON)
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type=JSON)
 
 
 def _struct(value: msgspec.Struct, status: int = 200) -> Response:

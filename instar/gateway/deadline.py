@@ -1,4 +1,4 @@
-"""A deadline for what the running task does: asyncio.timeout, at a third of its cost."""
+"""A deadline for the current task, at a third of the cost of asyncio.timeout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class Deadline:
-    """``with Deadline(seconds):`` raises TimeoutError when the block takes longer."""
+    """``with Deadline(seconds):`` raises TimeoutError if the block takes longer."""
 
     __slots__ = ("_cancelling", "_expired", "_handle", "_seconds", "_task")
 
@@ -17,7 +17,7 @@ class Deadline:
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
-        assert task is not None, "a deadline is of a task"
+        assert task is not None, "a deadline needs a task"
         self._task = task
         self._cancelling = task.cancelling()
         self._handle = asyncio.get_running_loop().call_later(self._seconds, self._expire)
@@ -29,9 +29,9 @@ class Deadline:
         trace: TracebackType | None,
     ) -> None:
         self._handle.cancel()
-        # Cancelled by us alone, or by someone else too?
-        mine = self._expired and self._task.uncancel() <= self._cancelling
-        if mine and kind is asyncio.CancelledError:
+        # Another cancellation beside this one must be passed on.
+        is_only_cancellation = self._expired and self._task.uncancel() <= self._cancelling
+        if is_only_cancellation and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
     def _expire(self) -> None:

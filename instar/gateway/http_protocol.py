@@ -1,8 +1,8 @@
-"""HTTP connections whose requests cannot begin for ever, and which tell when their client is gone.
+"""HTTP connections with limits on request heads, which report when their client disconnects.
 
-Uvicorn collects the head of a request, however large it is and however slowly it comes. Bodies are the
-app's own to limit. The app finds the connection in its scope (`connection`): asking it costs less than a
-task that waits for the client to leave.
+Uvicorn reads the head of a request whatever its size and however slowly it arrives; the app limits bodies
+itself. The app gets the connection from its scope (`get_connection`): asking it costs less than a task that
+waits for the client's disconnect.
 """
 
 from __future__ import annotations
@@ -15,37 +15,35 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
-_NAME = "instar.connection"
+_EXTENSION = "instar.connection"
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Of a request, where this protocol serves it."""
-    return scope.get("extensions", {}).get(_NAME)
+    """Return the connection of a request, or None if another protocol serves it."""
+    return scope.get("extensions", {}).get(_EXTENSION)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     max_head = 1 << 20
-    """Bytes of a request's line and headers."""
+    """The maximum size in bytes of a request line with its headers."""
     head_timeout = 60.0
-    """Seconds from a connection's or a request's first byte to the end of its headers."""
+    """The time in seconds from the first byte of a connection or request to the end of its headers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._head = 0
+        self._head_size = 0
         self._in_head = True
-        self._deadline: asyncio.TimerHandle | None = None
-        self.when_gone: Callable[[], None] | None = None
-        """Called when the client has gone; set for as long as a request is worked on."""
+        self._head_timer: asyncio.TimerHandle | None = None
+        self.on_disconnect: Callable[[], None] | None = None
+        """Called when the client disconnects; set while a request is handled."""
 
     @property
     def has_body(self) -> bool:
-        """Whether the request's body has come as a whole."""
+        """True if the complete body of the request has arrived."""
         return not self.cycle.more_body
 
-    def answer(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """A whole answer of status 200, in one write."""
+    def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """Write a complete response with status 200 at once."""
         cycle = self.cycle
         if cycle.disconnected or cycle.response_started:
             return
@@ -63,50 +61,49 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @classmethod
     def with_limits(cls, max_head: int, head_timeout: float) -> type[LimitedHttpProtocol]:
-        """The protocol with these limits."""
         return type(cls.__name__, (cls,), {"max_head": max_head, "head_timeout": head_timeout})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_head()
-        if self.when_gone is not None:
-            self.when_gone()
+        self._reset_head()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self._in_head:
             return
-        self._head += len(data)
-        if self._head > self.max_head:
+        self._head_size += len(data)
+        if self._head_size > self.max_head:
             self._refuse(b"431 Request Header Fields Too Large")
-        elif self._deadline is None:
-            self._expect_head()
+        elif self._head_timer is None:
+            self._start_head_timer()
 
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
-        self.scope["extensions"] = {_NAME: self}  # type: ignore[typeddict-item]  # a live object, not data
+        self.scope["extensions"] = {_EXTENSION: self}  # type: ignore[typeddict-item]  # an object
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._forget_head()
+        self._reset_head()
         super().on_headers_complete()
 
-    def _expect_head(self) -> None:
-        self._deadline = self.loop.call_later(self.head_timeout, self._refuse, b"408 Request Timeout")
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.head_timeout, self._refuse, b"408 Request Timeout")
 
-    def _forget_head(self) -> None:
-        self._head = 0
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _reset_head(self) -> None:
+        self._head_size = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _refuse(self, status: bytes) -> None:
-        self._forget_head()
+        self._reset_head()
         if not self.transport.is_closing():
             self.transport.write(_REFUSAL % status)
             self.transport.close()

@@ -1,4 +1,4 @@
-"""How the gateway's process is doing."""
+"""Statistics of the gateway's process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections import deque
 from pathlib import Path
 
 _PERIOD = 0.05
-_KEPT = 6000
-"""Five minutes."""
+_MAX_SAMPLES = 6000
+"""The samples of five minutes."""
 
 
 class LoopLagMonitor:
-    """How late the event loop wakes what waits for it."""
+    """Measures how late the event loop resumes its tasks."""
 
     def __init__(self) -> None:
-        self._lags: deque[float] = deque(maxlen=_KEPT)
+        self._lags: deque[float] = deque(maxlen=_MAX_SAMPLES)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -27,13 +27,13 @@ class LoopLagMonitor:
             self._lags.append(max(0.0, loop.time() - due))
 
     def p99(self) -> float:
-        """In seconds, over the last minutes."""
+        """Return the 99th percentile in seconds."""
         lags = sorted(self._lags)
         return lags[int(0.99 * (len(lags) - 1))] if lags else 0.0
 
 
 def memory_mb() -> float:
-    """Resident memory of this process; its peak where the system does not tell."""
+    """Return the resident memory of this process, or its peak on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize() / 2**20

@@ -1,8 +1,8 @@
-"""What was parsed already is not parsed again.
+"""A cache of parsed requests.
 
-An agent sends its whole history with every call. Where a body begins with the same bytes as an earlier one
-of the same caller, the messages within those bytes are taken from there, hashes included, and only the
-rest is read: the cost of a call goes with what is new in it.
+An agent sends its whole history with every call. If a body starts with the same bytes as an earlier one of
+the same caller, the messages within those bytes and their hashes are reused and only the rest is parsed, so
+the cost of a call depends on its new messages.
 """
 
 from __future__ import annotations
@@ -20,135 +20,132 @@ from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.record.hashing import HashChain, MessageHasher
 
-_WORTHWHILE = 8 * 1024
-"""Smaller bodies are read faster than they are looked up."""
-_CANDIDATES = 4
-"""Bodies kept for each caller."""
-_SPACE = b" \t\r\n"
+MIN_CACHED_BODY = 8 * 1024
+"""The smallest body in bytes that is worth a lookup; smaller ones are parsed faster."""
+_MAX_BODIES_PER_CALLER = 4
+_WHITESPACE = b" \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ParsedBody:
     body: bytes
     ends: list[int]
-    """Where each message ends in the body."""
-    begin: int
-    """Where the first message begins."""
+    """The offset at which each message ends in the body."""
+    start: int
+    """The offset of the first message."""
     request: ModelRequest
     chain: HashChain
 
 
-class _Messages(msgspec.Struct):
+class _MessagesBody(msgspec.Struct):
     messages: list[msgspec.Raw]
 
 
 class RequestCache:
-    def __init__(self, hasher: MessageHasher, budget: int = 32 * 1024 * 1024) -> None:
-        """``budget``: bytes of bodies kept."""
+    def __init__(self, hasher: MessageHasher, max_bytes: int = 32 * 1024 * 1024) -> None:
+        """``max_bytes`` limits the total size of the cached bodies."""
         self._hasher = hasher
-        self._budget = budget
-        self._kept: OrderedDict[Hashable, list[_Read]] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Hashable, list[_ParsedBody]] = OrderedDict()
         self._size = 0
 
     @property
     def size(self) -> int:
-        """Bytes of bodies kept now."""
+        """The total size of the cached bodies in bytes."""
         return self._size
 
-    def read(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
-        """The request, and the chain of its messages."""
-        if len(body) < _WORTHWHILE or not dialect.parses_messages_independently:
-            return self._plain(dialect, body)
-        where = (dialect.name, caller)
-        known, count = self._longest(where, body)
-        read = self._continued(dialect, body, known, count) if known else None
-        if read is not None:
-            self._keep(where, read, known)
-            return read.request, read.chain
-        request, chain = self._plain(dialect, body)
-        found = _ends(body) if request.unsupported_error is None else None
-        if found is not None:
-            begin, ends = found
-            self._keep(where, _Read(body, ends, begin, request, chain), None)
+    def parse(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
+        """Return the request and the hash chain of its messages."""
+        key = (dialect.name, caller)
+        cached, count = self._find_longest(key, body)
+        parsed = self._parse_rest(dialect, body, cached, count) if cached else None
+        if parsed is not None:
+            self._put(key, parsed, cached)
+            return parsed.request, parsed.chain
+        request = dialect.parse_request(body)
+        chain = self._hasher.hash_messages(request.messages, request.tools)
+        offsets = _message_offsets(body) if request.unsupported_error is None else None
+        if offsets is not None:
+            start, ends = offsets
+            self._put(key, _ParsedBody(body, ends, start, request, chain), None)
         return request, chain
 
-    def _continued(self, dialect: Dialect, body: bytes, known: _Read, count: int) -> _Read | None:
-        """With the first ``count`` messages taken from ``known``. None where the rest is not to be read by
-        itself: a fault is told by where it is in the whole."""
-        begin = known.begin
-        start = _next(body, known.ends[count - 1])
-        rest = body[:begin] + body[start:]
+    def _parse_rest(
+        self, dialect: Dialect, body: bytes, cached: _ParsedBody, count: int
+    ) -> _ParsedBody | None:
+        """Parse the body with its first ``count`` messages taken from ``cached``. Return None if the rest
+        must not be parsed alone, for example because an error has to name its position in the complete
+        body."""
+        start = cached.start
+        rest_start = _next_message(body, cached.ends[count - 1])
+        rest = body[:start] + body[rest_start:]
         try:
-            read = dialect.parse_request(rest)
+            parsed = dialect.parse_request(rest)
         except ApiError:
             return None
-        found = _ends(rest) if read.unsupported_error is None else None
-        # The same key may come again later in a body, and then it is the later one that counts.
-        if found is None or rest[begin : found[0]].strip() or found[0] < begin:
+        offsets = _message_offsets(rest) if parsed.unsupported_error is None else None
+        # A body may repeat the key "messages", and then the last one counts.
+        if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
-        request = replace(read, messages=known.request.messages[:count] + read.messages)
-        same = request.tools == known.request.tools
-        tools = known.chain.tools_digest if same else self._hasher.hash_tools(request.tools)
-        before = known.chain.prefix(count).with_tools(tools)
-        chain = before.extend(map(self._hasher.hash_message, read.messages))
-        ends = known.ends[:count] + [end + start - begin for end in found[1]]
-        return _Read(body, ends, begin, request, chain)
+        request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)
+        if request.tools == cached.request.tools:
+            tools_digest = cached.chain.tools_digest
+        else:
+            tools_digest = self._hasher.hash_tools(request.tools)
+        prefix = cached.chain.prefix(count).with_tools(tools_digest)
+        chain = prefix.extend(map(self._hasher.hash_message, parsed.messages))
+        ends = cached.ends[:count] + [end + rest_start - start for end in offsets[1]]
+        return _ParsedBody(body, ends, start, request, chain)
 
-    def _plain(self, dialect: Dialect, body: bytes) -> tuple[ModelRequest, HashChain]:
-        request = dialect.parse_request(body)
-        return request, self._hasher.hash_messages(request.messages, request.tools)
-
-    def _longest(self, where: Hashable, body: bytes) -> tuple[_Read | None, int]:
-        """The kept body that shares the most messages, and how many. One message at least is left over."""
-        best: _Read | None = None
-        most = 0
-        for kept in self._kept.get(where, ()):
-            same = _same_bytes(kept.body, body)
-            count = bisect_right(kept.ends, same)
-            while count and _next(body, kept.ends[count - 1]) == 0:
+    def _find_longest(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
+        """Return the cached body that shares the most messages, and their number. The last message of
+        ``body`` is never shared."""
+        best: _ParsedBody | None = None
+        best_count = 0
+        for cached in self._entries.get(key, ()):
+            count = bisect_right(cached.ends, _common_prefix_length(cached.body, body))
+            while count and _next_message(body, cached.ends[count - 1]) == 0:
                 count -= 1
-            if count > most:
-                best, most = kept, count
-        return best, most
+            if count > best_count:
+                best, best_count = cached, count
+        return best, best_count
 
-    def _keep(self, where: Hashable, read: _Read, instead: _Read | None) -> None:
-        kept = self._kept.setdefault(where, [])
-        self._kept.move_to_end(where)
-        if instead is not None and len(instead.ends) <= len(read.ends):
-            kept.remove(instead)
-            self._size -= len(instead.body)
-        kept.append(read)
-        self._size += len(read.body)
-        if len(kept) > _CANDIDATES:
-            self._size -= len(kept.pop(0).body)
-        while self._size > self._budget:
-            _, dropped = self._kept.popitem(last=False)
+    def _put(self, key: Hashable, parsed: _ParsedBody, replaced: _ParsedBody | None) -> None:
+        entries = self._entries.setdefault(key, [])
+        self._entries.move_to_end(key)
+        if replaced is not None and len(replaced.ends) <= len(parsed.ends):
+            entries.remove(replaced)
+            self._size -= len(replaced.body)
+        entries.append(parsed)
+        self._size += len(parsed.body)
+        if len(entries) > _MAX_BODIES_PER_CALLER:
+            self._size -= len(entries.pop(0).body)
+        while self._size > self._max_bytes:
+            _, dropped = self._entries.popitem(last=False)
             self._size -= sum(len(entry.body) for entry in dropped)
 
 
-def _same_bytes(a: bytes, b: bytes) -> int:
-    """How many leading bytes are the same."""
+def _common_prefix_length(a: bytes, b: bytes) -> int:
     length = min(len(a), len(b))
-    if a[:256] != b[:256]:  # most others differ at once
+    if a[:256] != b[:256]:  # Most unrelated bodies differ early.
         length = min(length, 256)
-    x, y = np.frombuffer(a, np.uint8, length), np.frombuffer(b, np.uint8, length)
-    different = x != y
-    at = int(different.argmax())
-    return at if different[at] else length
+    different = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
+    position = int(different.argmax())
+    return position if different[position] else length
 
 
-def _next(body: bytes, end: int) -> int:
-    """Where the message behind the one that ends at ``end`` begins; 0 when there is none."""
-    while body[end : end + 1] and body[end] in _SPACE:
+def _next_message(body: bytes, end: int) -> int:
+    """Return the offset of the message after the one that ends at ``end``, or 0 if there is none."""
+    while body[end : end + 1] and body[end] in _WHITESPACE:
         end += 1
     return end + 1 if body[end : end + 1] == b"," else 0
 
 
-def _ends(body: bytes) -> tuple[int, list[int]] | None:
-    """Where the first message begins and where each one ends. msgspec gives views of the body itself, so
-    their addresses tell."""
+def _message_offsets(body: bytes) -> tuple[int, list[int]] | None:
+    """Return the start of the first message and the end of each, or None if they cannot be determined.
+    msgspec returns views of the body itself, so their addresses are the offsets."""
     try:
-        raws = msgspec.json.decode(body, type=_Messages).messages
+        raws = msgspec.json.decode(body, type=_MessagesBody).messages
     except msgspec.DecodeError:
         return None
     origin = _address(body)

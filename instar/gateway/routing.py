@@ -1,4 +1,4 @@
-"""What answers when an agent asks for a model by some name."""
+"""Select the source that serves a model name."""
 
 from __future__ import annotations
 
@@ -7,41 +7,48 @@ from fnmatch import fnmatchcase
 
 from instar.config import ModelRoute
 from instar.gateway.base import ApiError
-from instar.gateway.calls import Calls
-from instar.gateway.dialects.base import ModelRequest
-from instar.gateway.upstream.base import Upstream
+from instar.gateway.engine_source import EngineSource
+from instar.gateway.pipeline.sample import Source
+from instar.gateway.provider_source import ProviderSource
 
 
 def match_model_route(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
-    """The first whose pattern fits."""
+    """Return the first route whose pattern matches."""
     return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
 
 
 class ModelRouter:
     def __init__(
         self,
-        calls: Calls | None,
-        upstream: Upstream | None,
-        upstreams: Mapping[str, Upstream],
+        engine: EngineSource | None,
+        provider: ProviderSource | None,
+        upstreams: Mapping[str, ProviderSource],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        self.calls = calls
-        self._upstream = upstream
+        """``provider`` serves the run's model instead of the engine; ``upstreams`` are chosen by routes."""
+        self.engine = engine
+        self._default: Source | None = provider or engine
         self._upstreams = upstreams
         self._models = models
 
-    def of(self, model: str) -> tuple[Upstream | None, bool]:
-        """The upstream, or None for the engine; and whether its calls may be trained on."""
-        if (route := match_model_route(self._models, model)) is None:
-            return self._upstream, True
-        return self._upstreams[route.upstream] if route.upstream else self._upstream, route.trainable
+    def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
+        """Return the source, and True if its calls may be trained on."""
+        if needs_engine:
+            return self.require_engine(), True
+        route = match_model_route(self._models, model) if self._models else None
+        is_trainable = route is None or route.trainable
+        if route is not None and route.upstream:
+            return self._upstreams[route.upstream], is_trainable
+        if self._default is None:
+            raise _no_model()
+        return self._default, is_trainable
 
-    def engine(self, request: ModelRequest | None = None) -> Calls:
-        """Raises ApiError where there is none, or where the request asks for what it cannot give."""
-        if request is not None and request.unsupported_error is not None:
-            raise request.unsupported_error
-        if self.calls is None:
-            raise ApiError(
-                404, "This gateway has no model of its own.", code="model_not_found", param="model"
-            )
-        return self.calls
+    def require_engine(self) -> EngineSource:
+        if self.engine is None:
+            raise _no_model()
+        return self.engine
+
+
+def _no_model() -> ApiError:
+    message = "This gateway has no engine of its own, and no provider is configured for this model."
+    return ApiError(404, message, code="model_not_found", param="model")

@@ -1,4 +1,4 @@
-"""Runs an ASGI app on uvicorn, on a socket that the caller has bound."""
+"""Run an ASGI app with uvicorn on a bound socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.gateway.http_protocol import LimitedHttpProtocol
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 picks a free one (``getsockname`` tells it)."""
+    """Return a listening socket; port 0 picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        # Signals belong to the role that runs the server; it sets ``stop``.
+        # The role that runs the server handles signals, and sets ``stop``.
         yield
 
 
@@ -44,10 +44,12 @@ async def serve(
     max_head: int = 1 << 20,
     head_timeout: float = 60.0,
 ) -> None:
-    """Serve until ``stop`` is set, then give requests in flight ``grace`` seconds; or until ``drain`` is set
-    and every request in flight has ended. Connections that come after either wait at the socket, if anyone
-    else holds it. One is closed when the head of a request has more than ``max_head`` bytes or does not come
-    within ``head_timeout``."""
+    """Serve until ``stop`` or ``drain`` is set.
+
+    After ``stop``, requests in flight have ``grace`` seconds to end; after ``drain`` they have no limit.
+    Later connections wait at the socket, for another process that holds it. A connection is closed if the
+    head of a request has more than ``max_head`` bytes or does not arrive within ``head_timeout`` seconds.
+    """
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol.with_limits(max_head, head_timeout),
@@ -61,25 +63,26 @@ async def serve(
     )
     server = _Server(config)
 
-    async def watch(stop: asyncio.Event) -> None:
+    async def wait_for_stop(stop: asyncio.Event) -> None:
         await stop.wait()
-        late = server.should_exit  # it drains, without a deadline of its own
+        is_draining = server.should_exit
         server.should_exit = True
-        if late:
+        if is_draining:  # The drain has no deadline of its own.
             await asyncio.sleep(grace)
             server.force_exit = True
 
-    async def watch_drain(drain: asyncio.Event) -> None:
+    async def wait_for_drain(drain: asyncio.Event) -> None:
         await drain.wait()
         if not server.should_exit:
             config.timeout_graceful_shutdown = None
             server.should_exit = True
 
-    watchers = [asyncio.create_task(watch(stop))] if stop else []
+    watchers = [asyncio.create_task(wait_for_stop(stop))] if stop else []
     if drain:
-        watchers.append(asyncio.create_task(watch_drain(drain)))
+        watchers.append(asyncio.create_task(wait_for_drain(drain)))
     try:
         await server.serve(sockets=[listener])
     finally:
         for watcher in watchers:
             watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)

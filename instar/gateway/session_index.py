@@ -1,5 +1,7 @@
-"""Which live session said something: looked up where a request names none. All tables are bounded, and keep
-the sessions of one agent from those of another."""
+"""An index of live sessions by the content of their calls, for requests that name no session.
+
+All tables are bounded, and each agent's sessions are found by that agent alone.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from instar.record.nodes import normalize_call_id
 from instar.types import Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
-"""An id of ours, as `new_id` makes them."""
-_SEARCHED = 4096
-"""Characters of a message that are looked through for one."""
-_LENGTHS = 64
-"""Lengths of prompts with their replies that a longer prompt is compared with, for each agent."""
+"""The format of the tool call ids that `new_id` makes."""
+_MAX_SEARCHED_CHARS = 4096
+"""The number of characters of a message that are searched for tool call ids."""
+_MAX_TEXT_LENGTHS = 64
+"""The number of different text lengths per agent that a longer prompt is compared with."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -25,43 +27,43 @@ V = TypeVar("V")
 
 class SessionIndex:
     def __init__(self, hasher: MessageHasher, limit: int) -> None:
-        """``limit``: entries of each table."""
+        """``limit`` is the maximum number of entries of each table."""
         self._hasher = hasher
         self._limit = limit
         self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._asked: OrderedDict[tuple[str, bytes], tuple[str, int, bytes]] = OrderedDict()
+        self._replies: OrderedDict[tuple[str, bytes], tuple[str, int, bytes]] = OrderedDict()
         self._texts: OrderedDict[tuple[str, int, bytes], str] = OrderedDict()
-        self._lengths: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
+        self._text_lengths: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
 
     def add_tail(self, agent_id: str, key: bytes, session_id: str) -> None:
-        """``key`` stands for a recorded call's messages and reply."""
-        remember(self._tails, (agent_id, key), session_id, self._limit)
+        """Add a recorded call by the hash of its messages and reply."""
+        put_bounded(self._tails, (agent_id, key), session_id, self._limit)
 
-    def by_tails(self, agent_id: str, keys: Sequence[bytes]) -> Iterator[str]:
-        return (found for key in keys if (found := self._tails.get((agent_id, key))))
+    def find_by_tails(self, agent_id: str, keys: Sequence[bytes]) -> Iterator[str]:
+        return (session_id for key in keys if (session_id := self._tails.get((agent_id, key))))
 
     def add_tool_calls(self, agent_id: str, reply: Message, session_id: str) -> None:
         for call in reply.get("tool_calls", ()):
-            remember(self._tool_calls, (agent_id, normalize_call_id(call["id"])), session_id, self._limit)
+            put_bounded(self._tool_calls, (agent_id, normalize_call_id(call["id"])), session_id, self._limit)
 
-    def by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[str]:
-        """Those which made a tool call that the messages tell of, the latest first."""
-        for call_id in _told_calls(messages):
-            if found := self._tool_calls.get((agent_id, call_id)):
-                yield found
+    def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[str]:
+        """Yield the sessions that made a tool call which the messages mention, the latest call first."""
+        for call_id in _mentioned_call_ids(messages):
+            if session_id := self._tool_calls.get((agent_id, call_id)):
+                yield session_id
 
-    def add_asked(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
-        """``key`` stands for a recorded call's messages."""
+    def add_reply(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
+        """Add a reply by the hash of the messages before it."""
         if text := reply["content"].strip():
             entry = (session_id, len(text), self._hasher.hash_text(text))
-            remember(self._asked, (agent_id, key), entry, self._limit)
+            put_bounded(self._replies, (agent_id, key), entry, self._limit)
 
-    def by_asked(self, agent_id: str, chain: HashChain, messages: Sequence[Message]) -> Iterator[str]:
-        """Those with a call whose messages these begin with, and whose reply the next one begins with: some
-        agents add to what was said."""
+    def find_by_replies(self, agent_id: str, chain: HashChain, messages: Sequence[Message]) -> Iterator[str]:
+        """Yield the sessions whose reply one of the messages starts with, after the same messages: some
+        agents append to a reply before they send it back."""
         for count in range(len(messages) - 1, 0, -1):
-            entry = self._asked.get((agent_id, chain.canonical[count]))
+            entry = self._replies.get((agent_id, chain.canonical[count]))
             if entry is None or messages[count]["role"] != "assistant":
                 continue
             session_id, length, digest = entry
@@ -70,32 +72,33 @@ class SessionIndex:
                 yield session_id
 
     def add_text(self, agent_id: str, text: str, session_id: str) -> None:
-        """``text``: a prompt without messages, and its reply."""
-        remember(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id, self._limit)
-        lengths = self._lengths.setdefault(agent_id, OrderedDict())
-        remember(self._lengths, agent_id, lengths, self._limit)
-        remember(lengths, len(text), None, _LENGTHS)
+        """Add a text prompt together with its reply."""
+        put_bounded(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id, self._limit)
+        lengths = self._text_lengths.setdefault(agent_id, OrderedDict())
+        put_bounded(self._text_lengths, agent_id, lengths, self._limit)
+        put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
-    def by_text(self, agent_id: str, prompt: str) -> Iterator[str]:
-        """Those with a prompt and reply that this one begins with, the longest first."""
-        for length in sorted(self._lengths.get(agent_id, ()), reverse=True):
+    def find_by_text(self, agent_id: str, prompt: str) -> Iterator[str]:
+        """Yield the sessions with a prompt and reply that this prompt starts with, the longest first."""
+        for length in sorted(self._text_lengths.get(agent_id, ()), reverse=True):
             if length <= len(prompt):
                 key = (agent_id, length, self._hasher.hash_text(prompt[:length]))
-                if found := self._texts.get(key):
-                    yield found
+                if session_id := self._texts.get(key):
+                    yield session_id
 
 
-def remember(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
+def put_bounded(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
+    """Put an entry last, and drop the first entries beyond ``limit``."""
     table[key] = value
     table.move_to_end(key)
     while len(table) > limit:
         table.popitem(last=False)
 
 
-def _told_calls(messages: Sequence[Message]) -> Iterator[str]:
-    """Ids of tool calls that the messages tell of, the latest first. Some agents write them into the text."""
+def _mentioned_call_ids(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the ids of tool calls in the messages, the latest first. Some agents write them into the text."""
     for message in reversed(messages):
         for call in message.get("tool_calls", ()):
             yield normalize_call_id(call["id"])
         if message["role"] != "system":
-            yield from map(normalize_call_id, _CALL_ID.findall(message["content"][:_SEARCHED]))
+            yield from map(normalize_call_id, _CALL_ID.findall(message["content"][:_MAX_SEARCHED_CHARS]))

@@ -9,7 +9,7 @@ from instar.cluster.context import ADMIN_KEY_ENV, RoleContext
 from instar.cluster.endpoints import connect_to_engines
 from instar.cluster.layout import engine_names
 from instar.cluster.tasks import run_until_first, wait_forever
-from instar.gateway.factory import open_gateway
+from instar.gateway.app import open_gateway
 from instar.gateway.serve import serve
 from instar.types import Policy
 

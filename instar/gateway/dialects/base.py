@@ -9,7 +9,7 @@ from typing import Any
 
 from instar.gateway.base import ApiError
 from instar.record.base import ReplyDelta
-from instar.types import FinishReason, Floats, Ids, Message, Tool
+from instar.types import FinishReason, Floats, Ids, Message, TokenChunk, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class ModelRequest:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a reply besides the model's own."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
@@ -70,6 +72,8 @@ class ReplyChoice:
     sampled_ids: Ids | None = None
     """The exact tokens; None when unknown."""
     sampled_logprobs: Floats | None = None
+    tokens: TokenChunk | None = None
+    """All sampled tokens with logprobs and versions, for token-level dialects."""
 
 
 class StreamWriter(ABC):
@@ -82,6 +86,10 @@ class StreamWriter(ABC):
     def write_deltas(
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
     ) -> bytes: ...
+
+    def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
+        """Write sampled tokens, in token-level dialects."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
@@ -100,6 +108,12 @@ class Dialect(ABC):
     """The prefix of response ids."""
     messages_param: str = "messages"
     """The name of the messages in a request body."""
+    prompt_param: str = "prompt"
+    """The name of a prompt of token ids in its body."""
+    stream_content_type: str = "text/event-stream"
+    is_token_level: bool = False
+    """True if clients exchange token ids: their calls always go to the engine, and are not matched to
+    sessions by content."""
     count_path: str | None = None
     """The route that counts the tokens of a prompt, if the API has one."""
     parses_messages_independently: bool = False

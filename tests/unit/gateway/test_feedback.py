@@ -255,7 +255,7 @@ async def test_no_secret_is_stored(gateway: Served) -> None:
     said = f"use {SECRET}"
     told = await given(gateway, session.api_key, text=said, correction=said, author=SECRET)
     assert told["text"] == told["correction"] == "use [redacted api-key]"
-    assert (told["lesson"], told["reason"]) == (False, "a secret was cut out of the correction")
+    assert (told["lesson"], told["reason"]) == (False, "a secret was removed from the correction")
     assert (await give(gateway, session.api_key, text="hm", feedback_id=SECRET)).status_code == 400
     assert not holds(gateway.path, SECRET, tokens_of(SECRET))
 

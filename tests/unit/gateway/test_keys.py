@@ -163,8 +163,8 @@ NAME = "INSTAR_ADMIN_KEY"
         ("0.0.0.0", "x" * 31, "31 characters"),
         ("::", "x" * 31, "gateway.host"),
         ("gateway.example.org", "x" * 31, "gateway.example.org"),
-        ("localhost", "with a space in it", "no HTTP header"),
-        ("localhost", "x" * 40 + "\n", "no HTTP header"),
+        ("localhost", "with a space in it", "HTTP header cannot carry"),
+        ("localhost", "x" * 40 + "\n", "HTTP header cannot carry"),
     ],
 )
 def test_an_admin_key_that_can_be_guessed_is_refused(host: str, key: str, said: str) -> None:

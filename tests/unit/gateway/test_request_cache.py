@@ -1,18 +1,19 @@
-"""Reading with what is remembered gives what reading anew gives, for whatever body."""
+"""Parsing with the cache returns what parsing without it returns, for every body."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from instar.config import GatewayConfig
 from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.dialects.chat import ChatDialect
+from instar.gateway.pipeline.parse import RequestParser
 from instar.gateway.request_cache import RequestCache
 from instar.record.hashing import HashChain, MessageHasher
 from instar.registry import list_names, resolve
@@ -35,33 +36,37 @@ WORDS = [
     '","',
     "x" * 900,
 ]
-Read = tuple[ModelRequest, HashChain] | tuple[str, str | None, str | None]
+ParseOutcome = tuple[ModelRequest, HashChain] | tuple[str, str | None, str | None]
 
 
-def outcome(read: Callable[[], tuple[ModelRequest, HashChain]]) -> Read:
+def new_parser() -> RequestParser:
+    return RequestParser(GatewayConfig(), HASHER)
+
+
+def parse(parser: RequestParser, dialect: Dialect, caller: str, body: bytes) -> ParseOutcome:
+    """Return the request and its chain, or the parts of the error, in a form that can be compared."""
     try:
-        request, chain = read()
+        request, chain = parser.parse(dialect, caller, body)
     except ApiError as error:
         return error.message, error.param, error.code
-    refusal = request.unsupported_error
-    said = (refusal.message, refusal.param) if refusal else None
-    return replace(request, unsupported_error=None, parsed_body=(request.parsed_body, said)), chain
+    unsupported = request.unsupported_error
+    error = (unsupported.message, unsupported.param) if unsupported else None
+    return replace(request, unsupported_error=None, parsed_body=(request.parsed_body, error)), chain
 
 
-def plain(dialect: Dialect, body: bytes) -> Read:
-    return outcome(lambda: RequestCache(HASHER).read(dialect, "nobody", body))
+def parse_uncached(dialect: Dialect, body: bytes) -> ParseOutcome:
+    return parse(new_parser(), dialect, "nobody", body)
 
 
-class Writer:
-    """Writes the bodies of one agent, and of agents that do odd things."""
+class BodyWriter:
+    """Writes the bodies of an agent whose history grows, and sometimes is edited or malformed."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.ascii = rng.random() < 0.5
         self.separators = rng.choice([(",", ":"), (", ", ": "), (" ,  ", " :\n")])
         self.fields: dict[str, Any] = {"model": "m", "temperature": 1}
-        self.first = rng.random() < 0.7
-        """Whether the messages come before the other fields."""
+        self.has_messages_first = rng.random() < 0.7
         self.messages = [self.message() for _ in range(20)]
 
     def text(self) -> str:
@@ -88,7 +93,7 @@ class Writer:
         }
 
     def step(self) -> bytes:
-        """The next body: grown as a rule, else edited, cut, branched or broken."""
+        """Return the next body: usually with more messages, else edited, cut, branched or broken."""
         rng = self.rng
         at = rng.randrange(len(self.messages)) if self.messages else 0
         match rng.randrange(14):
@@ -106,29 +111,29 @@ class Writer:
                 function = {"name": self.text(), "parameters": {}}
                 self.fields["tools"] = [{"type": "function", "function": function}]
             case 6:
-                self.first = not self.first
+                self.has_messages_first = not self.has_messages_first
             case 7:
                 self.messages.append(rng.choice([5, None, {"role": "robot"}, {"role": "user", "content": 5}]))
-                return self.body(spoil=True)
+                return self.body(drop_last=True)
             case 8:
                 self.messages.append({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]})
-                return self.body(spoil=True)
+                return self.body(drop_last=True)
             case 9:
-                return self.odd()
+                return self.malformed_body()
             case _:
                 self.messages += [self.message() for _ in range(rng.randint(1, 3))]
         return self.body()
 
-    def body(self, spoil: bool = False) -> bytes:
+    def body(self, drop_last: bool = False) -> bytes:
         messages = {"messages": self.messages}
-        fields = {**messages, **self.fields} if self.first else {**self.fields, **messages}
+        fields = {**messages, **self.fields} if self.has_messages_first else {**self.fields, **messages}
         text = json.dumps(fields, ensure_ascii=self.ascii, separators=self.separators)
-        if spoil:
+        if drop_last:
             self.messages.pop()
         return text.encode()
 
-    def odd(self) -> bytes:
-        """Keys twice, a comma at the end, cut off, spaces, bytes that are no text."""
+    def malformed_body(self) -> bytes:
+        """Return a body with repeated keys, a trailing comma, spaces, invalid UTF-8, or without its end."""
         body = self.body()
         other = json.dumps([self.message()]).encode()
         match self.rng.randrange(8):
@@ -151,23 +156,20 @@ class Writer:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_same_as_read_anew(seed: int) -> None:
+def test_parser_random_bodies_same_result_as_uncached(seed: int) -> None:
     rng = random.Random(seed)
-    recall = RequestCache(HASHER)
-    agents = [Writer(rng) for _ in range(3)]
+    parser = new_parser()
+    writers = [BodyWriter(rng) for _ in range(3)]
     for _ in range(40):
-        writer = rng.choice(agents)
-        body = writer.step()
-        # One caller for all: agents behind one key get into each other's way.
-        found = outcome(lambda body=body: recall.read(CHAT, "caller", body))
-        assert found == plain(CHAT, body), body
+        body = rng.choice(writers).step()
+        # All writers are one caller: agents that share a key must not disturb each other.
+        assert parse(parser, CHAT, "caller", body) == parse_uncached(CHAT, body), body
 
 
 @pytest.mark.parametrize("name", list_names("dialects"))
-def test_every_dialect_reads_a_growing_history(name: str) -> None:
-    """Also those that are not remembered."""
+def test_parser_growing_history_same_result_in_every_dialect(name: str) -> None:
     dialect: Dialect = resolve("dialects", name)()
-    recall = RequestCache(HASHER)
+    parser = new_parser()
     turns: list[Any] = []
     for i in range(30):
         turns += [{"role": "user", "content": f"{i} " * 400}, {"role": "assistant", "content": f"a{i}"}]
@@ -177,64 +179,67 @@ def test_every_dialect_reads_a_growing_history(name: str) -> None:
                 body = {"model": "m", "input": turns}
             case "completions":
                 body["prompt"] = str(turns)
+            case "tokens":
+                body["prompt_ids"] = [5] * 2000 * len(turns)
             case _:
                 body["messages"] = turns
         raw = json.dumps(body).encode()
-        assert outcome(lambda raw=raw: recall.read(dialect, "c", raw)) == plain(dialect, raw)
+        assert parse(parser, dialect, "c", raw) == parse_uncached(dialect, raw)
 
 
-def growing(count: int, size: int = 2000) -> list[bytes]:
+def growing_bodies(count: int, size: int = 2000) -> list[bytes]:
     turns = [{"role": "user", "content": f"{i} " + "w" * size} for i in range(count)]
     return [json.dumps({"model": "m", "messages": turns[: i + 1]}).encode() for i in range(count)]
 
 
-def test_most_of_a_long_history_is_not_read_again() -> None:
-    seen: list[int] = []
+def test_cache_long_history_parses_new_messages_only() -> None:
+    parsed_sizes: list[int] = []
 
-    class Watched(ChatDialect):
+    class MeasuringDialect(ChatDialect):
         def parse_request(self, body: bytes) -> ModelRequest:
-            seen.append(len(body))
+            parsed_sizes.append(len(body))
             return super().parse_request(body)
 
-    recall, dialect = RequestCache(HASHER), Watched()
-    for body in growing(60):
-        recall.read(dialect, "c", body)
-    assert max(seen[20:]) < 3 * 2100
+    cache, dialect = RequestCache(HASHER), MeasuringDialect()
+    for body in growing_bodies(60):
+        cache.parse(dialect, "c", body)
+    assert max(parsed_sizes[20:]) < 3 * 2100
 
 
-def test_what_was_refused_is_not_kept() -> None:
-    recall = RequestCache(HASHER)
-    good = growing(8)[-1]
+def test_cache_unsupported_and_invalid_requests_are_not_kept() -> None:
+    cache = RequestCache(HASHER)
+    valid = growing_bodies(8)[-1]
     part = b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
-    refused = good[:-2] + part
+    unsupported = valid[:-2] + part
     for _ in range(2):
-        request, _ = recall.read(CHAT, "c", refused)
+        request, _ = cache.parse(CHAT, "c", unsupported)
         assert request.unsupported_error is not None
         assert request.unsupported_error.param == "messages[8].content[0]"
-    more = refused[:-2] + b',{"role":"user","content":"more"}]}'
-    request, _ = recall.read(CHAT, "c", more)
+    more = unsupported[:-2] + b',{"role":"user","content":"more"}]}'
+    request, _ = cache.parse(CHAT, "c", more)
     assert request.unsupported_error is not None
-    bad = good[:-2] + b',{"role":"robot"}]}'
+    invalid = valid[:-2] + b',{"role":"robot"}]}'
     for _ in range(2):
         with pytest.raises(ApiError) as raised:
-            recall.read(CHAT, "c", bad)
+            cache.parse(CHAT, "c", invalid)
         assert raised.value.param == "messages[8].role"
 
 
-def test_callers_and_dialects_are_apart() -> None:
-    recall = RequestCache(HASHER)
-    for body in growing(12):
-        recall.read(CHAT, "ann", body)
-    assert outcome(lambda: recall.read(CHAT, "ben", growing(12)[-1])) == plain(CHAT, growing(12)[-1])
+def test_cache_another_caller_same_result_as_uncached() -> None:
+    parser = new_parser()
+    bodies = growing_bodies(12)
+    for body in bodies:
+        parse(parser, CHAT, "ann", body)
+    assert parse(parser, CHAT, "ben", bodies[-1]) == parse_uncached(CHAT, bodies[-1])
 
 
 @pytest.mark.parametrize("callers", [1, 50])
-def test_memory_is_bounded(callers: int) -> None:
-    budget = 400_000
-    recall = RequestCache(HASHER, budget)
+def test_cache_many_bodies_memory_is_bounded(callers: int) -> None:
+    max_bytes = 400_000
+    cache = RequestCache(HASHER, max_bytes)
     for i in range(300):
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": f"{i}" + "w" * 20_000}]})
-        recall.read(CHAT, i % callers, body.encode())
-        assert recall.size <= budget
-    recall.read(CHAT, "huge", growing(1, 2 * budget)[0])
-    assert recall.size <= budget
+        cache.parse(CHAT, i % callers, body.encode())
+        assert cache.size <= max_bytes
+    cache.parse(CHAT, "huge", growing_bodies(1, 2 * max_bytes)[0])
+    assert cache.size <= max_bytes

@@ -1,4 +1,4 @@
-"""Token ids from outside: what is read, what is written, and every refusal with the path of its fault."""
+"""Token-level requests, responses and submissions: parsing, formatting, and errors with their paths."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Any
 import pytest
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.recording import SampledReply
-from instar.gateway.token_api import (
-    read_generate,
-    read_submission,
-    write_failure,
-    write_generated,
-    write_piece,
-    write_submitted,
-)
-from instar.types import SamplingParams, TokenChunk
+from instar.gateway.dialects.base import ReplyChoice
+from instar.gateway.dialects.tokens import TokensDialect, TokenStreamWriter
+from instar.gateway.token_api import parse_submission
+from instar.types import TokenChunk
 
+DIALECT = TokensDialect()
 VOCAB = 100
-HEAD = 7
+LATEST_VERSION = 7
 CALL = {
     "prompt_ids": [1, 2, 99],
     "sampled_ids": [3, 4],
@@ -31,15 +26,20 @@ CALL = {
 }
 
 
-def refusal(body: bytes, submitted: bool) -> ApiError:
+def parse_error(body: bytes, *, is_submission: bool) -> ApiError:
+    def parse() -> object:
+        if is_submission:
+            return parse_submission(body, VOCAB, LATEST_VERSION, max_calls=3)
+        return DIALECT.parse_request(body)
+
     with pytest.raises(ApiError) as caught:
-        _ = read_submission(body, VOCAB, HEAD, max_calls=3) if submitted else read_generate(body, VOCAB)
+        parse()
     assert caught.value.status == 400
     assert caught.value.message
     return caught.value
 
 
-def test_generate_is_read() -> None:
+def test_generate_request_all_fields_are_parsed() -> None:
     body = {
         "prompt_ids": [1, 2, 99],
         "max_tokens": 5,
@@ -52,13 +52,12 @@ def test_generate_is_read() -> None:
         "n": 2,
         "stream": True,
     }
-    given = read_generate(json.dumps(body).encode(), VOCAB)
-    request = given.request
+    request = DIALECT.parse_request(json.dumps(body).encode())
     assert (request.prompt, request.n, request.stream, request.max_tokens) == ((1, 2, 99), 2, True, 5)
     assert (request.temperature, request.top_p, request.top_k, request.seed) == (0.5, 0.9, 3, 4)
-    assert (request.stop, given.stop_token_ids) == (("end",), (9,))
-    plain = read_generate(b'{"prompt_ids":[1]}', VOCAB)
-    assert (plain.request.max_tokens, plain.request.temperature, plain.request.n) == (None, 1.0, 1)
+    assert (request.stop, request.stop_token_ids) == (("end",), (9,))
+    minimal = DIALECT.parse_request(b'{"prompt_ids":[1]}')
+    assert (minimal.max_tokens, minimal.temperature, minimal.n) == (None, 1.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,6 @@ def test_generate_is_read() -> None:
         ({"prompt_ids": []}, "prompt_ids"),
         ({"prompt_ids": None}, "prompt_ids"),
         ({"prompt_ids": "text"}, "prompt_ids"),
-        ({"prompt_ids": [1, 100]}, "prompt_ids[1]"),
         ({"prompt_ids": [1, -1]}, "prompt_ids[1]"),
         ({"prompt_ids": [1, 2**40]}, "prompt_ids[1]"),
         ({"prompt_ids": [1, 2**80]}, "prompt_ids[1]"),
@@ -83,7 +81,6 @@ def test_generate_is_read() -> None:
         ({"seed": 2**63}, "seed"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": ["x"] * 17}, "stop"),
-        ({"stop_token_ids": [1, 100]}, "stop_token_ids[1]"),
         ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
@@ -91,26 +88,26 @@ def test_generate_is_read() -> None:
         ({"logit_bias": {}}, "logit_bias"),
     ],
 )
-def test_generate_refusals(change: dict[str, Any], param: str) -> None:
+def test_generate_request_invalid_value_error_names_its_path(change: dict[str, Any], param: str) -> None:
     body = {"prompt_ids": [1], **change}
-    assert refusal(json.dumps(body).encode(), submitted=False).param == param
+    assert parse_error(json.dumps(body).encode(), is_submission=False).param == param
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"[", b'{"prompt_ids":[NaN]}', b"\xff\xfe", b"{}", b"[]", b"[" * 100_000]
 )
-@pytest.mark.parametrize("submitted", [False, True])
-def test_bodies_that_are_no_request(body: bytes, submitted: bool) -> None:
-    refusal(body, submitted)
+@pytest.mark.parametrize("is_submission", [False, True])
+def test_token_request_malformed_body_is_refused(body: bytes, is_submission: bool) -> None:
+    parse_error(body, is_submission=is_submission)
 
 
-def test_answers_are_written() -> None:
-    reply = SampledReply(SamplingParams(temperature=0))
-    reply.message = {"role": "assistant", "content": "hi"}
-    reply.append(TokenChunk([5], [math.nan], [3], behavior_logprobs=[-0.5], finish_reason="stop"))
-    answer = json.loads(write_generated("gen-1", [reply]))
-    assert answer["id"] == "gen-1"
-    assert answer["choices"] == [
+def test_generate_response_has_exact_tokens() -> None:
+    tokens = TokenChunk([5], [math.nan], [3], behavior_logprobs=[-0.5], finish_reason="stop")
+    choice = ReplyChoice({"role": "assistant", "content": "hi"}, "stop", 1, 1, tokens=tokens)
+    request = DIALECT.parse_request(b'{"prompt_ids":[1]}')
+    response = json.loads(DIALECT.format_response("gen-1", request, [choice]))
+    assert response["id"] == "gen-1"
+    assert response["choices"] == [
         {
             "index": 0,
             "token_ids": [5],
@@ -121,7 +118,11 @@ def test_answers_are_written() -> None:
             "behavior_logprobs": [-0.5],
         }
     ]
-    line = write_piece(1, TokenChunk([5, 6], [-1.0, -2.0], [3, 4]))
+
+
+def test_token_stream_sends_finish_reason_at_the_end_only() -> None:
+    writer = TokenStreamWriter()
+    line = writer.write_tokens(1, TokenChunk([5, 6], [-1.0, -2.0], [3, 4], finish_reason="length"))
     assert line.endswith(b"\n")
     assert json.loads(line) == {
         "index": 1,
@@ -129,22 +130,23 @@ def test_answers_are_written() -> None:
         "logprobs": [-1.0, -2.0],
         "versions": [3, 4],
     }
-    assert json.loads(write_piece(0, TokenChunk([5], [-1.0], [3], finish_reason="length")))[
-        "finish_reason"
-    ] == ("length")
-    assert json.loads(write_failure(bad_request("no", "n", "c")))["error"] == {
-        "message": "no",
-        "code": "c",
-        "param": "n",
+    choice = ReplyChoice({"role": "assistant", "content": "hi"}, "length", 1, 2)
+    assert json.loads(writer.finish([choice])) == {
+        "index": 0,
+        "token_ids": [],
+        "logprobs": [],
+        "versions": [],
+        "finish_reason": "length",
     }
-    assert json.loads(write_submitted(["call-1"])) == {"call_ids": ["call-1"]}
+    error = json.loads(writer.write_error(bad_request("no", "n", "c")))["error"]
+    assert error == {"message": "no", "code": "c", "param": "n"}
 
 
 def submission(*calls: Any) -> bytes:
     return json.dumps({"calls": calls}).encode()
 
 
-def test_calls_are_read() -> None:
+def test_submission_all_fields_are_parsed() -> None:
     full = {
         **CALL,
         "behavior_logprobs": [-0.25, None],
@@ -165,24 +167,31 @@ def test_calls_are_read() -> None:
         "parent_id": "call-1",
         "client_key": "k",
     }
-    plain, call = read_submission(submission(CALL, full), VOCAB, HEAD)
-    assert (plain.messages, plain.has_message, plain.parent_id, plain.client_key) == (None, False, None, None)
-    assert plain.prompt_ids.tolist() == [1, 2, 99]
-    assert (plain.reply.ids, plain.reply.logprobs, plain.reply.versions) == ([3, 4], [-0.5, 0.0], [6, 7])
-    assert (plain.reply.finish_reason, plain.reply.untrainable_reason) == ("stop", None)
+    minimal, call = parse_submission(submission(CALL, full), VOCAB, LATEST_VERSION)
+    assert (minimal.messages, minimal.has_message, minimal.parent_id, minimal.client_key) == (
+        None,
+        False,
+        None,
+        None,
+    )
+    assert minimal.prompt_ids.tolist() == [1, 2, 99]
+    assert (minimal.reply.ids, minimal.reply.logprobs, minimal.reply.versions) == (
+        [3, 4],
+        [-0.5, 0.0],
+        [6, 7],
+    )
+    assert (minimal.reply.finish_reason, minimal.reply.untrainable_reason) == ("stop", None)
     assert call.messages is not None
     assert list(call.messages) == full["messages"]
     assert call.tools == ({"name": "f", "description": "", "parameters": {"type": "object"}},)
     assert (call.reply.message, call.has_message) == (full["reply"], True)
     assert (call.model, call.parent_id, call.client_key) == ("m", "call-1", "k")
-    assert (
-        call.reply.untrainable_reason
-        == "sampled otherwise than at temperature 1, and the logprobs of that are missing"
-    )
+    reason = "sampled with a changed distribution, and its logprobs are missing"
+    assert call.reply.untrainable_reason == reason
 
 
-def test_a_call_without_a_logprob_is_not_trainable() -> None:
-    (call,) = read_submission(submission({**CALL, "logprobs": [-0.5, None]}), VOCAB, HEAD)
+def test_submission_without_a_logprob_is_not_trainable() -> None:
+    (call,) = parse_submission(submission({**CALL, "logprobs": [-0.5, None]}), VOCAB, LATEST_VERSION)
     assert math.isnan(call.reply.logprobs[1])
     assert call.reply.untrainable_reason == "logprobs are missing"
 
@@ -236,12 +245,12 @@ TOOL_CALL = {"id": "1", "name": "f", "arguments": "{}"}
         ({"reward": 1}, "reward"),
     ],
 )
-def test_refused_calls(change: dict[str, Any], param: str) -> None:
+def test_submission_invalid_value_error_names_its_path(change: dict[str, Any], param: str) -> None:
     body = submission(CALL, {**CALL, **change})
-    assert refusal(body, submitted=True).param == f"calls[1].{param}"
+    assert parse_error(body, is_submission=True).param == f"calls[1].{param}"
 
 
-def test_too_few_and_too_many_calls() -> None:
-    assert refusal(submission(), submitted=True).param == "calls"
-    assert refusal(submission(*[CALL] * 4), submitted=True).param == "calls"
-    assert len(read_submission(submission(*[CALL] * 3), VOCAB, HEAD, max_calls=3)) == 3
+def test_submission_with_too_few_or_too_many_calls_is_refused() -> None:
+    assert parse_error(submission(), is_submission=True).param == "calls"
+    assert parse_error(submission(*[CALL] * 4), is_submission=True).param == "calls"
+    assert len(parse_submission(submission(*[CALL] * 3), VOCAB, LATEST_VERSION, max_calls=3)) == 3

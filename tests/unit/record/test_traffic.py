@@ -20,8 +20,8 @@ from transformers import LlamaConfig
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import EngineUnavailable
-from instar.gateway.client_headers import external_id
 from instar.gateway.dialects.base import Dialect
+from instar.gateway.pipeline.parse import parse_external_id
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
 from instar.record.hashing import HashChain, MessageHasher
@@ -130,7 +130,7 @@ class Replay:
     def step(self, number: int, entry: Entry) -> str:
         request = entry.dialect.parse_request(json.dumps(entry.body).encode())
         headers = {name.lower(): value for name, value in entry.headers.items()}
-        session = external_id(headers, request.session_hints)
+        session = parse_external_id(headers, request.session_hints)
         graph = self.graphs.setdefault(session, MessageGraph(HASHER))
         if self.restarted:
             graph = MessageGraph(HASHER, [part(call) for call in self.of.get(session, ())])

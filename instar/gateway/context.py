@@ -1,0 +1,29 @@
+"""Values that all parts of the gateway share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from instar.config import GatewayConfig, SamplingConfig
+from instar.record.hashing import MessageHasher
+from instar.record.redact import Redactor
+from instar.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    run_id: str
+    agent_id: str
+    """The agent of requests whose key names none."""
+    policy_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    store: Store
+    identity: RunIdentity
+    config: GatewayConfig
+    hasher: MessageHasher
+    redactor: Redactor
+    train_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """The sampling settings that every call of the train channel uses."""

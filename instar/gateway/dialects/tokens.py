@@ -1,0 +1,166 @@
+"""Token-level generation for programs that hold the tokens themselves.
+
+``POST /v1/generate`` continues a prompt of token ids. The response is ``{"id", "choices":
+[GeneratedChoice]}``, or one GeneratedChunk per line if it is streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import orjson
+
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, format_openai_error, parse_stop
+from instar.record.base import ReplyDelta
+from instar.types import FinishReason, TokenChunk
+
+MAX_STOP_TOKENS = 256
+
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class TokenParams(msgspec.Struct, forbid_unknown_fields=True):
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[NonNegativeInt] = []
+
+
+class GenerateBody(TokenParams, forbid_unknown_fields=True, kw_only=True):
+    prompt_ids: list[NonNegativeInt]
+    n: int = 1
+    stream: bool = False
+    model: str = ""
+
+
+class GeneratedChunk(msgspec.Struct, omit_defaults=True):
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    behavior_logprobs: list[float] | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+
+
+class GeneratedChoice(msgspec.Struct, omit_defaults=True):
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None
+    text: str
+    behavior_logprobs: list[float] | None = None
+    stop: str | None = None
+
+
+_decoder = msgspec.json.Decoder(GenerateBody)
+
+
+def check_token_params(params: TokenParams, prefix: str = "") -> None:
+    """Raise ApiError (400) with the path of the first invalid setting, after ``prefix``."""
+    try:
+        check_ranges(params, {name: span for name, span in RANGES.items() if name != "n"})
+        parse_stop(params.stop)
+    except ApiError as error:
+        raise bad_request(error.message, f"{prefix}{error.param}", error.code) from error
+    if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
+        message = f"There are {count} stop tokens; at most {MAX_STOP_TOKENS} are allowed."
+        raise bad_request(message, f"{prefix}stop_token_ids", "invalid_value")
+
+
+class TokenStreamWriter(StreamWriter):
+    def begin(self, index: int) -> bytes:
+        return b""
+
+    def write_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> bytes:
+        raise NotImplementedError("token-level replies are streamed as tokens")
+
+    def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
+        if not chunk.token_ids:
+            return b""
+        # The finish reason must not be sent before the call is recorded.
+        return _line(
+            GeneratedChunk(index, chunk.token_ids, chunk.logprobs, chunk.versions, chunk.behavior_logprobs)
+        )
+
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+        lines: list[bytes] = []
+        for index, choice in enumerate(choices):
+            finish_reason, stop = choice.finish_reason, choice.stop_string
+            lines.append(_line(GeneratedChunk(index, [], [], [], finish_reason=finish_reason, stop=stop)))
+        return b"".join(lines)
+
+    def write_error(self, error: ApiError) -> bytes:
+        fields = {"message": error.message, "code": error.code, "param": error.param}
+        return msgspec.json.encode({"error": fields}) + b"\n"
+
+
+class TokensDialect(Dialect):
+    name = "tokens"
+    path = "/generate"
+    id_prefix = "gen"
+    prompt_param = "prompt_ids"
+    stream_content_type = "application/x-ndjson"
+    is_token_level = True
+
+    def parse_request(self, body: bytes) -> ModelRequest:
+        parsed = decode_body(_decoder, body)
+        if not parsed.prompt_ids:
+            raise bad_request("'prompt_ids' is empty.", "prompt_ids", "invalid_value")
+        check_token_params(parsed)
+        check_ranges(parsed, {"n": RANGES["n"]})
+        return ModelRequest(
+            model=parsed.model,
+            messages=(),
+            prompt=tuple(parsed.prompt_ids),
+            n=parsed.n,
+            max_tokens=parsed.max_tokens,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            seed=parsed.seed,
+            stop=parse_stop(parsed.stop),
+            stop_token_ids=tuple(parsed.stop_token_ids),
+            stream=parsed.stream,
+        )
+
+    def format_response(
+        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
+    ) -> bytes:
+        formatted = [_format_choice(index, choice) for index, choice in enumerate(choices)]
+        return msgspec.json.encode({"id": request_id, "choices": formatted})
+
+    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
+        return TokenStreamWriter()
+
+    def format_error(self, error: ApiError) -> bytes:
+        return orjson.dumps(format_openai_error(error))
+
+
+def _format_choice(index: int, choice: ReplyChoice) -> GeneratedChoice:
+    tokens = choice.tokens
+    assert tokens is not None, "the choices of token-level requests have tokens"
+    return GeneratedChoice(
+        index=index,
+        token_ids=tokens.token_ids,
+        logprobs=tokens.logprobs,
+        versions=tokens.versions,
+        finish_reason=choice.finish_reason,
+        text=choice.message["content"],
+        behavior_logprobs=tokens.behavior_logprobs,
+        stop=choice.stop_string,
+    )
+
+
+def _line(chunk: GeneratedChunk) -> bytes:
+    return msgspec.json.encode(chunk) + b"\n"

@@ -1,0 +1,256 @@
+"""Replies that the run's own engine samples."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from hashlib import blake2b
+from typing import Any
+
+import msgspec.structs
+
+from instar.config import SamplingConfig
+from instar.engines.base import Engine
+from instar.errors import EngineUnavailable, PromptTooLong
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.context import GatewayContext
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
+from instar.gateway.pipeline.record import SampledReply
+from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, Sampling, Source
+from instar.record.base import Placement, Renderer, StreamParser
+from instar.record.graph import MessageGraph
+from instar.types import Call, Channel, SamplingParams
+
+_PARSER_PROMPT_TOKENS = 64
+"""The number of a prompt's last tokens that a parser gets, to see if the prompt opens the reasoning."""
+
+
+class EngineSource(Source):
+    name = "engine"
+
+    def __init__(self, context: GatewayContext, engine: Engine, renderer: Renderer) -> None:
+        self.engine = engine
+        self._renderer = renderer
+        self._timeout = context.config.request_timeout
+        self._train_sampling = context.train_sampling
+
+    @property
+    def renderer(self) -> Renderer:
+        return self._renderer
+
+    def check_request(self, request: ModelRequest) -> None:
+        if request.unsupported_error is not None:
+            raise request.unsupported_error
+
+    def check_prompt(self, call: ModelCall) -> None:
+        request = call.request
+        if request.prompt is not None and not isinstance(request.prompt, str):
+            self._check_ids(request.prompt, call.dialect.prompt_param)
+        self._check_ids(request.stop_token_ids, "stop_token_ids")
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        size = self.engine.info.vocab_size
+        position = next((i for i, token in enumerate(ids) if not 0 <= token < size), None)
+        if position is not None:
+            message = f"Token id {ids[position]} is not in the vocabulary of {size} tokens."
+            raise bad_request(message, f"{param}[{position}]", "invalid_value")
+
+    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> Sampling:
+        return _EngineSampling(self, call, placement, self._train_sampling)
+
+    def replay(
+        self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
+    ) -> list[ReplyChoice]:
+        choices: list[ReplyChoice] = []
+        for row in recorded:
+            behavior = row.behavior_logprobs
+            reply = SampledReply(
+                params=row.params,
+                message=row.reply,
+                ids=row.sampled_ids.tolist(),
+                logprobs=row.logprobs.tolist(),
+                behavior_logprobs=[] if behavior is None else behavior.tolist(),
+                versions=row.versions.tolist(),
+                finish_reason=row.finish_reason,
+            )
+            choices.append(self.build_choice(call, reply, placement, graph.sampled_tokens(row)))
+        return choices
+
+    def build_choice(
+        self, call: ModelCall, reply: SampledReply, placement: Placement, sampled_tokens: int
+    ) -> ReplyChoice:
+        return ReplyChoice(
+            message=reply.message,
+            finish_reason=reply.finish_reason or "aborted",
+            prompt_tokens=len(placement.prompt_ids),
+            sampled_tokens=sampled_tokens,
+            logprobs=self.token_logprobs(call.request, reply.ids, reply.logprobs),
+            stop_string=reply.stop,
+            tokens=reply.tokens if call.dialect.is_token_level else None,
+        )
+
+    def token_logprobs(
+        self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
+    ) -> list[TokenLogprob]:
+        """Return the logprobs for the client, if it asked for them. Stop tokens are not part of the text."""
+        if not request.logprobs:
+            return []
+        stop_ids = self.renderer.stop_token_ids
+        text = self.renderer.token_text
+        return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs, strict=True) if i not in stop_ids]
+
+    async def count_tokens(
+        self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
+    ) -> bytes:
+        self.check_request(request)
+        return dialect.format_count(len(self.renderer.render(request.messages, request.tools)))
+
+    async def score_prompt(self, request: ModelRequest) -> list[TokenLogprob]:
+        """Return the logprobs of the prompt's own tokens. Nothing is sampled, so nothing is recorded."""
+        self.check_request(request)
+        if not self.engine.info.scores:
+            raise bad_request(
+                "The engine does not return the logprobs of a prompt.", "echo", "unsupported_value"
+            )
+        assert request.prompt is not None
+        prompt = request.prompt
+        ids = self.renderer.encode(prompt) if isinstance(prompt, str) else prompt
+        self._check_ids(ids, "prompt")
+        try:
+            async with asyncio.timeout(self._timeout):
+                logprobs = await self.engine.logprobs(ids)
+        except TimeoutError as error:
+            raise ApiError(504, f"No logprobs within {self._timeout:g} seconds.", code="timeout") from error
+        text = self.renderer.token_text
+        return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
+
+
+class _EngineSampling(Sampling):
+    def __init__(
+        self, source: EngineSource, call: ModelCall, placement: Placement, train_sampling: SamplingConfig
+    ) -> None:
+        self.placement = placement
+        self._source = source
+        self._call = call
+        self._train_sampling = train_sampling
+        self._replies: list[SampledReply] = []
+        self._parsers: list[StreamParser] = []
+
+    async def run(self, stream: ReplyStream | None) -> SampledResult:
+        call, source = self._call, self._source
+        self._prepare_replies(is_streamed=stream is not None and not call.dialect.is_token_level)
+        works = [self._sample_one(i, reply, stream) for i, reply in enumerate(self._replies)]
+        await _run_all(works)
+        choices = [
+            source.build_choice(call, reply, self.placement, len(reply.ids)) for reply in self._replies
+        ]
+        return SampledResult(self._replies, choices)
+
+    def partial_replies(self) -> list[SampledReply]:
+        begun: list[SampledReply] = []
+        for reply, parser in zip(self._replies, self._parsers, strict=True):
+            if reply.ids:
+                parser.finish()
+                reply.message = parser.message
+                begun.append(reply)
+        return begun
+
+    def _prepare_replies(self, *, is_streamed: bool) -> None:
+        request, renderer = self._call.request, self._source.renderer
+        params = self._sampling_params()
+        session = self._call.state.session
+        # The sessions of a group must differ, so the train channel ignores the agent's seed.
+        is_seed_forced = session.channel is Channel.TRAIN and session.seed is not None
+        request_seed = None if is_seed_forced else request.seed
+        prompt_end = self.placement.prompt_ids[-_PARSER_PROMPT_TOKENS:].tolist()
+        for index in range(request.n):
+            if request.prompt is not None:
+                parser = renderer.stream_text(request.stop)
+            else:
+                parser = renderer.stream(request.tools, request.stop, prompt_end, eager=is_streamed)
+            self._parsers.append(parser)
+            seed = _choose_seed(request_seed, session.seed, self._call.number, index)
+            reply = SampledReply(msgspec.structs.replace(params, seed=seed))
+            reply.untrainable = None if self._call.is_trainable else "this model is not to be trained on"
+            self._replies.append(reply)
+
+    def _sampling_params(self) -> SamplingParams:
+        """Return the agent's settings, overridden by those of the channel and then of the session."""
+        request, session = self._call.request, self._call.state.session
+        settings: dict[str, Any] = {
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "max_tokens": request.max_tokens,
+        }
+        if session.channel is Channel.TRAIN:
+            train = self._train_sampling
+            settings |= {"temperature": train.temperature, "top_p": train.top_p, "top_k": None}
+        settings |= session.sampling
+        prompt_tokens = len(self.placement.prompt_ids)
+        if not prompt_tokens:
+            raise bad_request("The prompt is empty.", "prompt", "invalid_value")
+        context = self._source.engine.info.max_context
+        available = context - prompt_tokens
+        if available < 1:
+            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; the context is {context} tokens")
+        settings["max_tokens"] = min(settings["max_tokens"] or available, available)
+        return SamplingParams(
+            seed=request.seed,
+            stop=request.stop,
+            stop_token_ids=(*self._source.renderer.stop_token_ids, *request.stop_token_ids),
+            score=request.logprobs or session.channel is not Channel.VAL,
+            **{name: value for name, value in settings.items() if value is not None},
+        )
+
+    async def _sample_one(self, index: int, reply: SampledReply, stream: ReplyStream | None) -> None:
+        call, source, parser = self._call, self._source, self._parsers[index]
+        request = call.request
+        tokens = stream if call.dialect.is_token_level else None
+        deltas_to = None if call.dialect.is_token_level else stream
+        engine = source.engine.route(call.state.session.session_id)
+        async with aclosing(engine.generate(self.placement.prompt_ids, reply.params)) as chunks:
+            async for chunk in chunks:
+                reply.append(chunk)
+                if tokens is not None:
+                    await tokens.send_tokens(index, chunk)
+                deltas = parser.feed(chunk.token_ids)
+                if deltas_to is not None and (deltas or request.logprobs):
+                    logprobs = source.token_logprobs(request, chunk.token_ids, chunk.logprobs)
+                    await deltas_to.send_deltas(index, deltas, logprobs)
+        reply.ended_at = time.time()
+        if reply.finish_reason is None or reply.finish_reason == "aborted":
+            raise EngineUnavailable("the engine ended a reply before its end")
+        deltas = parser.finish()
+        reply.message = parser.message
+        if deltas_to is not None and deltas:
+            await deltas_to.send_deltas(index, deltas, ())
+
+
+def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
+    """Return the agent's seed, changed for further replies, else one derived from the session's."""
+    if request_seed is not None:
+        return request_seed if index == 0 else _derive_seed(request_seed, index)
+    return None if session_seed is None else _derive_seed(session_seed, number, index)
+
+
+def _derive_seed(*parts: int) -> int:
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+async def _run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run concurrently; on the first failure cancel the others and wait for them before raising it."""
+    if len(works) == 1:
+        await works[0]
+        return
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:  # cancellation included: none of the tasks may go on alone
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

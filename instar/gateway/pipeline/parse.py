@@ -1,0 +1,169 @@
+"""Read HTTP requests: limits, the caller, the body, and the request that the body holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope
+
+from instar.config import GatewayConfig
+from instar.gateway.auth import Authenticator, Caller, extract_key
+from instar.gateway.base import ApiError, bad_request
+from instar.gateway.dialects.base import Dialect, ModelRequest
+from instar.gateway.http_protocol import get_connection
+from instar.gateway.request_cache import MIN_CACHED_BODY, RequestCache
+from instar.record.hashing import HashChain, MessageHasher
+
+SESSION_HEADERS = {
+    "x-claude-code-session-id": "claude-session",  # Claude Code also sends it in the body, under this name.
+    "session-id": "session",  # Codex
+    "session_id": "session",  # older Codex, OpenClaw
+    "x-session-affinity": "session",  # OpenCode, OpenClaw
+    "x-opencode-session": "session",
+    "x-session-id": "session",
+    "x-conversation-id": "conversation",
+    "conversation_id": "conversation",
+    "x-litellm-session-id": "session",
+    "helicone-session-id": "session",
+}
+"""Lower-case headers in which known agents send their session id, the most specific first → kind of id."""
+MAX_EXTERNAL_ID_LENGTH = 512
+"""Longer ids are shortened to a prefix and a digest."""
+
+
+class RequestReader:
+    """Admits requests, authenticates their callers and reads their bodies."""
+
+    def __init__(self, authenticator: Authenticator, config: GatewayConfig) -> None:
+        self._authenticator = authenticator
+        self._config = config
+        self.in_flight = 0
+
+    def admit(self) -> None:
+        """Count a request until `release`. Raise ApiError (429) if too many are in flight."""
+        if self.in_flight >= self._config.max_in_flight:
+            raise ApiError(429, "Too many concurrent requests.", code="too_many_requests", retry_after=1)
+        self.in_flight += 1
+
+    def release(self) -> None:
+        self.in_flight -= 1
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        size = sum(map(len, headers)) + sum(map(len, headers.values()))
+        if size > self._config.max_header:
+            raise ApiError(
+                431, f"The headers have {size} bytes; at most {self._config.max_header} are allowed."
+            )
+        return await self._authenticator.identify(extract_key(headers))
+
+    async def read_body(self, headers: Mapping[str, str], scope: Scope, receive: Receive) -> bytes:
+        if headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(
+                415,
+                "Compressed request bodies are not supported; send the body without Content-Encoding.",
+                code="unsupported_encoding",
+            )
+        limit = self._config.max_body
+        if (connection := get_connection(scope)) is not None and connection.has_body:
+            return await _receive_body(receive, limit)  # It needs no deadline.
+        try:
+            async with asyncio.timeout(self._config.read_timeout):
+                return await _receive_body(receive, limit)
+        except TimeoutError as error:
+            message = f"The request body did not arrive within {self._config.read_timeout:g} seconds."
+            raise ApiError(408, message, code="timeout") from error
+
+    async def read_http(self, http: HttpRequest) -> bytes:
+        return await self.read_body(http.headers, http.scope, http.receive)
+
+
+async def _receive_body(receive: Receive, limit: int) -> bytes:
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body", False) and len(body) <= limit:
+        return body
+    return await _receive_rest(body, receive, limit)
+
+
+async def _receive_rest(body: bytes, receive: Receive, limit: int) -> bytes:
+    chunks, size, more = [body], len(body), True
+    while more and size <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "The connection closed before the body was complete.", code="invalid_json")
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        more = message.get("more_body", False)
+    if size > limit:
+        raise ApiError(413, f"The request body is larger than {limit} bytes.", code="too_large")
+    return b"".join(chunks)
+
+
+class RequestParser:
+    def __init__(self, config: GatewayConfig, hasher: MessageHasher) -> None:
+        self._config = config
+        self._hasher = hasher
+        self._cache = RequestCache(hasher)
+
+    def parse(self, dialect: Dialect, cache_key: str | None, body: bytes) -> tuple[ModelRequest, HashChain]:
+        """Return the request and the hash chain of its messages. Raise ApiError (400) if it is invalid.
+
+        ``cache_key`` identifies the caller or session, whose requests usually repeat earlier messages.
+        """
+        if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
+            request, chain = self._cache.parse(dialect, cache_key, body)
+        else:
+            request = dialect.parse_request(body)
+            chain = self._hasher.hash_messages(request.messages, request.tools)
+        if len(request.messages) > self._config.max_messages:
+            raise _too_many("messages", len(request.messages), self._config.max_messages)
+        if len(request.tools) > self._config.max_tools:
+            raise _too_many("tools", len(request.tools), self._config.max_tools)
+        return request, chain
+
+
+def _too_many(name: str, count: int, limit: int) -> ApiError:
+    return bad_request(f"The request has {count} {name}; at most {limit} are allowed.", name, "too_many")
+
+
+def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
+    """Return the agent's own id for its session: from a known header, else the first id in the body."""
+    if not SESSION_HEADERS.keys().isdisjoint(headers):
+        for name, kind in SESSION_HEADERS.items():
+            if value := headers.get(name):
+                return _shorten_id(f"{kind}:{value}")
+    return _shorten_id(body_ids[0]) if body_ids else None
+
+
+def _shorten_id(external_id: str) -> str:
+    if len(external_id) <= MAX_EXTERNAL_ID_LENGTH:
+        return external_id
+    digest = blake2b(external_id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return external_id[: MAX_EXTERNAL_ID_LENGTH - len(digest)] + digest
+
+
+@dataclass(frozen=True, slots=True)
+class RetryEvidence:
+    """Signs that a client retries an earlier request and does not want another reply."""
+
+    client_key: str | None = None
+    """The idempotency key. A different key means a new request, whatever the other signs."""
+    is_retry: bool = False
+    """True if the client counts this request as a retry."""
+
+    def __bool__(self) -> bool:
+        return self.is_retry or self.client_key is not None
+
+    def matches(self, client_key: str | None) -> bool:
+        """True if this retries the same request with the given idempotency key."""
+        return self.is_retry if self.client_key is None else self.client_key == client_key
+
+
+def parse_retry_evidence(headers: Mapping[str, str]) -> RetryEvidence:
+    # The OpenAI and Anthropic clients count their retries in this header.
+    is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+    return RetryEvidence(headers.get("idempotency-key"), is_retry)

@@ -1,0 +1,203 @@
+"""The pipeline of a model call: parse → resolve session → place in graph → sample → record → respond."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from instar.gateway.auth import Caller
+from instar.gateway.base import SESSION_HEADER, ApiError
+from instar.gateway.context import GatewayContext
+from instar.gateway.deadline import Deadline
+from instar.gateway.dialects.base import Dialect
+from instar.gateway.engine_source import EngineSource
+from instar.gateway.pipeline.parse import (
+    RequestParser,
+    RequestReader,
+    parse_external_id,
+    parse_retry_evidence,
+)
+from instar.gateway.pipeline.place import ReplayLookup, place
+from instar.gateway.pipeline.record import Recorder, RequestMeta
+from instar.gateway.pipeline.resolve import SessionHints, SessionResolver
+from instar.gateway.pipeline.respond import JSON, Responder, error_response
+from instar.gateway.pipeline.sample import ModelCall
+from instar.gateway.routing import ModelRouter
+from instar.gateway.session_states import PendingRequest, SessionStates
+from instar.record.base import Placement
+from instar.record.graph import MessageGraph
+from instar.types import Message, new_id
+
+
+@dataclass(frozen=True, slots=True)
+class RouteMatch:
+    """The dialect and the session that a path names."""
+
+    dialect: Dialect
+    session_id: str | None
+    counts_tokens: bool
+    """True if the path asks for the number of a prompt's tokens."""
+
+
+class CallPipeline:
+    def __init__(
+        self,
+        context: GatewayContext,
+        reader: RequestReader,
+        router: ModelRouter,
+        states: SessionStates,
+        resolver: SessionResolver,
+        recorder: Recorder,
+    ) -> None:
+        self._context = context
+        self._reader = reader
+        self._router = router
+        self._states = states
+        self._resolver = resolver
+        self._recorder = recorder
+        self._parser = RequestParser(context.config, context.hasher)
+        self._timeout = context.config.request_timeout
+
+    async def handle(self, route: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request of an ASGI server."""
+        try:
+            self._reader.admit()
+        except ApiError as error:
+            await error_response(route.dialect, error)(scope, receive, send)
+            return
+        try:
+            await self._handle(route, scope, receive, send)
+        finally:
+            self._reader.release()
+
+    async def _handle(self, route: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            call = await self._prepare(route, scope, receive)
+        except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
+            call = error_response(route.dialect, error)
+        if isinstance(call, Response):
+            await call(scope, receive, send)
+            return
+        responder = Responder(call, scope, receive, send, read_timeout=self._context.config.read_timeout)
+        await responder.run(self._execute)
+
+    # --- parse and resolve ------------------------------------------------------------------------
+
+    async def _prepare(self, route: RouteMatch, scope: Scope, receive: Receive) -> ModelCall | Response:
+        """Return the call, or the complete response if nothing has to be sampled."""
+        if scope["method"] != "POST":
+            raise ApiError(405, "This path only accepts POST.", code="method_not_allowed")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        caller = await self._reader.authenticate(headers)
+        body = await self._reader.read_body(headers, scope, receive)
+        if route.counts_tokens:
+            return await self._count_tokens(route.dialect, headers, body)
+        return await self._resolve(route, caller, headers, body)
+
+    async def _resolve(
+        self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
+    ) -> ModelCall | Response:
+        dialect, session_header = route.dialect, headers.get(SESSION_HEADER)
+        cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
+        request, chain = self._parser.parse(dialect, cache_key, body)
+        source, is_trainable = self._router.select(request.model, needs_engine=dialect.is_token_level)
+        is_engine = isinstance(source, EngineSource)
+        if request.score_prompt and is_engine:
+            tokens = await source.score_prompt(request)
+            return Response(dialect.format_scores(_new_request_id(dialect), request, tokens), media_type=JSON)
+        request, chain, previous = await self._resolver.expand_previous(
+            caller, request, chain, allow_unknown=not is_engine
+        )
+        text_prompt = request.prompt if isinstance(request.prompt, str) else None
+        if request.prompt is not None and (text_prompt is not None or not is_engine):
+            message = _prompt_message(request.prompt)
+            chain = self._context.hasher.hash_messages([message])
+            if not is_engine:
+                request = replace(request, messages=(message,))
+        source.check_request(request)
+        retry = parse_retry_evidence(headers)
+        external_id = parse_external_id(headers, request.session_hints)
+        hints = SessionHints(route.session_id, session_header, external_id, previous, retry, text_prompt)
+        # Clients that send token ids name their session; their prompts are not matched to other sessions.
+        content_chain = None if dialect.is_token_level else chain
+        state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
+        meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
+        return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
+
+    async def _count_tokens(self, dialect: Dialect, headers: Mapping[str, str], body: bytes) -> Response:
+        request = dialect.parse_count_request(body)
+        source, _ = self._router.select(request.model)
+        counted = await source.count_tokens(dialect, request, body, headers)
+        return Response(counted, media_type=JSON)
+
+    # --- place, sample, record, respond -----------------------------------------------------------
+
+    async def _execute(self, call: ModelCall, responder: Responder) -> None:
+        with self._states.track_call(call.state):
+            graph = await self._states.load_graph(call.state)
+            placement = place(call, graph)
+            try:
+                lookup = ReplayLookup(self._context.store, call, graph, placement.key, self._timeout)
+                if recorded := await lookup.find_calls(call.request.n):
+                    call.meta.request_id = recorded[0].request_id
+                    await responder.replay(call.source.replay(call, graph, placement, recorded))
+                    return
+                with lookup.register() as pending:
+                    await self._sample(call, graph, placement, pending, responder)
+            finally:
+                graph.release(placement)
+
+    async def _sample(
+        self,
+        call: ModelCall,
+        graph: MessageGraph,
+        placement: Placement,
+        pending: PendingRequest,
+        responder: Responder,
+    ) -> None:
+        """Sample, record and send the replies. A call that fails is recorded with the tokens it has so
+        far."""
+        sampling = call.source.start(call, graph, placement)
+        is_committing = False
+
+        async def record_aborted(reason: str) -> None:
+            # Once the commit of the complete replies has begun, that one is valid.
+            if not is_committing and (replies := sampling.partial_replies()):
+                await self._recorder.record(
+                    call.state, graph, call.meta, sampling.placement, replies, aborted=reason
+                )
+
+        try:
+            with Deadline(self._timeout):
+                result = await sampling.run(responder if call.request.stream else None)
+            is_committing = True
+            await self._recorder.record(call.state, graph, call.meta, sampling.placement, result.replies)
+            await responder.finish(result)
+        except asyncio.CancelledError:
+            if is_committing:
+                # The replies are complete, and the client may come back for them.
+                pending.client_gone = True
+                await self._recorder.drain()
+                graph.mark_undelivered(placement.key)
+            else:
+                await record_aborted("the client went away")
+            raise
+        except TimeoutError as error:
+            await record_aborted("past its deadline")
+            raise ApiError(504, f"No reply within {self._timeout:g} seconds.", code="timeout") from error
+        except Exception as error:  # whatever a source raises, the sampled tokens are kept
+            await record_aborted(f"the {call.source.name} failed: {error}")
+            raise
+
+
+def _new_request_id(dialect: Dialect) -> str:
+    return new_id(dialect.id_prefix)
+
+
+def _prompt_message(prompt: str | tuple[int, ...]) -> Message:
+    """Return a prompt as the message under which it is recorded if a provider tokenizes it."""
+    return Message(role="user", content=prompt if isinstance(prompt, str) else str(list(prompt)))

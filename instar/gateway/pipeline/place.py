@@ -1,0 +1,85 @@
+"""Place a call in its session's message graph, and find the recorded calls that it asks for again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from instar.gateway.pipeline.sample import ModelCall
+from instar.gateway.session_states import PendingRequest
+from instar.record.base import Placement
+from instar.record.graph import MessageGraph
+from instar.store.base import Store
+from instar.types import Call
+
+
+def place(call: ModelCall, graph: MessageGraph) -> Placement:
+    """Return the call's place, which must be released. It decides the prompt's tokens and the call's
+    number."""
+    meta, request, renderer = call.meta, call.request, call.source.renderer
+    # Taken together with the place: concurrent requests must not get the same number, nor the same seed.
+    call.number = graph.next_request_number
+    if request.prompt is not None and renderer is not None:
+        meta.chain = None
+        call.source.check_prompt(call)
+        return graph.place_prompt(request.prompt, renderer)
+    assert meta.chain is not None, "requests without a prompt have a chain"
+    meta.chain = graph.match_replies(meta.chain, request.messages)
+    return graph.place(meta.chain, request.messages, request.tools, renderer)
+
+
+class ReplayLookup:
+    """Finds the recorded calls that one request asks for again, and lets such requests wait for this one."""
+
+    def __init__(
+        self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
+    ) -> None:
+        """``key`` is that of the request's placement. ``timeout`` limits the wait for a request in
+        progress."""
+        self._store = store
+        self._pending = call.state.pending
+        self._evidence = call.retry
+        self._graph = graph
+        self._key = key
+        self._timeout = timeout
+
+    async def find_calls(self, n: int) -> list[Call]:
+        """Return the ``n`` recorded calls to replay; none if the request is new or nothing is recorded."""
+        while (original := self._find_pending()) is not None:
+            await asyncio.wait([original.done], timeout=self._timeout)
+            if not original.done.done():
+                break
+        rows = [await self._store.call(call_id) for call_id in self._recorded_ids()]
+        calls = [call for call in rows if call is not None and self._graph.is_reply_unredacted(call)]
+        return calls if len(calls) == n else []
+
+    @contextmanager
+    def register(self) -> Generator[PendingRequest]:
+        """Make requests that ask for the same replies wait for this one."""
+        pending = PendingRequest(self._evidence.client_key, asyncio.get_running_loop().create_future())
+        same_key = self._pending.setdefault(self._key, [])
+        same_key.append(pending)
+        try:
+            yield pending
+        finally:
+            pending.done.set_result(None)
+            same_key.remove(pending)
+            if not same_key:
+                del self._pending[self._key]
+
+    def _find_pending(self) -> PendingRequest | None:
+        has_no_key = self._evidence.client_key is None
+        for pending in reversed(self._pending.get(self._key, ())):
+            if self._evidence.matches(pending.client_key) or (pending.client_gone and has_no_key):
+                return pending
+        return None
+
+    def _recorded_ids(self) -> list[str]:
+        graph, key, evidence = self._graph, self._key, self._evidence
+        if evidence.client_key is None:
+            should_replay = graph.take_undelivered(key) or evidence.is_retry
+            return graph.find_recorded(key) if should_replay else []
+        if ids := graph.find_by_idempotency_key(key, evidence.client_key):
+            graph.take_undelivered(key)
+        return ids

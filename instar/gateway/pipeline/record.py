@@ -1,0 +1,314 @@
+"""Record replies: what is stored of a call, what is redacted, and whether it is trainable."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from instar.gateway.context import GatewayContext
+from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.pipeline.resolve import SessionResolver
+from instar.gateway.session_states import SessionState
+from instar.record.base import Placement, Renderer
+from instar.record.graph import MessageGraph
+from instar.record.hashing import HashChain
+from instar.record.nodes import redaction_reason
+from instar.types import (
+    Call,
+    CallStatus,
+    FinishReason,
+    Ids,
+    Link,
+    Message,
+    SamplingParams,
+    TokenChunk,
+    Tool,
+    new_id,
+)
+
+_MAX_CACHED_TOOLS = 256
+_REDACTION_OVERLAP = 128
+"""The number of tokens before a prompt's new ones that are searched too, because a secret may start there."""
+_NO_IDS: Ids = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class SampledReply:
+    """One reply with its exact tokens, while it is sampled and when it is complete."""
+
+    params: SamplingParams
+    message: Message = field(default_factory=lambda: Message(role="assistant", content=""))
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    behavior_logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    first_token_at: float | None = None
+    ended_at: float = 0.0
+    untrainable: str | None = None
+    """The reason why the reply must not be trained on, if its numbers do not show one."""
+
+    def append(self, chunk: TokenChunk) -> None:
+        if chunk.token_ids and self.first_token_at is None:
+            self.first_token_at = time.time()
+        self.ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.versions += chunk.versions
+        self.behavior_logprobs += chunk.behavior_logprobs or [math.nan] * len(chunk.token_ids)
+        self.finish_reason = chunk.finish_reason
+        self.stop = chunk.stop
+
+    @property
+    def tokens(self) -> TokenChunk:
+        """All tokens in one chunk."""
+        return TokenChunk(
+            token_ids=self.ids,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            behavior_logprobs=self.behavior_logprobs if self.params.truncates else None,
+            finish_reason=self.finish_reason,
+            stop=self.stop,
+        )
+
+    @property
+    def untrainable_reason(self) -> str | None:
+        if self.untrainable is not None:
+            return self.untrainable
+        if any(map(math.isnan, self.logprobs)):
+            return "logprobs are missing"
+        if self.params.truncates and any(map(math.isnan, self.behavior_logprobs)):
+            return "sampled with a changed distribution, and its logprobs are missing"
+        return None
+
+
+@dataclass(slots=True)
+class RequestMeta:
+    """The request under which replies are recorded."""
+
+    request_id: str
+    request: ModelRequest
+    chain: HashChain | None
+    """None if the prompt has no messages."""
+    dialect: str
+    client_key: str | None
+    started_at: float = field(default_factory=time.time)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        prompt = self.request.prompt
+        if isinstance(prompt, str):
+            return (Message(role="user", content=prompt),)
+        return self.request.messages
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedReply:
+    """A call as it is stored, and the values that the graph needs beside it."""
+
+    call: Call
+    chain: HashChain | None
+    """The hash chain of the messages and the reply."""
+    sampled_ids: Ids | None
+    first_redacted_message: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _RedactedContent:
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    reply: Message
+    first_redacted_message: int | None
+
+
+class Recorder:
+    def __init__(
+        self, context: GatewayContext, resolver: SessionResolver, renderer: Renderer | None = None
+    ) -> None:
+        """``renderer`` decodes prompts of token ids, to search them for secrets."""
+        self._store = context.store
+        self._hasher = context.hasher
+        self._redactor = context.redactor
+        self._resolver = resolver
+        self._renderer = renderer
+        self._redacted_tools: OrderedDict[bytes, tuple[Tool, ...] | None] = OrderedDict()
+        self._commits: set[asyncio.Task[None]] = set()
+
+    async def record(
+        self,
+        state: SessionState,
+        graph: MessageGraph,
+        meta: RequestMeta,
+        placement: Placement,
+        replies: Sequence[SampledReply],
+        *,
+        aborted: str | None = None,
+    ) -> list[str]:
+        """Return the ids of the recorded calls once they are durable. Cancelling does not stop the commit."""
+        rows: list[_RecordedReply] = []
+        for reply in replies:
+            rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, aborted))
+        task = asyncio.create_task(self._commit(state, graph, meta, placement, rows))
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+        await asyncio.shield(task)
+        return [row.call.call_id for row in rows]
+
+    async def drain(self) -> None:
+        """Wait until all commits in progress have ended; their callers handle the errors."""
+        await asyncio.gather(*self._commits, return_exceptions=True)
+
+    async def _commit(
+        self,
+        state: SessionState,
+        graph: MessageGraph,
+        meta: RequestMeta,
+        placement: Placement,
+        rows: Sequence[_RecordedReply],
+    ) -> None:
+        tail_keys: dict[str, bytes] = {}
+        if state.is_unnamed and meta.chain is not None:
+            tail_keys = {row.call.call_id: row.chain.canonical[-1] for row in rows if row.chain}
+        opening = state.take_opening()
+        try:
+            await self._store.add_calls([row.call for row in rows], opening=opening, tail_keys=tail_keys)
+        except BaseException:
+            # Nothing was stored, so the next call must open the session.
+            state.opening = opening
+            raise
+        for row in rows:
+            graph.add(
+                row.call,
+                placement,
+                row.chain,
+                sampled_ids=row.sampled_ids,
+                first_redacted_message=row.first_redacted_message,
+            )
+        prompt = meta.request.prompt if isinstance(meta.request.prompt, str) else None
+        for row in rows:
+            self._resolver.index_call(state, row.call, row.chain, prompt)
+
+    def _build_row(
+        self,
+        state: SessionState,
+        meta: RequestMeta,
+        placement: Placement,
+        reply: SampledReply,
+        first: _RecordedReply | None,
+        aborted: str | None,
+    ) -> _RecordedReply:
+        session = state.session
+        base_messages = len(meta.messages) if first else placement.base_messages
+        content = self._redact(meta, placement, reply, first, base_messages)
+        is_redacted = content.first_redacted_message is not None
+        reason = aborted or reply.untrainable_reason
+        if reason is not None:
+            reason = self._redactor.redact_text(reason)  # Providers quote the key that they refuse.
+        if content.first_redacted_message is not None:
+            reason = redaction_reason(content.first_redacted_message, reason)
+        chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
+        sampled_ids = np.asarray(reply.ids, np.int32)
+        has_tokens = not is_redacted
+        # A further reply is based on the first one, as far as that was stored.
+        base_tokens = len(first.call.prompt_ids) if first else placement.base_tokens
+        behavior_logprobs = None
+        if reply.params.truncates:
+            behavior_logprobs = np.asarray(reply.behavior_logprobs if has_tokens else (), np.float32)
+        call = Call(
+            call_id=new_id("call"),
+            session_id=session.session_id,
+            run_id=session.run_id,
+            agent_id=session.agent_id,
+            policy_id=session.policy_id,
+            request_id=meta.request_id,
+            prompt_ids=placement.prompt_ids if has_tokens else _NO_IDS,
+            sampled_ids=sampled_ids if has_tokens else _NO_IDS,
+            logprobs=np.asarray(reply.logprobs if has_tokens else (), np.float32),
+            versions=np.asarray(reply.versions if has_tokens else (), np.int32),
+            behavior_logprobs=behavior_logprobs,
+            messages=content.messages,
+            tools=content.tools,
+            reply=content.reply,
+            finish_reason="aborted" if aborted else reply.finish_reason or "aborted",
+            parent_id=placement.parent_id,
+            link=Link.SIBLING if first else placement.link,
+            base_id=first.call.call_id if first else placement.base_id,
+            base_tokens=base_tokens if has_tokens else 0,
+            base_messages=base_messages,
+            status=CallStatus.ABORTED if aborted else CallStatus.OK,
+            trainable=reason is None,
+            reason=reason,
+            dialect=meta.dialect,
+            model=meta.request.model,
+            client_key=meta.client_key,
+            digests=self._pack_digests(meta, base_messages, chain, reply.message),
+            params=reply.params,
+            started_at=meta.started_at,
+            first_token_at=reply.first_token_at,
+            ended_at=reply.ended_at or time.time(),
+        )
+        return _RecordedReply(
+            call, chain, sampled_ids if is_redacted else None, content.first_redacted_message
+        )
+
+    def _redact(
+        self,
+        meta: RequestMeta,
+        placement: Placement,
+        reply: SampledReply,
+        first: _RecordedReply | None,
+        base_messages: int,
+    ) -> _RedactedContent:
+        messages = meta.messages
+        own_messages = messages[base_messages:]
+        redacted = [self._redactor.redact_message(message) for message in own_messages]
+        redacted_reply = self._redactor.redact_message(reply.message)
+        pairs = zip((*own_messages, reply.message), (*redacted, redacted_reply), strict=True)
+        position = next((i for i, (a, b) in enumerate(pairs, base_messages) if a is not b), None)
+        tools = self._redact_tools(meta)
+        if placement.first_redacted_message is not None:
+            position = placement.first_redacted_message
+        if tools is not meta.request.tools or self._has_secret_prompt_ids(meta, placement):
+            position = 0
+        shared = first.first_redacted_message if first else None
+        if shared is not None and shared < base_messages:
+            position = shared
+        if position is not None:
+            messages = (*messages[:base_messages], *redacted)
+        return _RedactedContent(messages, tools, redacted_reply, position)
+
+    def _pack_digests(self, meta: RequestMeta, start: int, chain: HashChain | None, reply: Message) -> bytes:
+        if chain is not None:
+            return chain.pack(start)
+        prompt = meta.request.prompt
+        return self._hasher.pack_prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
+
+    def _has_secret_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
+        """True if the new tokens of a prompt of token ids hold a secret."""
+        prompt = meta.request.prompt
+        if prompt is None or isinstance(prompt, str) or self._renderer is None:
+            return False
+        parser = self._renderer.stream_text()
+        parser.feed(prompt[max(0, placement.base_tokens - _REDACTION_OVERLAP) :])
+        parser.finish()
+        text = parser.message["content"]
+        return self._redactor.redact_text(text) != text
+
+    def _redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
+        """Return the tools without secrets; cached, because agents send the same tools with every call."""
+        tools = meta.request.tools
+        if not tools or meta.chain is None:
+            return tools
+        key = meta.chain.tools_digest
+        if key not in self._redacted_tools:
+            redacted = self._redactor.redact_tools(tools)
+            self._redacted_tools[key] = None if redacted is tools else redacted
+            if len(self._redacted_tools) > _MAX_CACHED_TOOLS:
+                self._redacted_tools.popitem(last=False)
+        return self._redacted_tools[key] or tools

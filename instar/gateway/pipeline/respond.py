@@ -1,0 +1,236 @@
+"""Respond to model calls: complete or streamed responses, errors, and clients that disconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from instar.errors import EngineError, EngineUnavailable, PromptTooLong, RenderError, StoreError
+from instar.gateway.base import SESSION_HEADER, ApiError
+from instar.gateway.dialects.base import Dialect, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
+from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult
+from instar.gateway.upstream.base import UpstreamError
+from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.types import Message, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+JSON = "application/json"
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Return the error that a client sees for a failure."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return ApiError(400, str(error), code="context_length_exceeded", param="messages")
+        case RenderError():
+            return ApiError(400, str(error), code="invalid_messages", param="messages")
+        case EngineUnavailable():
+            return ApiError(503, f"The engine is not ready: {error}", code="unavailable", retry_after=1)
+        case EngineError():
+            return ApiError(502, f"The engine failed: {error}", code="engine_error")
+        case StoreError():
+            return ApiError(503, f"The store failed: {error}", code="store_error", retry_after=1)
+        case HTTPException():
+            return ApiError(error.status_code, error.detail)
+        case _:
+            logger.error("A request failed with an unexpected error.", exc_info=error)
+            return ApiError(500, "Internal error; see the gateway's log.", code="internal")
+
+
+def error_response(dialect: Dialect, failure: Exception) -> Response:
+    error = to_api_error(failure)
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+    if error.param == "messages":
+        error.param = dialect.messages_param
+    if isinstance(error, UpstreamError) and error.raw:
+        return Response(error.raw, error.status, headers, error.content_type or JSON)
+    return Response(dialect.format_error(error), error.status, headers, JSON)
+
+
+class Responder(ReplyStream):
+    """Sends the response of one call, and cancels the call when the client disconnects.
+
+    The headers of a stream are sent with its first part, so a failure before that has its own status.
+    """
+
+    def __init__(
+        self, call: ModelCall, scope: Scope, receive: Receive, send: Send, *, read_timeout: float
+    ) -> None:
+        """``read_timeout`` is the time in seconds that a client has to accept the end of a stream."""
+        self._call = call
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._read_timeout = read_timeout
+        self._writer: StreamWriter | None = None
+        self._has_started = False
+
+    async def run(self, execute: Callable[[ModelCall, Responder], Awaitable[None]]) -> None:
+        """Execute the call, which ends with `finish`; send an error if it fails."""
+        watcher = DisconnectWatcher(self._scope, self._receive)
+        try:
+            await execute(self._call, self)
+        except asyncio.CancelledError:
+            # A disconnect ends the request without an error; any other cancellation is the server's.
+            if not watcher.has_cancelled():
+                raise
+        except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
+            await self._send_failure(error)
+        finally:
+            await watcher.close()
+
+    async def finish(self, result: SampledResult) -> None:
+        """Send the rest of the response. The call must have been recorded."""
+        call = self._call
+        if not call.request.stream:
+            if result.raw:
+                await self._send_complete(result.content_type or JSON, result.raw)
+            else:
+                body = call.dialect.format_response(call.meta.request_id, call.request, result.choices)
+                await self._send_complete(JSON, body)
+            return
+        if result.raw:
+            await self._start(result.content_type or JSON)
+            last = result.raw
+        else:
+            writer = await self._start_writer()
+            parts = [writer.write_deltas(index, [delta], ()) for index, delta in result.deltas]
+            last = b"".join([*parts, writer.finish(result.choices)])
+        await self._send_last(last)
+
+    async def replay(self, choices: Sequence[ReplyChoice]) -> None:
+        """Send recorded replies as if they were sampled now."""
+        if self._call.request.stream:
+            for index, choice in enumerate(choices):
+                if choice.tokens is not None:
+                    await self.send_tokens(index, choice.tokens)
+                else:
+                    await self.send_deltas(index, _split_message(choice.message), choice.logprobs)
+        await self.finish(SampledResult((), choices))
+
+    async def send_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> None:
+        writer = await self._start_writer()
+        await self._send_part(writer.write_deltas(index, deltas, logprobs))
+
+    async def send_indexed_deltas(self, deltas: Sequence[tuple[int, ReplyDelta]]) -> None:
+        writer = await self._start_writer()
+        parts = [writer.write_deltas(index, [delta], ()) for index, delta in deltas]
+        await self._send_part(b"".join(parts))
+
+    async def send_tokens(self, index: int, chunk: TokenChunk) -> None:
+        writer = await self._start_writer()
+        await self._send_part(writer.write_tokens(index, chunk))
+
+    async def send_raw(self, raw: bytes, content_type: str | None) -> None:
+        await self._start(content_type or JSON)
+        await self._send_part(raw)
+
+    async def _start_writer(self) -> StreamWriter:
+        if self._writer is None:
+            call = self._call
+            self._writer = call.dialect.create_stream_writer(call.meta.request_id, call.request)
+            await self._start(call.dialect.stream_content_type)
+            await self._send_part(b"".join(map(self._writer.begin, range(call.request.n))))
+        return self._writer
+
+    async def _start(self, content_type: str) -> None:
+        if self._has_started:
+            return
+        self._has_started = True
+        headers = [(b"content-type", content_type.encode()), self._session_header]
+        if content_type.startswith("text/event-stream"):
+            headers.append((b"cache-control", b"no-cache"))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_part(self, part: bytes) -> None:
+        if part:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def _send_last(self, last: bytes) -> None:
+        with suppress(TimeoutError):  # The client does not read the rest; the call is recorded.
+            async with asyncio.timeout(self._read_timeout):
+                await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_complete(self, content_type: str, body: bytes) -> None:
+        self._has_started = True
+        headers = [(b"content-type", content_type.encode()), self._session_header]
+        if (connection := get_connection(self._scope)) is not None:
+            connection.send_response(headers, body)
+            return
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _send_failure(self, failure: Exception) -> None:
+        call = self._call
+        if not self._has_started:
+            await error_response(call.dialect, failure)(self._scope, self._receive, self._send)
+            return
+        # A provider's stream that was passed on unchanged has no writer yet.
+        writer = self._writer or call.dialect.create_stream_writer(call.meta.request_id, call.request)
+        await self._send_last(writer.write_error(to_api_error(failure)))
+
+    @property
+    def _session_header(self) -> tuple[bytes, bytes]:
+        return (SESSION_HEADER.encode(), self._call.state.session.session_id.encode())
+
+
+class DisconnectWatcher:
+    """Cancels the current task when its client disconnects."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "requests are handled in tasks"
+        self._task = task
+        self._is_disconnected = False
+        self._receive_task: asyncio.Task[None] | None = None
+        self._connection: LimitedHttpProtocol | None = get_connection(scope)
+        if self._connection is None:  # Another ASGI server runs the app.
+            self._receive_task = asyncio.create_task(self._wait_for_disconnect(receive))
+        elif self._connection.transport.is_closing():
+            self._cancel()
+        else:
+            self._connection.on_disconnect = self._cancel
+
+    def has_cancelled(self) -> bool:
+        """True if the task was cancelled by the disconnect alone; uncancels the task."""
+        return self._is_disconnected and self._task.uncancel() == 0
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            self._connection.on_disconnect = None
+        if self._receive_task is not None:
+            self._receive_task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._receive_task
+
+    def _cancel(self) -> None:
+        self._is_disconnected = True
+        self._task.cancel()
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+
+
+def _split_message(message: Message) -> list[ReplyDelta]:
+    """Return the deltas of a complete reply."""
+    deltas = [ReplyDelta(reasoning=message["reasoning"])] if "reasoning" in message else []
+    deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append(ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"])))
+        deltas.append(ReplyDelta(call=ToolCallDelta(index, arguments=call["arguments"])))
+    return deltas

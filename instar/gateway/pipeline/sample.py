@@ -1,0 +1,113 @@
+"""Sample the replies of a call from a source: the run's engine, or a provider."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
+from instar.gateway.pipeline.parse import RetryEvidence
+from instar.gateway.pipeline.record import RequestMeta, SampledReply
+from instar.gateway.session_states import SessionState
+from instar.record.base import Placement, Renderer, ReplyDelta
+from instar.record.graph import MessageGraph
+from instar.types import Call, TokenChunk
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """One model call on its way through the pipeline."""
+
+    meta: RequestMeta
+    dialect: Dialect
+    source: Source
+    state: SessionState
+    retry: RetryEvidence
+    body: bytes
+    headers: Mapping[str, str]
+    is_trainable: bool = True
+    number: int = 0
+    """The position among the session's requests, set when the call is placed."""
+    request: ModelRequest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request = self.meta.request
+
+
+@dataclass(frozen=True, slots=True)
+class SampledResult:
+    """The complete replies of a call, ready to be recorded and then sent."""
+
+    replies: Sequence[SampledReply]
+    choices: Sequence[ReplyChoice]
+    deltas: Sequence[tuple[int, ReplyDelta]] = ()
+    """The last deltas that were not streamed yet."""
+    raw: bytes = b""
+    """The last bytes of a provider's response that is passed on unchanged."""
+    content_type: str | None = None
+
+
+class ReplyStream(ABC):
+    """Receives a reply while it is sampled; the respond step sends it to the client."""
+
+    @abstractmethod
+    async def send_deltas(
+        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
+    ) -> None: ...
+
+    @abstractmethod
+    async def send_indexed_deltas(self, deltas: Sequence[tuple[int, ReplyDelta]]) -> None: ...
+
+    @abstractmethod
+    async def send_tokens(self, index: int, chunk: TokenChunk) -> None: ...
+
+    @abstractmethod
+    async def send_raw(self, raw: bytes, content_type: str | None) -> None:
+        """Pass bytes of a provider on, if it speaks the client's dialect."""
+
+
+class Sampling(ABC):
+    """The replies of one call while they are sampled."""
+
+    placement: Placement
+    """The call's place; the source completes it if only the source knows the prompt's tokens."""
+
+    @abstractmethod
+    async def run(self, stream: ReplyStream | None) -> SampledResult:
+        """Sample all replies and pass their parts to ``stream``. What tells the client that they have ended
+        is only in the result."""
+
+    @abstractmethod
+    def partial_replies(self) -> Sequence[SampledReply]:
+        """Return the replies that have begun, after `run` failed or was cancelled."""
+
+
+class Source(ABC):
+    name: str
+
+    @property
+    def renderer(self) -> Renderer | None:
+        """The renderer of prompts, or None if the source tokenizes them itself."""
+        return None
+
+    def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional
+        """Raise ApiError if the source cannot honour the request."""
+
+    def check_prompt(self, call: ModelCall) -> None:  # noqa: B027 - optional
+        """Raise ApiError if the source cannot continue the call's prompt."""
+
+    @abstractmethod
+    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> Sampling: ...
+
+    @abstractmethod
+    def replay(
+        self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
+    ) -> list[ReplyChoice]:
+        """Return the replies of recorded calls."""
+
+    @abstractmethod
+    async def count_tokens(
+        self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
+    ) -> bytes:
+        """Return the dialect's response with the number of tokens of a prompt."""

@@ -1,0 +1,138 @@
+"""Replies of a provider: its response is passed on to the client, and parsed to be recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from instar.config import SamplingConfig
+from instar.gateway.auth import KEY_HEADER, KEY_HEADERS
+from instar.gateway.context import GatewayContext
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice
+from instar.gateway.pipeline.record import SampledReply
+from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, Sampling, Source
+from instar.gateway.upstream.base import Upstream
+from instar.record.base import Placement
+from instar.record.graph import MessageGraph
+from instar.types import Call, Channel, SamplingParams
+
+
+class ProviderSource(Source):
+    name = "provider"
+
+    def __init__(self, context: GatewayContext, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._train_sampling = context.train_sampling
+
+    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> Sampling:
+        return _ProviderSampling(self._upstream, call, graph, placement, self._train_sampling)
+
+    def replay(
+        self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
+    ) -> list[ReplyChoice]:
+        return [
+            ReplyChoice(row.reply, row.finish_reason, len(row.prompt_ids), graph.sampled_tokens(row))
+            for row in recorded
+        ]
+
+    async def count_tokens(
+        self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
+    ) -> bytes:
+        return await self._upstream.count_tokens(body, _without_gateway_keys(headers))
+
+
+class _ProviderSampling(Sampling):
+    def __init__(
+        self,
+        upstream: Upstream,
+        call: ModelCall,
+        graph: MessageGraph,
+        placement: Placement,
+        train_sampling: SamplingConfig,
+    ) -> None:
+        self.placement = placement
+        self._call = call
+        self._graph = graph
+        session = call.state.session
+        self._overrides: dict[str, Any] = dict(session.sampling)
+        if session.channel is Channel.TRAIN:
+            train = {"temperature": train_sampling.temperature, "top_p": train_sampling.top_p}
+            self._overrides = train | self._overrides
+        headers = _without_gateway_keys(call.headers)
+        self._response = upstream.send(
+            call.request, call.dialect.name, call.body, headers, self._overrides or None
+        )
+        self._first_at: float | None = None
+
+    async def run(self, stream: ReplyStream | None) -> SampledResult:
+        try:
+            async for chunk in self._response:
+                self._first_at = self._first_at or time.time()
+                if chunk.choices is not None:
+                    self._adopt_response_id(chunk.response_id)
+                    replies = self._build_replies(chunk.choices)
+                    return SampledResult(replies, chunk.choices, chunk.deltas, chunk.raw, chunk.content_type)
+                assert stream is not None, "only streamed responses have several chunks"
+                if chunk.raw:
+                    await stream.send_raw(chunk.raw, chunk.content_type)
+                else:
+                    await stream.send_indexed_deltas(chunk.deltas)
+        finally:
+            await self._response.aclose()
+        raise AssertionError("a response ends with its choices, or raises")
+
+    def partial_replies(self) -> list[SampledReply]:
+        return self._build_replies(self._response.partial_choices())
+
+    def _adopt_response_id(self, response_id: str | None) -> None:
+        """Use the provider's id for the response, which clients refer to, unless it was used before."""
+        if response_id is not None and not self._graph.has_request(response_id):
+            self._call.meta.request_id = response_id
+
+    def _build_replies(self, choices: Sequence[ReplyChoice]) -> list[SampledReply]:
+        if choices and choices[0].prompt_ids is not None:
+            self.placement = self._graph.attach_prompt(self.placement, choices[0].prompt_ids)
+        return [self._build_reply(choice) for choice in choices]
+
+    def _build_reply(self, choice: ReplyChoice) -> SampledReply:
+        reply = SampledReply(
+            _sampling_params(self._call.request, self._overrides),
+            choice.message,
+            finish_reason=choice.finish_reason,
+            stop=choice.stop_string,
+            first_token_at=self._first_at,
+            ended_at=time.time(),
+        )
+        if choice.sampled_ids is None or choice.sampled_logprobs is None:
+            reply.untrainable = "the provider returned no token ids"
+            return reply
+        reply.ids = choice.sampled_ids.tolist()
+        reply.logprobs = choice.sampled_logprobs.tolist()
+        reply.behavior_logprobs = [float("nan")] * len(reply.ids)
+        # A provider serves the base model, which is version 0.
+        reply.versions = [0] * len(reply.ids)
+        unsupported = self._call.request.unsupported_error
+        if not self._call.is_trainable:
+            reply.untrainable = "this model is not to be trained on"
+        elif unsupported is not None:
+            reply.untrainable = f"sampled with settings that are not recorded: {unsupported.message}"
+        return reply
+
+
+def _sampling_params(request: ModelRequest, overrides: Mapping[str, Any]) -> SamplingParams:
+    settings: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_tokens": request.max_tokens,
+        **overrides,
+    }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return SamplingParams(seed=request.seed, stop=request.stop, **settings)
+
+
+def _without_gateway_keys(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers without the gateway's own key, which providers must not see."""
+    key_headers = {KEY_HEADER} if KEY_HEADER in headers else KEY_HEADERS
+    return {name: value for name, value in headers.items() if name not in key_headers}

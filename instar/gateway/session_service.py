@@ -1,0 +1,213 @@
+"""Open, end and describe sessions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from instar.errors import Conflict
+from instar.gateway.auth import Caller, hash_key, new_key
+from instar.gateway.base import (
+    SAMPLING_KEYS,
+    ApiError,
+    CallView,
+    CompleteSession,
+    EndedSession,
+    FailSession,
+    OpenSession,
+    RewardBody,
+    ScoreBody,
+    SessionView,
+    bad_request,
+    to_reward_body,
+)
+from instar.gateway.context import GatewayContext
+from instar.gateway.session_states import SessionState, SessionStates
+from instar.types import (
+    Call,
+    Channel,
+    Json,
+    Reward,
+    RewardSource,
+    Score,
+    Session,
+    SessionStatus,
+    new_id,
+)
+
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (1e-6, 1),
+    "max_tokens": (1, math.inf),
+}
+
+
+class SessionService:
+    def __init__(self, context: GatewayContext, states: SessionStates) -> None:
+        self._store = context.store
+        self._identity = context.identity
+        self._redactor = context.redactor
+        self._states = states
+
+    async def open(self, caller: Caller, body: OpenSession) -> tuple[Session, str]:
+        """Return the new session and its key."""
+        if caller.kind == "session":
+            raise ApiError(403, "A session's key cannot open other sessions.", code="not_allowed")
+        if caller.kind == "agent" and body.channel is not Channel.LIVE:
+            message = f"Only the admin key may open sessions of the channel {body.channel.value!r}."
+            raise ApiError(403, message, param="channel")
+        _check_sampling(body.sampling)
+        key = new_key()
+        metadata = body.metadata if body.task is None else {**body.metadata, "task": body.task}
+        session = Session(
+            session_id=new_id("sess"),
+            run_id=self._identity.run_id,
+            agent_id=caller.agent_id or self._identity.agent_id,
+            policy_id=self._identity.policy_id,
+            channel=body.channel,
+            group_id=body.group_id,
+            slot=body.slot,
+            attempt=body.attempt,
+            task_id=body.task_id,
+            seed=body.seed,
+            sampling=body.sampling,
+            metadata=self._redactor.redact_value(metadata),
+            created_at=time.time(),
+        )
+        try:
+            await self._store.open_session(session, hash_key(key))
+        except Conflict as error:
+            raise ApiError(409, str(error), code="conflict") from error
+        self._states.add(SessionState(session))
+        return session, key
+
+    async def end(self, session_id: str, caller: Caller, body: CompleteSession | FailSession) -> EndedSession:
+        """End a session with its rewards. A session that has ended before is left as it is."""
+        state = await self._states.get(session_id)
+        caller.check_access(state.session)
+        scores = body.scores if isinstance(body, CompleteSession) else []
+        for name, values in (("rewards", body.rewards), ("scores", scores)):
+            if values and caller.kind != "admin":
+                raise ApiError(403, f"Only the admin key may send '{name}'.", code="not_allowed", param=name)
+        rewards = list(body.rewards)
+        if body.reward is not None:
+            rewards.insert(0, RewardBody(value=body.reward, source=RewardSource.AGENT))
+        for i, reward in enumerate(rewards):
+            if not math.isfinite(reward.value):
+                raise bad_request("A reward must be a finite number.", f"rewards[{i}].value", "invalid_value")
+        redactor = self._redactor
+        status, reason = SessionStatus.COMPLETED, None
+        if isinstance(body, FailSession):
+            status, reason = SessionStatus.FAILED, redactor.redact_text(body.reason)
+        changed = await self._store.end_session(
+            session_id,
+            status,
+            reason,
+            [_to_reward(session_id, reward, redactor.redact_value(reward.detail)) for reward in rewards],
+            redactor.redact_value(body.metadata),
+            [self._to_score(session_id, score) for score in scores],
+        )
+        if changed:
+            state.session = replace(state.session, status=status, reason=reason, ended_at=time.time())
+            if not state.in_flight:
+                self._states.remove(session_id)
+        else:
+            session = await self._store.session(session_id)
+            status = session.status if session else status
+        return EndedSession(session_id=session_id, status=status, changed=changed)
+
+    async def close_idle(self, seconds: float) -> int:
+        """Complete the live sessions without a call for that long; return their number."""
+        closed = 0
+        for session_id in await self._store.silent_sessions(self._identity.run_id, time.time() - seconds):
+            state = await self._states.find_open(session_id)
+            if state is None or state.in_flight or state.used_at > time.time() - seconds:
+                continue
+            reason = f"silent for {seconds:g} s"
+            # Before the store is asked: a call that arrives meanwhile must open another session.
+            state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
+            if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
+                closed += 1
+            self._states.remove(session_id)
+        return closed
+
+    async def view(self, session_id: str, caller: Caller) -> SessionView:
+        caller.check_access((await self._states.get(session_id)).session)
+        session = await self._store.session(session_id)
+        assert session is not None, "sessions are never deleted"
+        return _session_view(
+            session, await self._store.calls(session_id), await self._store.rewards(session_id)
+        )
+
+    def _to_score(self, session_id: str, body: ScoreBody) -> Score:
+        reason = None if body.reason is None else self._redactor.redact_text(body.reason)
+        return Score(session_id, body.scorer, body.state, body.attempts, reason, time.time())
+
+
+def _check_sampling(sampling: dict[str, Any]) -> None:
+    for name, value in sampling.items():
+        path = f"sampling.{name}"
+        if name not in SAMPLING_KEYS:
+            allowed = ", ".join(sorted(SAMPLING_KEYS))
+            raise bad_request(f"A session cannot force {name!r}; it can force {allowed}.", path)
+        kind = int if name in ("top_k", "max_tokens") else int | float
+        if isinstance(value, bool) or not isinstance(value, kind) or value < 0:
+            expected = "a non-negative integer" if kind is int else "a non-negative number"
+            raise bad_request(f"'{path}' is {value!r}; it must be {expected}.", path)
+        low, high = SAMPLING_RANGES.get(name, (0, math.inf))
+        if not low <= value <= high:
+            raise bad_request(f"'{path}' is {value}; it must be between {low:g} and {high:g}.", path)
+
+
+def _to_reward(session_id: str, body: RewardBody, detail: Json) -> Reward:
+    return Reward(
+        session_id=session_id,
+        value=body.value,
+        source=body.source,
+        scorer=body.scorer,
+        call_id=body.call_id,
+        detail=detail,
+        created_at=time.time(),
+        reward_id=body.reward_id,
+        scorer_version=body.scorer_version,
+        cost=body.cost,
+    )
+
+
+def _session_view(session: Session, calls: Sequence[Call], rewards: Sequence[Reward]) -> SessionView:
+    return SessionView(
+        session_id=session.session_id,
+        run_id=session.run_id,
+        agent_id=session.agent_id,
+        policy_id=session.policy_id,
+        channel=session.channel,
+        status=session.status,
+        group_id=session.group_id,
+        slot=session.slot,
+        attempt=session.attempt,
+        task_id=session.task_id,
+        reason=session.reason,
+        metadata=session.metadata,
+        created_at=session.created_at,
+        ended_at=session.ended_at,
+        calls=[_call_view(call) for call in calls],
+        rewards=[to_reward_body(reward) for reward in rewards],
+    )
+
+
+def _call_view(call: Call) -> CallView:
+    return CallView(
+        call_id=call.call_id,
+        parent_id=call.parent_id,
+        link=call.link,
+        status=call.status,
+        trainable=call.trainable,
+        reason=call.reason,
+        finish_reason=call.finish_reason,
+        prompt_tokens=len(call.prompt_ids),
+        sampled_tokens=len(call.sampled_ids),
+        reply=dict(call.reply),
+    )

@@ -1,0 +1,156 @@
+"""The sessions in memory, with their message graphs and the requests that are in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
+
+from instar.gateway.auth import Caller
+from instar.gateway.base import ApiError
+from instar.gateway.context import GatewayContext
+from instar.record.graph import MessageGraph
+from instar.types import Channel, Session, SessionStatus, new_id
+
+_MAX_EVICTION_SCAN = 64
+"""The number of sessions that one eviction looks at."""
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """A request whose reply is not recorded yet."""
+
+    client_key: str | None
+    done: asyncio.Future[None]
+    client_gone: bool = False
+    """True once its complete reply is being recorded and its client has disconnected."""
+
+
+@dataclass(slots=True)
+class SessionState:
+    """A session in memory. Its message graph is loaded by the first call that needs it."""
+
+    session: Session
+    opening: Session | None = None
+    """The session while it is not stored yet; the store opens it together with its first call."""
+    is_unnamed: bool = False
+    """True if calls are matched to the session by content alone. Named sessions are not matched by content,
+    or one that starts with the same messages could take over another's calls."""
+    graph: MessageGraph | None = None
+    in_flight: int = 0
+    used_at: float = 0.0
+    """The time at which its last call ended in this process."""
+    pending: dict[bytes, list[PendingRequest]] = field(default_factory=dict[bytes, list[PendingRequest]])
+    """Requests in progress by placement key."""
+    graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def take_opening(self) -> Session | None:
+        opening, self.opening = self.opening, None
+        return opening
+
+
+class _CallTracker:
+    """A context manager that counts a session's calls; a class, because a generator costs more per call."""
+
+    __slots__ = ("_state", "_states")
+
+    def __init__(self, states: dict[str, SessionState], state: SessionState) -> None:
+        self._states = states
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.in_flight += 1
+
+    def __exit__(self, *_: object) -> None:
+        state = self._state
+        state.in_flight -= 1
+        state.used_at = time.time()
+        if state.opening is not None and not state.in_flight:
+            self._states.pop(state.session.session_id, None)
+
+
+class SessionStates:
+    def __init__(self, context: GatewayContext) -> None:
+        self._store = context.store
+        self._identity = context.identity
+        self._hasher = context.hasher
+        self._limit = context.config.max_sessions_in_memory
+        self._states: OrderedDict[str, SessionState] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    async def get(self, session_id: str) -> SessionState:
+        """Raise ApiError (404) if the run has no such session."""
+        if (state := await self._find(session_id)) is None:
+            raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
+        return state
+
+    async def get_open(self, session_id: str, caller: Caller) -> SessionState:
+        """Raise ApiError if the caller may not use the session, or if it has ended (410)."""
+        state = await self.get(session_id)
+        caller.check_access(state.session)
+        if state.session.status is not SessionStatus.OPEN:
+            raise ApiError(410, "This session has ended.", code="session_ended")
+        return state
+
+    async def find_open(self, session_id: str) -> SessionState | None:
+        """Return None if the session has ended, or was never stored because its first call failed."""
+        state = await self._find(session_id) if session_id else None
+        return state if state and state.session.status is SessionStatus.OPEN else None
+
+    async def _find(self, session_id: str) -> SessionState | None:
+        if (state := self._states.get(session_id)) is None:
+            session = await self._store.session(session_id)
+            if session is None or session.run_id != self._identity.run_id:
+                return None
+            state = self._states.setdefault(session_id, SessionState(session))
+            self._evict()
+        self._states.move_to_end(session_id)
+        return state
+
+    def add(self, state: SessionState) -> SessionState:
+        self._states[state.session.session_id] = state
+        self._evict()
+        return state
+
+    def create(self, agent_id: str, external_id: str | None) -> SessionState:
+        """Return a new live session, which is stored together with its first call."""
+        session = Session(
+            session_id=new_id("sess"),
+            run_id=self._identity.run_id,
+            agent_id=agent_id,
+            policy_id=self._identity.policy_id,
+            channel=Channel.LIVE,
+            external_id=external_id,
+            created_at=time.time(),
+        )
+        return self.add(SessionState(session, opening=session, graph=MessageGraph(self._hasher)))
+
+    def remove(self, session_id: str) -> None:
+        self._states.pop(session_id, None)
+
+    def track_call(self, state: SessionState) -> _CallTracker:
+        """Count a call while it is in progress; a session whose first call fails is removed afterwards."""
+        return _CallTracker(self._states, state)
+
+    async def load_graph(self, state: SessionState) -> MessageGraph:
+        if state.graph is None:
+            async with state.graph_lock:
+                if state.graph is None:
+                    rows = await self._store.graph_rows(state.session.session_id)
+                    state.graph = MessageGraph(self._hasher, rows)
+        return state.graph
+
+    def _evict(self) -> None:
+        if len(self._states) <= self._limit:
+            return
+        # Keep the newest, which its request is about to use, and those that the store cannot return yet.
+        newest = next(reversed(self._states))
+        for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_SCAN)):
+            if session_id != newest and not state.in_flight and state.opening is None:
+                del self._states[session_id]
+                if len(self._states) <= self._limit:
+                    return
