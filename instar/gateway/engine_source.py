@@ -210,7 +210,7 @@ class _EngineSampling(Sampling):
         request = call.request
         tokens = stream if call.dialect.is_token_level else None
         deltas_to = None if call.dialect.is_token_level else stream
-        engine = source.engine.route(call.state.session.session_id)
+        engine = source.engine.for_session(call.state.session.session_id)
         async with aclosing(engine.generate(self.placement.prompt_ids, reply.params)) as chunks:
             async for chunk in chunks:
                 reply.append(chunk)
