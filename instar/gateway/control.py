@@ -138,7 +138,7 @@ class ControlApi:
         caller, engine = await self._authenticate(http), self._router.require_engine().engine
         body = await self._reader.read_http(http)
         state = await self._states.get_open(http.path_params["session"], caller)
-        latest = (await self._store.head(state.session.policy_id)).version
+        latest = (await self._store.latest_policy(state.session.policy_id)).version
         calls = parse_submission(body, engine.info.vocab_size, latest)
         assert self._services.submissions is not None, "there is an engine"
         return _json({"call_ids": await self._services.submissions.submit(state, calls)}, 201)

@@ -19,7 +19,7 @@ from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
-from instar.store.base import Store, lesson_key
+from instar.store.base import Store, correction_key
 from instar.types import (
     Call,
     CallStatus,
@@ -185,7 +185,7 @@ class FeedbackService:
             param, call = "call_id", await self._store.call(body.call_id)
             calls = [] if call is None else [call]
         elif body.response_id is not None:
-            param, calls = "response_id", await self._store.calls_of_request(body.response_id)
+            param, calls = "response_id", await self._store.calls_by_request(body.response_id)
         else:
             return None
         # Calls of others are treated as missing. Some providers give many responses the same id.
@@ -302,7 +302,7 @@ def _build_reward(feedback: Feedback, value: float, subject: _FeedbackSubject, c
         detail=detail | ({"author": feedback.author} if feedback.author else {}),
         created_at=feedback.created_at,
         # The key has a prefix, so that an id chosen by a client cannot replace a scorer's reward.
-        reward_id=lesson_key(feedback.feedback_id),
+        reward_id=correction_key(feedback.feedback_id),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from instar.errors import Conflict
+from instar.errors import ConflictError
 from instar.gateway.auth import Caller, hash_key, new_key
 from instar.gateway.base import (
     SAMPLING_KEYS,
@@ -79,7 +79,7 @@ class SessionService:
         )
         try:
             await self._store.open_session(session, hash_key(key))
-        except Conflict as error:
+        except ConflictError as error:
             raise ApiError(409, str(error), code="conflict") from error
         self._states.add(SessionState(session))
         return session, key
@@ -122,7 +122,7 @@ class SessionService:
     async def close_idle(self, seconds: float) -> int:
         """Complete the live sessions without a call for that long; return their number."""
         closed = 0
-        for session_id in await self._store.silent_sessions(self._identity.run_id, time.time() - seconds):
+        for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
             state = await self._states.find_open(session_id)
             if state is None or state.in_flight or state.used_at > time.time() - seconds:
                 continue

@@ -140,7 +140,7 @@ class SessionStates:
         if state.graph is None:
             async with state.graph_lock:
                 if state.graph is None:
-                    rows = await self._store.graph_rows(state.session.session_id)
+                    rows = await self._store.call_deltas(state.session.session_id)
                     state.graph = MessageGraph(self._hasher, rows)
         return state.graph
 

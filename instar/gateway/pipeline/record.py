@@ -72,7 +72,7 @@ class SampledReply:
             token_ids=self.ids,
             logprobs=self.logprobs,
             versions=self.versions,
-            behavior_logprobs=self.behavior_logprobs if self.params.truncates else None,
+            behavior_logprobs=self.behavior_logprobs if self.params.modifies_distribution else None,
             finish_reason=self.finish_reason,
             stop=self.stop,
         )
@@ -83,7 +83,7 @@ class SampledReply:
             return self.untrainable
         if any(map(math.isnan, self.logprobs)):
             return "logprobs are missing"
-        if self.params.truncates and any(map(math.isnan, self.behavior_logprobs)):
+        if self.params.modifies_distribution and any(map(math.isnan, self.behavior_logprobs)):
             return "sampled with a changed distribution, and its logprobs are missing"
         return None
 
@@ -218,7 +218,7 @@ class Recorder:
         # A further reply is based on the first one, as far as that was stored.
         base_tokens = len(first.call.prompt_ids) if first else placement.base_tokens
         behavior_logprobs = None
-        if reply.params.truncates:
+        if reply.params.modifies_distribution:
             behavior_logprobs = np.asarray(reply.behavior_logprobs if has_tokens else (), np.float32)
         call = Call(
             call_id=new_id("call"),

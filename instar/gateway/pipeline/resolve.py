@@ -101,7 +101,7 @@ class SessionResolver:
         return request, self._hasher.hash_messages(messages, request.tools), call.session_id
 
     async def _find_response(self, caller: Caller, request_id: str) -> list[Call]:
-        calls = await self._store.calls_of_request(request_id)
+        calls = await self._store.calls_by_request(request_id)
         if calls:
             try:
                 caller.check_access((await self._states.get(calls[0].session_id)).session)
@@ -140,7 +140,7 @@ class SessionResolver:
         session_id = self._external_ids.get(key)
         if session_id is None:
             run_id = self._identity.run_id
-            session = await self._store.session_by_external(run_id, agent_id, external_id)
+            session = await self._store.session_by_external_id(run_id, agent_id, external_id)
             # Another request may have opened it during the query.
             session_id = self._external_ids.get(key) or (session.session_id if session else None)
         state = await self._states.find_open(session_id) if session_id else None
