@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from instar.cli.config_file import load_config
-from instar.cli.simulate import as_record, cluster_from_config, load_workload
+from instar.cli.simulate import cluster_from_config, load_workload, result_json
 from instar.conformance.tiny import make_tiny_model
 from instar.simulate.bound import upper_bound
 from instar.simulate.pipeline import simulate
@@ -107,7 +107,7 @@ def predict(folder: Path, mode: Mode) -> dict[str, Any]:
     config = load_config(folder / f"{mode}.yaml")
     work = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
     plant = cluster_from_config(config)
-    return as_record(simulate(work, plant, seed=config.seed), upper_bound(work, plant), None, plant)
+    return result_json(simulate(work, plant, seed=config.seed), upper_bound(work, plant), None, plant)
 
 
 def measure(plan: Plan, folder: Path, only: str | None, seed: int, out: Path | None) -> dict[str, Any]:

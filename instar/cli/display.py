@@ -1,4 +1,4 @@
-"""The live display of a run: a panel in a terminal, a line per event elsewhere."""
+"""The live display of a run: a panel in a terminal, one line per event elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The last values as bars; 0 is the floor and 1, or the largest, the ceiling."""
+    """Return the last values as bars between 0 and 1, or the largest value if it is greater."""
     shown = values[-width:]
     top = max([1.0, *shown])
     return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in shown)
@@ -43,8 +43,8 @@ class Display:
         self._tokens: tuple[float, int] | None = None
         self._rate = 0.0
 
-    def event(self, text: str) -> None:
-        """Something a person should know; kept in view, or printed."""
+    def log_event(self, text: str) -> None:
+        """Show an event in the panel, or print it."""
         self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
         if self._run is None or not self.console.is_terminal:
             self.console.print(text, highlight=False)
@@ -71,7 +71,7 @@ class Display:
                     live.update(await self._render(self._run), refresh=True)
                     await asyncio.sleep(REFRESH)
             except asyncio.CancelledError:
-                # What happened since the last look; the run is still open for it.
+                # Show the final state; the run's store is still open.
                 live.update(await self._render(self._run), refresh=True)
                 raise
 
@@ -97,7 +97,7 @@ class Display:
             )
         head.add_row("tokens/s", f"{self._rate:.0f}")
         head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
-        for mode, values in _evaluations(run).items():
+        for mode, values in _evaluations_by_mode(run).items():
             head.add_row(f"held-out {mode}", " → ".join(f"{value:.2f}" for value in values[-6:]))
         body: list[RenderableType] = [head, Text(), roles_table(endpoints)]
         if self.events:
@@ -116,11 +116,11 @@ class Display:
             self._tokens = (at, status.generated_tokens)
         return status
 
-    # --- anything else ---------------------------------------------------------------------------
+    # --- other outputs ---------------------------------------------------------------------------
 
     async def _lines(self) -> None:
         assert self._run is not None
-        # A resumed run has told of its earlier steps before.
+        # A resumed run has printed its earlier steps before.
         printed = len(list(read_metrics(self._run.folder.path)))
         phases: list[str] = []
 
@@ -128,7 +128,7 @@ class Display:
             nonlocal printed
             records = list(read_metrics(run.folder.path))
             for record in records[printed:]:
-                self.console.print(line(record), highlight=False)
+                self.console.print(format_record(record), highlight=False)
             printed = len(records)
             if run.phase not in phases[-1:]:
                 phases.append(run.phase)
@@ -143,8 +143,8 @@ class Display:
             raise
 
 
-def line(record: Json) -> str:
-    """A metrics record as a person reads it."""
+def format_record(record: Json) -> str:
+    """Return a metrics record as one line of text."""
     if record["kind"] == "eval":
         return (
             f"held-out tasks, {record['label']}, {record['mode']}: {record['accuracy']:.3f} "
@@ -160,8 +160,8 @@ def line(record: Json) -> str:
     )
 
 
-def _evaluations(run: LiveRun) -> dict[str, list[float]]:
-    """What held-out tasks were solved, from the first evaluation to the last, by mode."""
+def _evaluations_by_mode(run: LiveRun) -> dict[str, list[float]]:
+    """Return the held-out accuracy of each evaluation by mode, in order."""
     by_mode: dict[str, list[float]] = {}
     for record in read_metrics(run.folder.path):
         if record["kind"] == "eval":

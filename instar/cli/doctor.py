@@ -1,4 +1,4 @@
-"""`instar doctor`: what this machine has, and what is missing."""
+"""`instar doctor`: check what this machine has and what is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARK = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missin
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     what: str
     state: State
     detail: str
@@ -46,49 +46,53 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     version = platform.python_version()
-    return Finding("python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version} (3.11+ needed)")
+    return DoctorFinding(
+        "python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version} (3.11+ needed)"
+    )
 
 
-def _package(name: str, extra: str | None = None) -> Callable[[], Finding]:
-    def check() -> Finding:
+def _package(name: str, extra: str | None = None) -> Callable[[], DoctorFinding]:
+    def check() -> DoctorFinding:
         try:
-            return Finding(name, "ok", importlib.metadata.version(name))
+            return DoctorFinding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             hint = f"pip install 'instar[{extra}]'" if extra else f"pip install {name}"
-            return Finding(name, "missing", hint)
+            return DoctorFinding(name, "missing", hint)
 
     return check
 
 
-def _machine() -> Finding:
+def _machine() -> DoctorFinding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     state: State = "ok" if memory >= 8 else "note"
-    return Finding("machine", state, f"{os.cpu_count()} cores, {memory:.0f} GiB (the demo takes about 6 GiB)")
+    return DoctorFinding(
+        "machine", state, f"{os.cpu_count()} cores, {memory:.0f} GiB (the demo takes about 6 GiB)"
+    )
 
 
-def _compute() -> Finding:
+def _compute() -> DoctorFinding:
     try:
         import torch
     except ModuleNotFoundError:
-        return Finding("compute", "missing", "torch is not installed: pip install 'instar[local]'")
+        return DoctorFinding("compute", "missing", "torch is not installed: pip install 'instar[local]'")
     from instar.config import ModelConfig
     from instar.models import device_and_dtype
 
     device, dtype = device_and_dtype(ModelConfig())
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
     slow = device == "cpu" and dtype == "fp32"
-    return Finding(
+    return DoctorFinding(
         "compute",
         "note" if slow else "ok",
         f"{device}, {dtype} ({name})" + (", no fast bf16" if slow else ""),
     )
 
 
-def _disk() -> Finding:
+def _disk() -> DoctorFinding:
     free = shutil.disk_usage(".").free / 2**30
-    took: list[float] = []
+    durations: list[float] = []
     try:
         with tempfile.NamedTemporaryFile(dir=".") as file:
             for _ in range(20):
@@ -96,41 +100,49 @@ def _disk() -> Finding:
                 file.flush()
                 began = time.perf_counter()
                 os.fsync(file.fileno())
-                took.append(time.perf_counter() - began)
+                durations.append(time.perf_counter() - began)
     except OSError as error:
-        return Finding("disk", "note", f"cannot write in this folder, where runs/ would be: {error.strerror}")
+        return DoctorFinding(
+            "disk", "note", f"cannot write to this folder, the default place for runs/: {error.strerror}"
+        )
     state: State = "ok" if free >= 2 else "note"
-    return Finding("disk", state, f"{free:.0f} GiB free here, fsync {sorted(took)[10] * 1000:.1f} ms")
+    return DoctorFinding(
+        "disk", state, f"{free:.0f} GiB free here, fsync {sorted(durations)[10] * 1000:.1f} ms"
+    )
 
 
-def _backends() -> Finding:
+def _backends() -> DoctorFinding:
     from instar.backends.packages import inspect_packages
 
     ready = [
-        f"{name} ({found.version})" for name, found in inspect_packages().items() if found.problem is None
+        f"{name} ({package.version})"
+        for name, package in inspect_packages().items()
+        if package.problem is None
     ]
     state: State = "ok" if ready else "note"
-    return Finding("backends", state, f"{', '.join(ready) or 'none'}; `instar backends` says more")
+    return DoctorFinding("backends", state, f"{', '.join(ready) or 'none'}; see `instar backends`")
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> DoctorFinding:
     from instar.errors import ConfigError
     from instar.rewards.sandbox.factory import create_sandbox
 
     try:
         sandbox = asyncio.run(create_sandbox())
     except ConfigError as error:
-        return Finding("sandbox", "note", f"none, so no rewards by command or unit tests: {error}")
-    return Finding("sandbox", "ok", f"{sandbox.name}, for rewards by command or unit tests")
+        return DoctorFinding(
+            "sandbox", "note", f"none, so rewards by command or unit tests are not available: {error}"
+        )
+    return DoctorFinding("sandbox", "ok", f"{sandbox.name}, for rewards by command or unit tests")
 
 
-def _model() -> Finding:
+def _model() -> DoctorFinding:
     if is_cached(DEFAULT_MODEL):
-        return Finding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
-    return Finding("default model", "note", "not fetched yet; the first run gets it (93 MB)")
+        return DoctorFinding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
+    return DoctorFinding("default model", "note", "not downloaded yet; the first run downloads it (93 MB)")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
+CHECKS: tuple[Callable[[], DoctorFinding], ...] = (
     _python,
     _machine,
     _compute,

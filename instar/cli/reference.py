@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the config's own docstrings; ``--check`` says if it is current."""
+"""Write docs/configuration.md from the docstrings in instar/config; ``--check`` fails if it is outdated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from instar.config import RunConfig
 HEAD = """# Configuration
 
 One YAML file describes a run. This page is generated from `instar/config/` (`make docs`);
-`instar config check run.yaml` explains a mistake, `instar config show run.yaml` prints every setting.
-Sections marked with `type` have variants: the word after `type:` chooses one. A relative path in the file
+`instar config check run.yaml` explains mistakes, `instar config show run.yaml` prints every setting.
+Sections marked with `type` have variants, selected by the value of `type:`. A relative path in the file
 is relative to the file; one given by `--set` is relative to the working folder.
 """
 
@@ -94,7 +94,7 @@ def main() -> None:
     if not arguments.check:
         arguments.path.write_text(text, encoding="utf-8")
     elif not arguments.path.is_file() or arguments.path.read_text(encoding="utf-8") != text:
-        sys.exit(f"{arguments.path} is not what the config's docstrings say; run `make docs`")
+        sys.exit(f"{arguments.path} is outdated; run `make docs`.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The report of a run: reward curves as PNG, and one page that needs nothing else."""
+"""`instar report`: reward curves as PNG, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ def report(run_dir: RunDir, as_json: AsJson = False) -> None:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report/reward.png` and `report/index.html`; returns the page."""
+    """Write `report/reward.png` and `report/index.html`; return the path of the page."""
     folder = RunFolder(run_dir)
     config = folder.read_config()
     steps = read_steps(run_dir)
     evaluations = latest_evaluations(run_dir)
     if not steps and not evaluations:
-        raise InstarError(f"{run_dir} has nothing to report yet: no step and no evaluation has ended")
+        raise InstarError(
+            f"{run_dir} has nothing to report yet: no training step and no evaluation has finished."
+        )
     folder.report.mkdir(exist_ok=True)
     picture = folder.report / "reward.png"
     _draw(picture, steps, evaluations)
-    examples = asyncio.run(_examples(config))
-    judges = asyncio.run(_judges(config))
+    examples = asyncio.run(_load_examples(config))
+    judges = asyncio.run(_load_agreement(config))
     page = folder.report / "index.html"
     page.write_text(
-        _page(config, steps, evaluations, picture, examples, judges, read_warnings(run_dir)), encoding="utf-8"
+        _render_page(config, steps, evaluations, picture, examples, judges, read_warnings(run_dir)),
+        encoding="utf-8",
     )
     return page
 
 
 def latest_evaluations(run_dir: Path) -> list[Json]:
-    """The last evaluation of each label and mode, in order."""
+    """Return the last evaluation of each label and mode, in order."""
     records = [record for record in read_metrics(run_dir) if record["kind"] == "eval"]
     return list({(record["label"], record["mode"]): record for record in records}.values())
 
@@ -61,7 +64,9 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise InstarError("the report's curves need matplotlib: pip install 'instar[local]'") from error
+        raise InstarError(
+            "The report needs matplotlib; install it with: pip install 'instar[local]'"
+        ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -104,8 +109,8 @@ def _smooth(values: list[float], window: int = 5) -> list[float]:
     ]
 
 
-async def _examples(config: RunConfig, most: int = 3) -> list[tuple[str, list[Call], float | None]]:
-    """A few held-out tasks whose reward training raised most, each before and after."""
+async def _load_examples(config: RunConfig, limit: int = 3) -> list[tuple[str, list[Call], float | None]]:
+    """Load the held-out tasks whose reward improved most, each before and after training."""
     if config.eval is None:
         return []
     mode = next(iter(config.eval.modes))
@@ -113,13 +118,12 @@ async def _examples(config: RunConfig, most: int = 3) -> list[tuple[str, list[Ca
     try:
         by_label: dict[str, dict[str, SessionRow]] = {"before": {}, "after": {}}
         for row in await store.sessions(config.name, channel=Channel.VAL):
-            for label, found in by_label.items():
+            for label, rows in by_label.items():
                 # The evaluator names its groups <run>/val/<label>-<mode>-v<version>/<place>.
                 if row.calls and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
-                    found[row.session.task_id or ""] = row
+                    rows[row.session.task_id or ""] = row
         tried = by_label["before"].keys() & by_label["after"].keys()
-        # What training changed is shown first.
-        changed = sorted(tried, key=lambda task: (-_gain(by_label, task), task))[:most]
+        changed = sorted(tried, key=lambda task: (-_gain(by_label, task), task))[:limit]
         return [
             (label, await store.calls(row.session.session_id), row.reward)
             for task in changed
@@ -134,10 +138,10 @@ def _gain(by_label: dict[str, dict[str, SessionRow]], task: str) -> float:
     return (by_label["after"][task].reward or 0.0) - (by_label["before"][task].reward or 0.0)
 
 
-async def _judges(config: RunConfig) -> list[JudgeAgreement]:
+async def _load_agreement(config: RunConfig) -> list[JudgeAgreement]:
     store = open_store(config, read_only=True)
     try:
-        # Every reward is read for it, so only where there is something to find.
+        # Computing agreement reads every reward, so skip it if no judge scored anything.
         judged = any(scorer.startswith("judge:") for scorer in await store.score_counts(config.name))
         return await measure_run_agreement(store, config.name) if judged else []
     finally:
@@ -160,7 +164,7 @@ td,th{border-color:#33383e}img{background:#fff;border-radius:8px}}
 """
 
 
-def _page(
+def _render_page(
     config: RunConfig,
     steps: list[Json],
     evaluations: list[Json],
@@ -183,13 +187,13 @@ def _page(
         f"<img alt='reward curves' src='data:image/png;base64,{image}'>",
     ]
     if examples:
-        parts.append("<h2>What it did, before and after</h2>")
-        parts += [_example(*example) for example in examples]
+        parts.append("<h2>Examples before and after training</h2>")
+        parts += [_render_example(*example) for example in examples]
     parts += [
         "<h2>Steps</h2>",
         _step_table(steps),
-        *_staleness(steps),
-        *_agreement(judges),
+        *_staleness_section(steps),
+        *_agreement_section(judges),
         "<h2>Settings</h2>",
     ]
     settings = html.escape(json.dumps(public_settings(config), indent=2))
@@ -236,9 +240,9 @@ def _step_table(steps: list[Json]) -> str:
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
-def _staleness(steps: list[Json]) -> list[str]:
-    """How far behind the trained tokens were, and what was dropped, over the whole run."""
-    behind, dropped = _sums(steps, "staleness_tokens"), _sums(steps, "dropped")
+def _staleness_section(steps: list[Json]) -> list[str]:
+    """Return tables of the staleness of trained tokens and of dropped samples over the run."""
+    behind, dropped = _sum_counts(steps, "staleness_tokens"), _sum_counts(steps, "dropped")
     parts: list[str] = []
     if behind:
         rows = [
@@ -252,8 +256,8 @@ def _staleness(steps: list[Json]) -> list[str]:
     return parts
 
 
-def _agreement(judges: list[JudgeAgreement]) -> list[str]:
-    """How far each judge agrees with itself and with the rules: docs/judge.md says what the columns mean."""
+def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
+    """Return a table of each judge's agreement with itself and with rules, as explained in docs/judge.md."""
     head = (
         "judge",
         "rewards",
@@ -276,7 +280,7 @@ def _agreement(judges: list[JudgeAgreement]) -> list[str]:
     return ["<h2>Judges</h2>", _table(head, rows)] if rows else []
 
 
-def _sums(steps: list[Json], name: str) -> Counter[str]:
+def _sum_counts(steps: list[Json], name: str) -> Counter[str]:
     summed: Counter[str] = Counter()
     for step in steps:
         summed.update(step.get(name, {}))
@@ -295,17 +299,17 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else html.escape(str(value))
 
 
-def _told(calls: list[Call]) -> list[Message]:
-    """A session from its question on: examples in the prompt before that are left out."""
+def _conversation_from_question(calls: list[Call]) -> list[Message]:
+    """Return the conversation from the last question of the first prompt on, without few-shot examples."""
     first, last = calls[0].messages, calls[-1].messages
     opening = first if last[: len(first)] == first else last
-    asked = max((i for i, message in enumerate(opening) if message["role"] == "user"), default=0)
-    return [*last[asked:], calls[-1].reply]
+    question = max((i for i, message in enumerate(opening) if message["role"] == "user"), default=0)
+    return [*last[question:], calls[-1].reply]
 
 
-def _example(label: str, calls: list[Call], reward: float | None) -> str:
+def _render_example(label: str, calls: list[Call], reward: float | None) -> str:
     lines: list[str] = []
-    for message in _told(calls):
+    for message in _conversation_from_question(calls):
         text = message["content"]
         for call in message.get("tool_calls", []):
             text += f" {call['name']}({call['arguments']})"

@@ -1,5 +1,4 @@
-"""`instar rescore`: stored sessions, scored by another rule or judge. No agent runs again, and what they were
-scored with before stays beside it."""
+"""`instar rescore`: score stored sessions with another rule or judge."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ from instar.types import Json, ScoreState, Session, SessionStatus, Task
 
 
 @dataclass(slots=True)
-class Tally:
-    """Sessions, by what came of them."""
+class RescoreCounts:
+    """Number of sessions by result."""
 
     scored: int = 0
     fallback: int = 0
     skipped: int = 0
-    """Scored by the same version of the scorer before."""
+    """Sessions that this version of the scorer had scored before."""
     reasons: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -63,65 +62,67 @@ def rescore(
     where = replace(where, status=SessionStatus.COMPLETED)
     done = asyncio.run(_rescore(run_dir, where, reward or (), config_file))
     if as_json:
-        typer.echo(json.dumps({key: _facts(tally) for key, tally in done.items()}))
+        typer.echo(json.dumps({key: _counts_json(counts) for key, counts in done.items()}))
         return
-    for key, tally in done.items():
-        typer.echo(f"{key}: {tally.scored} scored, {tally.fallback} given up, {tally.skipped} were before")
-        for reason, count in tally.reasons.items():
-            typer.echo(f"  {count} given up: {reason}")
+    for key, counts in done.items():
+        typer.echo(
+            f"{key}: {counts.scored} scored, {counts.fallback} failed, {counts.skipped} already scored"
+        )
+        for reason, count in counts.reasons.items():
+            typer.echo(f"  {count} failed: {reason}")
 
 
-def _facts(tally: Tally) -> dict[str, Any]:
-    return {name: getattr(tally, name) for name in ("scored", "fallback", "skipped", "reasons")}
+def _counts_json(counts: RescoreCounts) -> dict[str, Any]:
+    return {name: getattr(counts, name) for name in ("scored", "fallback", "skipped", "reasons")}
 
 
 async def _rescore(
     run_dir: Path, where: SessionFilter, rewards: Sequence[str], file: Path | None
-) -> dict[str, Tally]:
+) -> dict[str, RescoreCounts]:
     async with AsyncExitStack() as stack:
         config, store = await stack.enter_async_context(open_run_store(run_dir))
         await require_sessions(store, config.name, where.ids)
-        wanted = _wanted(config, rewards, file)
-        scorers = create_scorers(wanted, _taskset(wanted))
+        rescore_config = _with_other_scorers(config, rewards, file)
+        scorers = create_scorers(rescore_config, _load_tasks_if_needed(rescore_config))
         for scorer in scorers:
             stack.push_async_callback(scorer.close)
             await scorer.start(ScoringContext(config.name, store))
         return {
-            scorer.key: await rescore_sessions(store, config.name, scorer, where, wanted.scoring)
+            scorer.key: await rescore_sessions(store, config.name, scorer, where, rescore_config.scoring)
             for scorer in scorers
         }
 
 
-def _wanted(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
-    """The run's config with other scorers."""
+def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
+    """Return the run's config with the scorers of ``rewards`` or of another file."""
     if bool(rewards) == (file is not None):
-        raise ConfigError("score with what? Give --reward '{type: ...}', or --config with another YAML file")
+        raise ConfigError("Give the scorer with --reward '{type: ...}', or another YAML file with --config.")
     if file is not None:
         other = load_config(file)
         return config.model_copy(update={"reward": other.reward, "scoring": other.scoring})
     try:
         sections = [yaml.safe_load(each) for each in rewards]
     except yaml.YAMLError as error:
-        raise ConfigError(f"--reward: not YAML: {error}") from error
-    given: Json = config.model_dump(mode="json", exclude_unset=True) | {"reward": sections}
-    scoring: Json = given.get("scoring") or {}
-    scoring.pop("combine", None)  # it may name scorers that are not among these
+        raise ConfigError(f"--reward: not valid YAML: {error}") from error
+    settings: Json = config.model_dump(mode="json", exclude_unset=True) | {"reward": sections}
+    scoring: Json = settings.get("scoring") or {}
+    scoring.pop("combine", None)  # it may name scorers that are not used here
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # where a rule's function may live
-    return validate(given, "--reward")
+        sys.path.insert(0, here)  # a rule's function may be there
+    return validate(settings, "--reward")
 
 
-def _taskset(config: RunConfig) -> TaskSet | None:
-    """Where a rule asks for the tasks' own scorer."""
-    own = any(section.type == "rule" and section.function is None for section in config.reward)
-    return load_tasks(config.rollout.tasks) if own and config.rollout else None
+def _load_tasks_if_needed(config: RunConfig) -> TaskSet | None:
+    """Load the tasks if a rule uses their own scorer."""
+    uses_task_scorer = any(section.type == "rule" and section.function is None for section in config.reward)
+    return load_tasks(config.rollout.tasks) if uses_task_scorer and config.rollout else None
 
 
 async def rescore_sessions(
     store: Store, run_id: str, scorer: Scorer, where: SessionFilter, config: ScoringConfig
-) -> Tally:
-    """Have a scorer see sessions that it has not scored yet: beginning again goes on where it was left."""
-    tally = Tally()
+) -> RescoreCounts:
+    """Score the sessions that this scorer has not scored yet, so an interrupted command can be repeated."""
+    counts = RescoreCounts()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -130,27 +131,27 @@ async def rescore_sessions(
         slots = asyncio.Semaphore(config.concurrency)
 
         async def score(task: Task, ids: list[str]) -> None:
-            await _score(store, scorer, task, ids, config, slots, tally)
+            await _score(store, scorer, task, ids, config, slots, counts)
             progress.advance(bar, len(ids))
 
-        async for sessions in _unscored(store, run_id, scorer, where, tally):
+        async for sessions in _iterate_unscored(store, run_id, scorer, where, counts):
             seen += len(sessions)
             progress.update(bar, total=seen)
             async with asyncio.TaskGroup() as tasks:
-                for task, ids in await _units(store, scorer, sessions):
+                for task, ids in await _group_by_task(store, scorer, sessions):
                     tasks.create_task(score(task, ids))
-    return tally
+    return counts
 
 
-async def _unscored(
-    store: Store, run_id: str, scorer: Scorer, where: SessionFilter, tally: Tally
+async def _iterate_unscored(
+    store: Store, run_id: str, scorer: Scorer, where: SessionFilter, counts: RescoreCounts
 ) -> AsyncGenerator[list[Session]]:
-    """Page by page; all at once for a scorer that compares the sessions of a group."""
+    """Yield unscored sessions page by page, or all at once for a scorer that compares sessions of a group."""
     held: list[Session] = []
     async for rows in iterate_pages(store, run_id, where):
         scores = await store.scores([row.session.session_id for row in rows])
-        done = {each for each, given in scores.items() if any(s.scorer == scorer.key for s in given)}
-        tally.skipped += len(done)
+        done = {each for each, rows in scores.items() if any(row.scorer == scorer.key for row in rows)}
+        counts.skipped += len(done)
         held += [row.session for row in rows if row.session.session_id not in done]
         if not isinstance(scorer, GroupScorer):
             yield held
@@ -158,8 +159,10 @@ async def _unscored(
     yield held
 
 
-async def _units(store: Store, scorer: Scorer, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
-    """What is scored at once: a session, or those of a group for a scorer that compares them."""
+async def _group_by_task(
+    store: Store, scorer: Scorer, sessions: Sequence[Session]
+) -> list[tuple[Task, list[str]]]:
+    """Return what one attempt scores: a session, or all of a group for a scorer that compares them."""
     units: list[tuple[Task, list[str]]] = []
     by_group: dict[str, list[str]] = {}
     tasks: dict[str, Task] = {}
@@ -168,7 +171,7 @@ async def _units(store: Store, scorer: Scorer, sessions: Sequence[Session]) -> l
         if group_id is not None and group_id not in tasks:
             group = await store.group(group_id)
             tasks[group_id] = group.task if group else NO_TASK
-        task = tasks[group_id] if group_id is not None else _told(session)
+        task = tasks[group_id] if group_id is not None else _task_from_metadata(session)
         if group_id is not None and isinstance(scorer, GroupScorer):
             if group_id not in by_group:
                 by_group[group_id] = []
@@ -179,9 +182,9 @@ async def _units(store: Store, scorer: Scorer, sessions: Sequence[Session]) -> l
     return units
 
 
-def _told(session: Session) -> Task:
-    told = session.metadata.get("task")
-    return Task(session.task_id or "", told) if isinstance(told, dict) else NO_TASK
+def _task_from_metadata(session: Session) -> Task:
+    payload = session.metadata.get("task")
+    return Task(session.task_id or "", payload) if isinstance(payload, dict) else NO_TASK
 
 
 async def _score(
@@ -191,26 +194,26 @@ async def _score(
     ids: list[str],
     config: ScoringConfig,
     slots: asyncio.Semaphore,
-    tally: Tally,
+    counts: RescoreCounts,
 ) -> None:
     async def load() -> list[Transcript]:
         return [Transcript(each, await store.calls(each), None) for each in ids]
 
     verdict = await score_sessions(scorer, task, ids, load, config, memory_slot=slots)
-    gave_up = any(score.state is ScoreState.FALLBACK for score in verdict.scores)
-    if not gave_up or verdict.rewards:
+    has_failed = any(score.state is ScoreState.FALLBACK for score in verdict.scores)
+    if not has_failed or verdict.rewards:
         try:
             new = await store.record_scores(verdict.scores, verdict.rewards)
-        except ConflictError:  # another process was faster, in the very moment
+        except Conflict:  # another process recorded a score at the same moment
             new = False
         if not new:
-            tally.skipped += len(ids)
+            counts.skipped += len(ids)
             return
-    # A session that was given up on, without a value for that, stays what it was: it has its rewards already.
+    # Without a fallback value, a session that could not be scored keeps its existing rewards.
     for each in verdict.scores:
         if each.state is ScoreState.SCORED:
-            tally.scored += 1
+            counts.scored += 1
         else:
-            tally.fallback += 1
+            counts.fallback += 1
             reason = each.reason or ""
-            tally.reasons[reason] = tally.reasons.get(reason, 0) + 1
+            counts.reasons[reason] = counts.reasons.get(reason, 0) + 1

@@ -1,4 +1,4 @@
-"""`instar simulate`."""
+"""`instar simulate`: predict a run's throughput from its YAML file and measured or assumed times."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from instar.simulate.sessions import draw_sessions, read_workload
 from instar.trainer.monitor import read_steps
 from instar.types import Json
 
-DRAWN = 20_000
-"""Sessions drawn, where none are given: they are played over again after that."""
-UNLIMITED = 1024
-"""Replies at once of an engine that does not say its limit."""
+DRAWN_SESSIONS = 20_000
+"""Number of random sessions if there is no workload; they are repeated as needed."""
+DEFAULT_MAX_BATCH = 1024
+"""Concurrent replies of an engine whose configuration has no limit."""
 
 
 def simulate(
@@ -63,38 +63,38 @@ def simulate(
             "The simulation needs times: give --from RUN_DIR of a similar run, --workload FILE, or a "
             "`simulate` section (see docs/simulate.md)."
         )
-    plant = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
+    cluster = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
     chosen = config.seed if seed is None else seed
     work = asyncio.run(load_workload(config, workload=workload, measured=measured, seed=chosen))
     console = Console(stderr=True)
     with console.status("simulating") as status:
-        outcome = pipeline.simulate(
+        result = pipeline.simulate(
             work,
-            plant,
+            cluster,
             seed=chosen,
-            on_step=lambda done: status.update(f"simulating: step {done} of {plant.steps}"),
+            on_step=lambda done: status.update(f"simulating: step {done} of {cluster.steps}"),
         )
-        advice = _advice(config, work, plant, chosen, status.update) if sweep else None
-    limit = upper_bound(work, plant)
+        recommendation = _recommend(config, work, cluster, chosen, status.update) if sweep else None
+    limit = upper_bound(work, cluster)
     if as_json:
-        print(json.dumps(as_record(outcome, limit, advice, plant)), flush=True)
+        print(json.dumps(result_json(result, limit, recommendation, cluster)), flush=True)
     else:
-        _show(Console(), outcome, limit, advice, plant)
+        _print_result(Console(), result, limit, recommendation, cluster)
 
 
 def cluster_from_config(
     config: RunConfig, *, engines: int | None = None, max_staleness: int | None = None
 ) -> ClusterSpec:
-    """The parts of a run that are simulated."""
+    """Return the simulated cluster of a run."""
     rollout = config.rollout
     if rollout is None:
-        raise ConfigError("rollout: needed to simulate; name its group_size and concurrency")
+        raise ConfigError("rollout: required for a simulation; set group_size and concurrency")
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: given {max_staleness}; it is 0 when trainer.mode is sync")
     if not config.count_live_groups(config.trainer.steps):
-        raise ConfigError("data: no group of the run's steps is `live`, so there is no queueing to simulate")
+        raise ConfigError("data: no group of the run's steps is `live`, so there is nothing to simulate")
     return ClusterSpec(
-        engines=engines or engine_count(config),
+        engines=engines or count_engines(config),
         max_batch=_max_batch(config),
         concurrency=rollout.concurrency,
         group_size=rollout.group_size,
@@ -107,31 +107,35 @@ def cluster_from_config(
         timeout=rollout.timeout,
         failed_counts=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
-        versions_per_token=versions_per_token(config),
+        versions_per_token=switches_policy_mid_reply(config),
         live_groups=config.count_live_groups,
     )
 
 
-def engine_count(config: RunConfig) -> int:
+def count_engines(config: RunConfig) -> int:
     engine = config.engine
     if isinstance(engine, VllmEngineConfig) and engine.servers:
         return len(engine.servers)
     return int(getattr(engine, "count", 1))
 
 
-def versions_per_token(config: RunConfig) -> bool:
-    """Whether a reply goes on under a policy that is loaded meanwhile. `policy: auto` of vLLM is taken for
-    `merged` on a CPU only where `model.device` says so."""
+def switches_policy_mid_reply(config: RunConfig) -> bool:
+    """True if a reply continues under a policy that is loaded while it is sampled.
+
+    For vLLM with `policy: auto`, `merged` is assumed only if `model.device` is `cpu`.
+    """
     match config.engine:
         case CloudEngineConfig():
             return False
         case LocalEngineConfig():
-            return not isinstance(config.backend, CloudConfig)  # which samples itself then
+            return not isinstance(config.backend, CloudConfig)  # a cloud backend samples with its own sampler
         case VllmEngineConfig() as engine:
             policy = resolve_vllm_config(engine, config).policy
             return policy == "merged" or (policy == "auto" and config.model.device == "cpu")
         case MixedEngineConfig(parts=parts):
-            return all(versions_per_token(config.model_copy(update={"engine": part})) for part in parts)
+            return all(
+                switches_policy_mid_reply(config.model_copy(update={"engine": part})) for part in parts
+            )
         case _:
             return True
 
@@ -141,152 +145,159 @@ def _max_batch(config: RunConfig) -> int:
         case LocalEngineConfig() | VllmEngineConfig() as engine:
             return engine.max_batch
         case MixedEngineConfig(parts=parts):
-            return min((int(getattr(part, "max_batch", UNLIMITED)) for part in parts), default=UNLIMITED)
+            return min(
+                (int(getattr(part, "max_batch", DEFAULT_MAX_BATCH)) for part in parts),
+                default=DEFAULT_MAX_BATCH,
+            )
         case CloudEngineConfig() as engine:
             return engine.max_in_flight
         case _:
-            return UNLIMITED
+            return DEFAULT_MAX_BATCH
 
 
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """What the simulated run has to do: given by the section `simulate`, then by what was measured, then by
-    a workload file."""
-    given = config.simulate or SimulateConfig()
-    path = workload or given.workload
+    """Return the simulated workload: from the `simulate` section, replaced by a measured run, replaced by a
+    workload file."""
+    settings = config.simulate or SimulateConfig()
+    path = workload or settings.workload
     if measured is not None:
-        async with open_run_store(measured, read_only=True) as (ran, store):
+        async with open_run_store(measured, read_only=True) as (measured_config, store):
             work = await measure(
                 store,
-                ran.name,
+                measured_config.name,
                 read_steps(measured),
-                engines=engine_count(ran),
+                engines=count_engines(measured_config),
                 max_batch=_max_batch(config),
             )
         work = replace(
-            work, pause=given.pause, crashes_per_hour=given.crashes_per_hour, restart=given.restart
+            work, pause=settings.pause, crashes_per_hour=settings.crashes_per_hour, restart=settings.restart
         )
     else:
-        drawn = [] if path else draw_sessions(given, random.Random(seed), DRAWN)
+        sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)
         work = Workload(
-            sessions=drawn,
-            latency=given.latency,
-            crowding=given.crowding,
-            speed=EngineSpeed(given.speed),
-            train_base=given.train_base,
-            train_per_token=given.train_per_token,
-            publish=given.publish,
-            pause=given.pause,
-            failures=given.failures,
-            zero_signal=given.zero_signal,
-            crashes_per_hour=given.crashes_per_hour,
-            restart=given.restart,
+            sessions=sessions,
+            latency=settings.latency,
+            crowding=settings.crowding,
+            speed=EngineSpeed(settings.speed),
+            train_base=settings.train_base,
+            train_per_token=settings.train_per_token,
+            publish=settings.publish,
+            pause=settings.pause,
+            failures=settings.failures,
+            zero_signal=settings.zero_signal,
+            crashes_per_hour=settings.crashes_per_hour,
+            restart=settings.restart,
         )
     return with_sessions(work, read_workload(path)) if path else work
 
 
-def _advice(
-    config: RunConfig, work: Workload, plant: ClusterSpec, seed: int, tell: Callable[[str], None]
+def _recommend(
+    config: RunConfig, work: Workload, cluster: ClusterSpec, seed: int, tell: Callable[[str], None]
 ) -> Recommendation | None:
-    """None: nothing is trained, whatever is tried."""
-    given = config.simulate or SimulateConfig()
+    """Return None if nothing would be trained on with any setting."""
+    settings = config.simulate or SimulateConfig()
     return recommend(
         work,
-        plant,
-        most_engines=max(given.most_engines, plant.engines),
-        most_staleness=max(given.most_staleness, plant.max_staleness),
+        cluster,
+        most_engines=max(settings.most_engines, cluster.engines),
+        most_staleness=max(settings.most_staleness, cluster.max_staleness),
         sync=config.trainer.mode == "sync",
         seed=seed,
         on_trial=tell,
     )
 
 
-def as_record(
-    outcome: SimulationResult, limit: ThroughputBound, advice: Recommendation | None, plant: ClusterSpec
+def result_json(
+    result: SimulationResult,
+    limit: ThroughputBound,
+    recommendation: Recommendation | None,
+    cluster: ClusterSpec,
 ) -> Json:
-    """The prediction as one JSON object."""
-    rate, most = outcome.samples_per_hour, limit.samples_per_hour
+    rate, most = result.samples_per_hour, limit.samples_per_hour
     record: Json = {
-        "engines": plant.engines,
-        "max_staleness": plant.max_staleness,
-        "seconds": round(outcome.seconds, 3),
-        "steps": outcome.steps,
-        "finished": outcome.finished,
-        "given_up": outcome.given_up,
-        "samples": outcome.samples,
-        "data_samples": outcome.data_samples,
+        "engines": cluster.engines,
+        "max_staleness": cluster.max_staleness,
+        "seconds": round(result.seconds, 3),
+        "steps": result.steps,
+        "finished": result.finished,
+        "given_up": result.given_up,
+        "samples": result.samples,
+        "data_samples": result.data_samples,
         "samples_per_hour": round(rate, 1),
         "bound": round(most, 1),
         "bound_by": limit.limit,
         "of_bound": round(rate / most, 4) if most else None,
-        "engines_idle": round(outcome.engines_idle, 4),
-        "engines_used": round(outcome.engines_used, 4),
-        "trainer_idle": round(outcome.trainer_idle, 4),
-        "sessions_at_once": round(outcome.in_flight, 2),
-        "staleness": {str(version): outcome.staleness[version] for version in sorted(outcome.staleness)},
-        "staleness_mean": round(outcome.staleness_mean, 3),
-        "dropped": dict(outcome.dropped),
-        "crashes": outcome.crashes,
+        "engines_idle": round(result.engines_idle, 4),
+        "engines_used": round(result.engines_used, 4),
+        "trainer_idle": round(result.trainer_idle, 4),
+        "sessions_at_once": round(result.in_flight, 2),
+        "staleness": {str(version): result.staleness[version] for version in sorted(result.staleness)},
+        "staleness_mean": round(result.staleness_mean, 3),
+        "dropped": dict(result.dropped),
+        "crashes": result.crashes,
     }
-    if advice is not None:
+    if recommendation is not None:
         record["recommended"] = {
-            "engines": advice.engines,
-            "max_staleness": advice.max_staleness,
-            "why": advice.reason,
+            "engines": recommendation.engines,
+            "max_staleness": recommendation.max_staleness,
+            "why": recommendation.reason,
         }
     return record
 
 
-def _show(
+def _print_result(
     console: Console,
-    outcome: SimulationResult,
+    result: SimulationResult,
     limit: ThroughputBound,
-    advice: Recommendation | None,
-    plant: ClusterSpec,
+    recommendation: Recommendation | None,
+    cluster: ClusterSpec,
 ) -> None:
-    table = Table(title=f"{plant.engines} engines, max_staleness {plant.max_staleness}", show_header=False)
-    rate, most = outcome.samples_per_hour, limit.samples_per_hour
+    table = Table(
+        title=f"{cluster.engines} engines, max_staleness {cluster.max_staleness}", show_header=False
+    )
+    rate, most = result.samples_per_hour, limit.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
     share = f" ({limit.limit}); this is {rate / most:.0%} of it" if most else ""
-    table.add_row("the most by any schedule", f"{most:,.0f}{share}")
-    data = f", {outcome.data_samples:,} of them exported data" if outcome.data_samples else ""
-    table.add_row("steps", f"{outcome.steps} in {outcome.seconds:,.1f} s, {outcome.samples:,} samples{data}")
-    for warning in _warnings(outcome):
+    table.add_row("upper bound of any schedule", f"{most:,.0f}{share}")
+    data = f", {result.data_samples:,} of them exported data" if result.data_samples else ""
+    table.add_row("steps", f"{result.steps} in {result.seconds:,.1f} s, {result.samples:,} samples{data}")
+    for warning in _warnings(result):
         table.add_row("", f"[red]{warning}[/]")
     table.add_row(
-        "engines idle", f"{outcome.engines_idle:.0%}, at {outcome.engines_used:.0%} of their best speed"
+        "engines idle", f"{result.engines_idle:.0%}, at {result.engines_used:.0%} of their best speed"
     )
-    table.add_row("trainer idle", f"{outcome.trainer_idle:.0%}")
-    table.add_row("sessions at once", f"{outcome.in_flight:.1f} of {plant.concurrency}")
+    table.add_row("trainer idle", f"{result.trainer_idle:.0%}")
+    table.add_row("sessions at once", f"{result.in_flight:.1f} of {cluster.concurrency}")
     staleness = ", ".join(
-        f"{version}: {count / outcome.staleness.total():.0%}"
-        for version, count in sorted(outcome.staleness.items())
+        f"{version}: {count / result.staleness.total():.0%}"
+        for version, count in sorted(result.staleness.items())
     )
     table.add_row("staleness", staleness or "–")
-    dropped = ", ".join(f"{reason} {count}" for reason, count in outcome.dropped.most_common())
+    dropped = ", ".join(f"{reason} {count}" for reason, count in result.dropped.most_common())
     table.add_row("not trained on", dropped or "none")
     console.print(table)
-    if advice is not None:
-        _show_advice(console, advice)
+    if recommendation is not None:
+        _print_recommendation(console, recommendation)
 
 
-def _warnings(outcome: SimulationResult) -> list[str]:
-    said: list[str] = []
-    if not outcome.samples:
-        said.append("nothing would be trained on: every sample is lost, for the reasons below")
-    if outcome.given_up:
-        said.append(f"it is stopped: every session of {MAX_FAILED_GROUPS} groups in a row failed")
-    elif not outcome.finished:
-        said.append("it comes to a standstill: no step can be filled any more")
-    return said
+def _warnings(result: SimulationResult) -> list[str]:
+    warnings: list[str] = []
+    if not result.samples:
+        warnings.append("Nothing would be trained on: every sample is lost, for the reasons below.")
+    if result.given_up:
+        warnings.append(f"The run stops: every session of {MAX_FAILED_GROUPS} groups in a row failed.")
+    elif not result.finished:
+        warnings.append("The run stalls: no further step can be filled.")
+    return warnings
 
 
-def _show_advice(console: Console, advice: Recommendation) -> None:
-    tried = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
-    for one in advice.trials:
-        chosen = (one.engines, one.max_staleness) == (advice.engines, advice.max_staleness)
-        tried.add_row(
+def _print_recommendation(console: Console, recommendation: Recommendation) -> None:
+    table = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
+    for one in recommendation.trials:
+        chosen = (one.engines, one.max_staleness) == (recommendation.engines, recommendation.max_staleness)
+        table.add_row(
             str(one.engines),
             str(one.max_staleness),
             f"{one.result.samples_per_hour:,.0f}",
@@ -295,9 +306,9 @@ def _show_advice(console: Console, advice: Recommendation) -> None:
             f"{one.result.trainer_idle:.0%}",
             style="bold" if chosen else None,
         )
-    console.print(tried)
+    console.print(table)
     console.print(
-        f"Recommended: {advice.engines} engines, trainer.max_staleness {advice.max_staleness}. "
-        f"{advice.reason}.",
+        f"Recommended: {recommendation.engines} engines, "
+        f"trainer.max_staleness {recommendation.max_staleness}. {recommendation.reason}.",
         highlight=False,
     )

@@ -85,7 +85,7 @@ def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
         display = Display(console)
         try:
             return await cluster_run.train(
-                config, resume=resume, on_started=display.attach, log=display.event
+                config, resume=resume, on_started=display.attach, log=display.log_event
             )
         finally:
             await display.close()

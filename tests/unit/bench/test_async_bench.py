@@ -60,7 +60,7 @@ def test_times_and_replies_are_scaled_alike(bench: ModuleType) -> None:
     whole = read_workload(bench.WORKLOAD)
     short = scaled(whole, plan)
     assert [len(session.turns) for session in short] == [len(session.turns) for session in whole]
-    tools = sum(session.waits for session in short) / sum(session.wait_seconds for session in whole)
+    tools = sum(session.wait_seconds for session in short) / sum(session.wait_seconds for session in whole)
     assert tools == pytest.approx(plan.scale)
     spoken = sum(s.generated for s in short) / plan.speed / (sum(s.generated for s in whole) / DECODE)
     assert spoken == pytest.approx(plan.scale, rel=0.1)

@@ -202,5 +202,5 @@ def test_what_a_rule_gives_up_on_stays_what_it_was(instar: Instar, run: Small, t
     assert [reward.value for reward in rewards] == [1.0, 0.25]
     assert score.reason is not None
     assert "I cannot tell" in score.reason
-    assert "score with what" in instar("rescore", run.folder).err
+    assert "Give the scorer with --reward" in instar("rescore", run.folder).err
     assert "only completed" in instar("rescore", run.folder, "--status", "failed", "--reward", RULE).err

@@ -73,7 +73,7 @@ def test_that_nothing_would_be_trained_is_an_answer(tmp_path: Path, times: dict[
     assert "recommended" not in said
     done = CliRunner().invoke(app, ["simulate", str(path)])
     assert done.exit_code == 0, done.output
-    assert "nothing would be trained on" in done.stdout
+    assert "Nothing would be trained on" in done.stdout
     assert "Recommended" not in done.stdout
 
 
@@ -117,7 +117,7 @@ def test_whether_a_reply_goes_on_under_the_next_version_is_the_engines(
     [
         ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
         ({}, [], "The simulation needs times"),
-        ({"simulate": {}, "rollout": None}, [], "rollout: needed to simulate"),
+        ({"simulate": {}, "rollout": None}, [], "rollout: required for a simulation"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
         ({"simulate": {"tool": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
     ],
