@@ -59,10 +59,10 @@ async def _curate(
 ) -> tuple[int, list[CurationFinding]]:
     async with open_run_store(run_dir, read_only=not apply) as (config, store):
         seen = await load_recent_sessions(store, config, where, limit)
-        grouped = await load_complete_groups(store, config, seen) if set(names) & set(OF_GROUPS) else []
-        findings: list[Finding] = []
+        grouped = await load_complete_groups(store, config, seen) if set(names) & set(GROUP_CHECKS) else []
+        findings: list[CurationFinding] = []
         for name in names:
-            all_findings = CHECKS[name](grouped if name in OF_GROUPS else seen, Limits())
+            all_findings = CHECKS[name](grouped if name in GROUP_CHECKS else seen, CurationLimits())
             findings += _only_selected(all_findings, seen)
         if apply:
             for finding in findings:
@@ -70,14 +70,14 @@ async def _curate(
     return len(seen), findings
 
 
-def make_tags(finding: Finding) -> list[Tag]:
+def make_tags(finding: CurationFinding) -> list[Tag]:
     author = f"check:{finding.check}"
     return [Tag(each, finding.tag, finding.value, finding.reason, author) for each in finding.session_ids]
 
 
 async def load_recent_sessions(
     store: Store, config: RunConfig, where: SessionFilter, limit: int
-) -> list[Seen]:
+) -> list[SessionSummary]:
     """Load the newest ``limit`` sessions, oldest first, without those that have not ended."""
     combine = RewardCombiner(config)
     seen: list[SessionSummary] = []
@@ -93,32 +93,38 @@ async def load_recent_sessions(
     return seen
 
 
-async def load_complete_groups(store: Store, config: RunConfig, chosen: Sequence[Seen]) -> list[Seen]:
+async def load_complete_groups(
+    store: Store, config: RunConfig, chosen: Sequence[SessionSummary]
+) -> list[SessionSummary]:
     """Load the complete groups of the chosen sessions, with the last attempt at each slot."""
     combine = RewardCombiner(config)
     group_ids = dict.fromkeys(each.session.group_id for each in chosen if each.session.group_id is not None)
     groups = [await store.group(group_id) for group_id in group_ids]
     ids = [group.group_id for group in groups if group is not None and group.status not in IN_PROGRESS]
-    seen: list[Seen] = []
+    seen: list[SessionSummary] = []
     for start in range(0, len(ids), PAGE_SIZE):
-        sessions_by_group = (await store.sessions_in(ids[start : start + PAGE_SIZE])).values()
+        grouped_sessions = (await store.sessions_by_group(ids[start : start + PAGE_SIZE])).values()
         ended = [
             [session for session in sessions if session.status in ENDED_STATUSES]
-            for sessions in sessions_by_group
+            for sessions in grouped_sessions
         ]
         final = [session for sessions in ended for session in select_final_sessions(sessions)]
         seen += await _load_sessions(store, final, combine)
     return seen
 
 
-def _only_selected(findings: Sequence[Finding], seen: Sequence[Seen]) -> list[Finding]:
+def _only_selected(
+    findings: Sequence[CurationFinding], seen: Sequence[SessionSummary]
+) -> list[CurationFinding]:
     """Restrict the findings to the selected sessions."""
     chosen = {each.session.session_id for each in seen}
     kept = [tuple(each for each in finding.session_ids if each in chosen) for finding in findings]
     return [replace(f, session_ids=ids) for f, ids in zip(findings, kept, strict=True) if ids]
 
 
-async def _load_sessions(store: Store, ended: Sequence[Session], combine: RewardCombiner) -> list[Seen]:
+async def _load_sessions(
+    store: Store, ended: Sequence[Session], combine: RewardCombiner
+) -> list[SessionSummary]:
     sessions = {session.session_id: session for session in ended}
     ids = list(sessions)
     rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
@@ -148,7 +154,7 @@ def _reply_text(reply: Message) -> str:
 
 
 def _print(
-    console: Console, names: Sequence[str], checked: int, findings: Sequence[Finding], applied: bool
+    console: Console, names: Sequence[str], checked: int, findings: Sequence[CurationFinding], applied: bool
 ) -> None:
     table = Table("check", Column("sessions", justify="right"), "finding", box=None, padding=(0, 1, 0, 0))
     for name in names:

@@ -35,9 +35,6 @@ class StepPlan:
     """The version that the step would start from."""
     groups_needed: int
     """Groups per step."""
-    is_ready: bool
-    """True if the step could run now. It waits only for the run's own groups: when exported data is used up,
-    its places stay empty."""
     groups: list[Group]
     batch: StepBatch
     corrections: CorrectionBatch
@@ -76,11 +73,7 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
     corrections = await load_corrections(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
-    live = sum(group.channel is Channel.TRAIN for group in groups)
-    is_ready = live >= batcher.mixture.count_live_groups(step) and (
-        bool(groups) or batcher.mixture.has_live_data
-    )
-    return StepPlan(step, head.version, groups_needed, is_ready, groups, batch, corrections, waiting)
+    return StepPlan(step, head.version, groups_needed, groups, batch, corrections, waiting)
 
 
 async def _load_groups(
@@ -105,7 +98,7 @@ def plan_json(plan: StepPlan) -> Json:
     return {
         "step": plan.step,
         "version": plan.version,
-        "ready": plan.is_ready,
+        "ready": plan.batch.is_full,
         "groups_wanted": plan.groups_needed,
         "groups_waiting": plan.waiting,
         "groups": [_group_json(plan, group) for group in plan.groups],
@@ -150,7 +143,7 @@ def _tokens(plan: StepPlan) -> dict[str, int]:
 def _print(console: Console, plan: StepPlan) -> None:
     report = plan.batch.report
     ready = f"{len(plan.groups)} of {plan.groups_needed} groups are ready"
-    status = "would train on" if plan.is_ready else f"waits ({ready}); it would train on"
+    status = "would train on" if plan.batch.is_full else f"waits ({ready}); it would train on"
     console.print(
         f"step {plan.step}, from version {plan.version}: {status} {report['samples']} samples, "
         f"{report['tokens']} trained tokens of {report['sequence_tokens']}",

@@ -204,7 +204,7 @@ async def _score(
     if not has_failed or verdict.rewards:
         try:
             new = await store.record_scores(verdict.scores, verdict.rewards)
-        except Conflict:  # another process recorded a score at the same moment
+        except ConflictError:  # another process recorded a score at the same moment
             new = False
         if not new:
             counts.skipped += len(ids)

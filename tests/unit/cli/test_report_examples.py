@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from instar.cli.report import _render_example  # pyright: ignore[reportPrivateUsage]
-from tests.unit.store.make import assistant, follow, ids, make_call, user
+from tests.unit.store.factories import assistant, follow, ids, make_call, user
 
 
 def test_a_session_is_told_from_its_question_on() -> None:

@@ -115,7 +115,7 @@ async def test_the_plan_does_not_wait_for_data_that_is_used_up(
 ) -> None:
     await bring(store, empty, tmp_path)
     alone = await make_plan(empty, make("dataset:golden@1", groups_per_step=8, advantage={}))
-    assert (alone.is_ready, len(alone.groups), alone.groups_needed) == (True, 5, 8)
+    assert (alone.batch.is_full, len(alone.groups), alone.groups_needed) == (True, 5, 8)
     mixed = [{"source": "live", "share": 0.25}, {"source": "dataset:golden@1", "share": 0.75}]
     config = make(mixed, groups_per_step=8, advantage={})
     await add_group(empty, 0, [0.0, 1.0])
