@@ -43,7 +43,7 @@ class ConsumedGroups:
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []
-        sessions = await self._store.sessions_in(list(groups))
+        sessions = await self._store.sessions_by_group(list(groups))
         for group_id, consumed in groups.items():
             for session in sessions[group_id]:
                 if session.status in ENDED_STATUSES and session.session_id not in consumed.session_ids:
@@ -53,7 +53,7 @@ class ConsumedGroups:
 
     async def _load(self, epoch: int) -> OrderedDict[str, ConsumedGroup]:
         groups: OrderedDict[str, ConsumedGroup] = OrderedDict()
-        for claim in await self._store.settled_claims(self._run_id, epoch, self._limit):
+        for claim in await self._store.recent_claims(self._run_id, epoch, self._limit):
             assert claim.group_id is not None
             consumed = groups.setdefault(claim.group_id, ConsumedGroup(claim.step, set()))
             consumed.session_ids.add(claim.session_id)
