@@ -7,7 +7,8 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-from instar.demo.agent import evaluate, prompt
+from instar.agents.calculator import evaluate
+from instar.demo.agent import prompt
 from instar.rollout.tasksets.gsm8k import final_number
 from instar.rollout.tasksets.word_problems import make_problems
 

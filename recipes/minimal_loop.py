@@ -18,6 +18,7 @@ from typing import Any
 
 import openai
 
+from instar.agents.calculator import CALC, calculate
 from instar.backends.local.backend import LocalBackend
 from instar.config import (
     AdamConfig,
@@ -29,7 +30,7 @@ from instar.config import (
 )
 from instar.data.advantages import grpo, has_signal, normalize
 from instar.data.linearize import linearize, with_advantage
-from instar.demo.agent import CALC, calculate, prompt
+from instar.demo.agent import prompt
 from instar.demo.tasks import train_tasks
 from instar.engines.local.engine import LocalEngine
 from instar.gateway.app import create_app

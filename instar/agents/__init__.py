@@ -1,1 +1,1 @@
-"""Agents for the task sets that are known by name, each as a stranger would write it: an SDK and a loop."""
+"""Agents for the built-in task sets. Each is an ordinary agent: an SDK and a loop."""

@@ -1,4 +1,4 @@
-"""Agents of a single call: they ask, and whatever is answered is scored by someone else."""
+"""An agent that makes a single call and leaves the scoring to others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """Asks what the task says: its `messages`, or else its `question`, or its `prompt`, behind a system line;
-    with the task's `tools`, where it has some."""
+    """Sends the task's `messages`, `question` or `prompt` after a system message, with the task's `tools`."""
 
     async def __call__(
         self,
@@ -22,12 +21,12 @@ class SingleCallAgent(OpenAIAgent):
         examples: list[tuple[str, str]] | None = None,
         max_tokens: int = 128,
     ) -> None:
-        """``examples`` are questions with their answers, shown first."""
+        """``examples`` are questions and answers that precede the task."""
         client = self.client_for(session)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         for question, answer in examples or []:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        messages += _asked(task)
+        messages += _task_messages(task)
         tools: dict[str, Any] = {"tools": task["tools"]} if task.get("tools") else {}
         await client.chat.completions.create(
             model=session.model, messages=messages, max_tokens=max_tokens, **tools
@@ -37,11 +36,11 @@ class SingleCallAgent(OpenAIAgent):
 ask = SingleCallAgent()
 
 
-def _asked(task: Json) -> list[Any]:
+def _task_messages(task: Json) -> list[Any]:
     match task:
         case {"messages": list() as messages}:
             return messages
         case {"question": str() as text} | {"prompt": str() as text}:
             return [{"role": "user", "content": text}]
         case _:
-            raise ValueError("the task has neither messages nor a question nor a prompt")
+            raise ValueError("the task has no field messages, question or prompt")

@@ -1,6 +1,5 @@
-"""Two agents for GSM8K. `solve` has its calculations done, in plain text, and knows nothing of rewards: it
-returns nothing. `check` has two tools, a calculator and one that checks its answer, over several turns, and
-returns ``(turns, reward)``.
+"""Two agents for GSM8K. `solve` writes calculations in plain text and returns no reward. `check` has two
+tools, a calculator and one that checks its answer, takes several turns, and returns ``(turns, reward)``.
 """
 
 from __future__ import annotations
@@ -9,15 +8,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from instar.agents.calculator import CALC, calculate
 from instar.agents.openai_agent import OpenAIAgent
-from instar.demo.agent import CALC, calculate
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.gsm8k import MARK, final_number
 from instar.types import Json
 
 MAX_TURNS = 4
 TEXT_TOKENS, CALL_TOKENS = 24, 48
-"""Room for a calculation in plain text, and in a tool call."""
+"""The token limits of a calculation in plain text, and of one in a tool call."""
 EXAMPLES = (
     ("Tom picks 15 bags of 20 plums and eats 31. How many plums remain?", "15 * 20 - 31", "269"),
     ("A crate holds 24 bottles. How many bottles are in 310 crates?", "24 * 310", "7440"),
@@ -37,11 +36,11 @@ CHECK: Any = {
         },
     },
 }
-RIGHT, WRONG = "correct", "wrong, try again"
+CORRECT, WRONG = "correct", "wrong, try again"
 
 
 class Gsm8kTextAgent(OpenAIAgent):
-    """Writes a calculation, is told its result, and answers, behind so many worked examples."""
+    """Writes a calculation, gets its result, and answers, after ``examples`` worked examples."""
 
     async def __call__(
         self,
@@ -52,7 +51,10 @@ class Gsm8kTextAgent(OpenAIAgent):
         max_tokens: int = TEXT_TOKENS,
     ) -> None:
         client = self.client_for(session)
-        messages: list[Any] = [*_solved(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        messages: list[Any] = [
+            *_text_examples(EXAMPLES[:examples]),
+            {"role": "user", "content": task["question"]},
+        ]
         for _ in range(MAX_TURNS):
             response = await client.chat.completions.create(
                 model=session.model, messages=messages, max_tokens=max_tokens
@@ -65,8 +67,8 @@ class Gsm8kTextAgent(OpenAIAgent):
 
 
 class Gsm8kToolAgent(OpenAIAgent):
-    """Calculates, has the answer checked, and tries again where that is wrong. The reward is 1 for an answer
-    that the first check found right, and halves with every further check."""
+    """Calculates, has the answer checked, and tries again if it is wrong. The reward is 1 if the first check
+    succeeds, and halves with every further check."""
 
     async def __call__(
         self,
@@ -77,7 +79,10 @@ class Gsm8kToolAgent(OpenAIAgent):
         max_tokens: int = CALL_TOKENS,
     ) -> tuple[int, float]:
         client = self.client_for(session)
-        messages: list[Any] = [*_checked(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        messages: list[Any] = [
+            *_tool_examples(EXAMPLES[:examples]),
+            {"role": "user", "content": task["question"]},
+        ]
         checks = 0
         for turn in range(1, MAX_TURNS + 1):
             response = await client.chat.completions.create(
@@ -90,12 +95,12 @@ class Gsm8kToolAgent(OpenAIAgent):
             for call in reply.tool_calls:
                 if call.type == "function" and call.function.name == "check_answer":
                     result = check_answer(call.function.arguments, task["final"])
-                    if result == RIGHT:
+                    if result == CORRECT:
                         return turn, 0.5**checks
                     checks += 1
                 else:
                     result = calculate(call.function.arguments if call.type == "function" else "")
-                messages.append(_result(call.id, result))
+                messages.append(_tool_result(call.id, result))
         return MAX_TURNS, 0.0
 
 
@@ -104,18 +109,15 @@ check = Gsm8kToolAgent()
 
 
 def check_answer(arguments: str, final: str) -> str:
-    """What the tool says to the JSON arguments of a call."""
+    """Return the result of a call of the tool with these JSON arguments."""
     try:
-        given = final_number(str(json.loads(arguments)["answer"]))
+        number = final_number(str(json.loads(arguments)["answer"]))
     except (ValueError, TypeError, KeyError):
         return "error"
-    return RIGHT if given is not None and abs(given - float(final)) < 1e-6 else WRONG
+    return CORRECT if number is not None and abs(number - float(final)) < 1e-6 else WRONG
 
 
-# --- worked examples ----------------------------------------------------------------------------
-
-
-def _solved(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
+def _text_examples(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
     messages: list[Any] = [
         {"role": "system", "content": "Write the calculation, then the answer behind ####."}
     ]
@@ -129,24 +131,24 @@ def _solved(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
     return messages
 
 
-def _checked(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
+def _tool_examples(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
     messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then check_answer."}]
     for number, (question, expression, answer) in enumerate(examples):
         messages += [
             {"role": "user", "content": question},
-            _call(f"calc_{number}", "calc", expression=expression),
-            _result(f"calc_{number}", answer),
-            _call(f"check_{number}", "check_answer", answer=answer),
-            _result(f"check_{number}", RIGHT),
+            _tool_call(f"calc_{number}", "calc", expression=expression),
+            _tool_result(f"calc_{number}", answer),
+            _tool_call(f"check_{number}", "check_answer", answer=answer),
+            _tool_result(f"check_{number}", CORRECT),
         ]
     return messages
 
 
-def _call(call_id: str, name: str, **arguments: str) -> Any:
+def _tool_call(call_id: str, name: str, **arguments: str) -> Any:
     function = {"name": name, "arguments": json.dumps(arguments)}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def _result(call_id: str, content: str) -> Any:
+def _tool_result(call_id: str, content: str) -> Any:
     return {"role": "tool", "tool_call_id": call_id, "content": content}

@@ -1,4 +1,4 @@
-"""Plays a game of TextArena, one turn of talk for every move, and returns ``(turns, reward)``."""
+"""Plays a game of TextArena with one call per move, and returns ``(turns, reward)``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.textarena import TextArenaGame
 from instar.types import Json
 
-OFFERED = re.compile(r"'(\[\w+\])'")
-"""How a game for two names the moves that it would take."""
+OFFERED_MOVE = re.compile(r"'(\[\w+\])'")
+"""The notation in which games for two list the valid moves."""
 
 
 class TextArenaAgent(OpenAIAgent):
@@ -27,20 +27,20 @@ class TextArenaAgent(OpenAIAgent):
         unfinished: float = 0.0,
         hint: str = "Reply with your move in square brackets, and nothing else.",
     ) -> tuple[int, float]:
-        """``unfinished`` is the reward of a game that so many turns did not end. In a game for two, the other
-        one moves at random."""
+        """Play the game. ``unfinished`` is the reward if it is not over after ``max_turns``. In a game for
+        two, the opponent moves at random."""
         client = self.client_for(session)
         game = TextArenaGame(task["game"], task["seed"], task["args"])
         seat = task["seed"] % game.players
-        other = random.Random(f"{task['seed']}/opponent")
+        opponent_rng = random.Random(f"{task['seed']}/opponent")
         messages: list[Any] = [{"role": "system", "content": hint}]
         turns = 0
         while not game.is_done and turns < max_turns:
-            player, told = game.observe()
+            player, observation = game.observe()
             if player != seat:
-                game.move(_any_move(told, other))
+                game.move(_random_move(observation, opponent_rng))
                 continue
-            messages.append({"role": "user", "content": told or "Your turn."})
+            messages.append({"role": "user", "content": observation or "Your turn."})
             response = await client.chat.completions.create(
                 model=session.model, messages=messages, max_tokens=max_tokens
             )
@@ -55,9 +55,9 @@ class TextArenaAgent(OpenAIAgent):
 play = TextArenaAgent()
 
 
-def _any_move(told: str, dice: random.Random) -> str:
-    """Of those that the last line with moves offers."""
-    for line in reversed(told.splitlines()):
-        if offered := OFFERED.findall(line):
-            return dice.choice(offered)
-    raise AgentError("this game does not say which moves it takes, so there is nobody to play against")
+def _random_move(observation: str, rng: random.Random) -> str:
+    """Return one of the moves that the last line with moves lists."""
+    for line in reversed(observation.splitlines()):
+        if moves := OFFERED_MOVE.findall(line):
+            return rng.choice(moves)
+    raise AgentError("this game does not list its valid moves, so the random opponent cannot play it")

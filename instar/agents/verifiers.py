@@ -1,4 +1,4 @@
-"""Runs an environment of `verifiers` on one row of its dataset; its rubric gives the reward."""
+"""Runs an environment of `verifiers` on one row of its dataset. Its rubric gives the reward."""
 
 from __future__ import annotations
 

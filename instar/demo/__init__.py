@@ -1,1 +1,1 @@
-"""What `instar demo` trains: a calculator task and an agent that solves it with a tool."""
+"""The tasks and the agent of `instar demo`: arithmetic that is solved with a calculator tool."""

@@ -1,26 +1,21 @@
-"""Arithmetic, a quarter of it plain and the rest told as six kinds of word problem.
+"""Arithmetic problems for the demo: a quarter is plain, the rest are six kinds of word problems.
 
-A problem is its kind and its numbers; the names and things in it are decoration. Whether a problem
-may be trained on is decided by a hash of the problem, so no seed and no size can make the training
-and the held-out set share one.
+A problem is identified by its kind and its numbers. A hash of the problem decides whether it is held out, so
+that the training set and the held-out set never share one.
 """
 
 from __future__ import annotations
 
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from instar.rewards.base import Transcript
+from instar.rollout.tasksets.word_problems import PEOPLE, THINGS, is_held_out, problem_key
 from instar.types import Json
 
-HELD_OUT_SHARE = 5
-"""One problem in so many is held out."""
 NUMBER = re.compile(r"-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:\.\d+)?")
-PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "Jo", "Kim", "Lena")
-THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,51 +26,44 @@ class ArithmeticProblem:
     answer: int
 
     @property
-    def is_held_out(self) -> bool:
-        key = f"{self.kind}:{','.join(map(str, self.numbers))}"
-        return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
+    def key(self) -> str:
+        return problem_key(self.kind, self.numbers)
 
 
 ProblemMaker = Callable[[random.Random], ArithmeticProblem]
 
 
 def train_tasks(seed: int = 0, size: int = 2000) -> list[Json]:
-    """Problems to train on."""
-    return _take(seed, size, held_out=False)
+    """Return problems to train on."""
+    return _generate(seed, size, held_out=False)
 
 
 def heldout_tasks(seed: int = 0, size: int = 128) -> list[Json]:
-    """Problems that training never sees."""
-    return _take(seed, size, held_out=True)
+    """Return problems that are never trained on."""
+    return _generate(seed, size, held_out=True)
 
 
 def score(task: Json, transcript: Transcript) -> float:
-    """1 if the last number of the final reply is the answer, else 0."""
+    """Return 1 if the last number of the final reply is the answer, else 0."""
     numbers = NUMBER.findall(transcript.final_text)
     if not numbers:
         return 0.0
     return float(float(numbers[-1].replace(",", "")) == float(task["answer"]))
 
 
-def _take(seed: int, size: int, *, held_out: bool) -> list[Json]:
-    """The first ``size`` distinct problems of that side, kinds in a fixed rotation so that every
-    prefix of the list has the same mix."""
+def _generate(seed: int, size: int, *, held_out: bool) -> list[Json]:
+    """Return ``size`` distinct problems. Kinds rotate, so that every prefix has the same mix."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
-    taken: dict[tuple[str, tuple[int, ...]], ArithmeticProblem] = {}
-    for wanted in range(size):
-        makers = PLAIN if wanted % 4 == 0 else WORDED
-        turn = wanted // 4 if wanted % 4 == 0 else wanted - wanted // 4 - 1
+    problems: dict[str, ArithmeticProblem] = {}
+    for index in range(size):
+        makers = PLAIN if index % 4 == 0 else WORDED
+        turn = index // 4 if index % 4 == 0 else index - index // 4 - 1
         make = makers[turn % len(makers)]
-        while True:
+        problem = make(rng)
+        while is_held_out(problem.key) is not held_out or problem.key in problems:
             problem = make(rng)
-            key = (problem.kind, problem.numbers)
-            if problem.is_held_out is held_out and key not in taken:
-                taken[key] = problem
-                break
-    return [{"question": p.question, "answer": p.answer, "kind": p.kind} for p in taken.values()]
-
-
-# --- plain arithmetic ---------------------------------------------------------------------------
+        problems[problem.key] = problem
+    return [{"question": p.question, "answer": p.answer, "kind": p.kind} for p in problems.values()]
 
 
 def _plus(rng: random.Random) -> ArithmeticProblem:
@@ -91,9 +79,6 @@ def _minus(rng: random.Random) -> ArithmeticProblem:
 def _times(rng: random.Random) -> ArithmeticProblem:
     a, b = rng.randint(12, 99), rng.randint(12, 999)
     return ArithmeticProblem("times", (a, b), f"What is {a} times {b}?", a * b)
-
-
-# --- word problems ------------------------------------------------------------------------------
 
 
 def _boxes(rng: random.Random) -> ArithmeticProblem:
@@ -143,6 +128,5 @@ WORDED: tuple[ProblemMaker, ...] = (_boxes, _more, _left, _compare, _share, _two
 
 
 def kinds() -> Iterator[str]:
-    """Every kind of problem there is."""
     rng = random.Random(0)
     return (make(rng).kind for make in (*PLAIN, *WORDED))

@@ -1,4 +1,4 @@
-"""The agent's own word: what it returned. What it said on completing its session is recorded already."""
+"""The reward that the agent returned. A reward sent on completing the session is recorded by the gateway."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class AgentReward(Scorer):
             return []
         if not math.isfinite(transcript.returned):
             raise InstarError(
-                f"the agent returned {transcript.returned} as its reward, which is no finite number"
+                f"the agent returned {transcript.returned} as its reward; it must be a finite number"
             )
         return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer=self.name)]

@@ -1,4 +1,4 @@
-"""What scores a session."""
+"""The interfaces of scorers, and what they see of a session and of the run."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from instar.errors import InstarError
 from instar.store.base import Store
 from instar.types import Call, Json, Message, Reward, Score, Task
 
 NO_TASK = Task("", {})
-"""The task of a session that was given none: a person's own use."""
+"""The task of a session without one, such as a person's own use."""
 JUDGE_AGENT = "instar-judge"
-"""Whose sessions a judge's own calls are, where the run's model is the judge: nobody scores them."""
+"""The agent id of sessions that a judge opens to ask the run's own model. They are never scored."""
+MAX_REASON_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What a scorer sees of a finished session."""
+    """The part of a finished session that a scorer sees."""
 
     session_id: str
     calls: Sequence[Call]
     returned: float | None
-    """What the agent itself returned, if anything."""
+    """The reward that the agent itself returned, if any."""
 
     @property
     def final(self) -> Message | None:
@@ -37,70 +39,69 @@ class Transcript:
 
 @dataclass(slots=True)
 class ScoringContext:
-    """What a scorer may use of the run."""
+    """The parts of the run that a scorer may use."""
 
     run_id: str
     store: Store
     base_url: str = ""
-    """The run's own gateway, for a judge that is the run's model. It changes when the gateway moves."""
+    """The base URL of the run's gateway, for a judge that is the run's own model."""
     api_key: str = ""
 
     def set_gateway_url(self, url: str) -> None:
-        """The gateway is there now: a judge that is the run's model asks it from now on."""
+        """Use the gateway at ``url`` from now on; it may move while the run goes on."""
         self.base_url = f"{url}/v1"
 
 
 class WorkerTextScorer(ABC):
-    """A task set's scorer that evaluates what a model wrote: it is made once more in a process that can do no
-    harm, and asked there."""
+    """A task set's scorer that evaluates text from the model, and so runs as a check in a worker process."""
 
     check_name: str
-    """Which it is there."""
+    """The name of the check in ``rules/check_worker.py``."""
     check_args: Json
-    """What it is made with."""
+    """The arguments that the worker creates the check with."""
     requires_sandbox: bool
-    """Whether it is refused where there is no sandbox."""
+    """True if the scorer must not run where no sandbox is available."""
 
     @abstractmethod
     def build_request(self, task: Task, text: str) -> Json:
-        """About a final text."""
+        """Return the worker's request for one final text."""
 
     @abstractmethod
     def __call__(self, task: Task, text: str) -> float:
-        """Asked right here."""
+        """Score the text in this process."""
 
 
 class Scorer(ABC):
-    """Made with its section of the config. ``score`` may run many times at once."""
+    """Gives rewards to sessions. It is created with its section of the config; ``score`` may run
+    concurrently."""
 
     name: str = ""
-    """What its rewards are known by: ``returned``, ``math``, ``judge:outcome``."""
+    """The name that rewards, weights and vetoes refer to: ``returned``, ``math``, ``judge:outcome``."""
     version: str = ""
-    """Changes when the same session might be scored otherwise."""
+    """A version that changes when the same session may get another score."""
     background: bool = False
-    """Whether it is too slow, or too uncertain, for a rollout to wait for it."""
+    """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
-    """How many it can do at once, where that is few. An attempt holds one; waiting for it is no part of the
-    attempt, so that the deadline is that of the scoring alone."""
+    """Limits concurrent attempts. The wait for it does not count towards an attempt's deadline."""
 
     @property
     def key(self) -> str:
-        """What a session is scored by once."""
+        """The name and version. The store keeps one score per session and key."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
     async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most need nothing
-        """Before the first score. Raises ConfigError where it cannot work here."""
+        """Prepare for the first score. Raises ConfigError if the scorer cannot work here."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        """None, one, or several rewards of the session and of single calls. Raises ScoreError."""
+        """Return any number of rewards for the session and its calls. Raises ScoreError."""
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Free what it holds."""
+        """Release resources."""
 
 
 class GroupScorer(Scorer):
-    """Compares the sessions of a group, once all of them have ended."""
+    """Compares the sessions of a group after all of them have ended."""
 
     background = True
 
@@ -109,28 +110,35 @@ class GroupScorer(Scorer):
 
     @abstractmethod
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        """Rewards of any of the sessions. Raises ScoreError."""
+        """Return rewards for any of the sessions. Raises ScoreError."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringResult:
-    """What scoring came to, to be recorded in one transaction."""
+    """Scores and rewards that are recorded in one transaction."""
 
     scores: tuple[Score, ...] = ()
     rewards: tuple[Reward, ...] = ()
 
     @property
     def failure_reason(self) -> str | None:
-        """Why a scorer gave up, where one did."""
+        """The reason why a scorer gave up, if one did."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 
 class RolloutScoring(ABC):
-    """What a rollout has its sessions scored by before it ends them."""
+    """Scores sessions before the rollout ends them."""
 
     has_background_scorers: bool = False
-    """Whether others score its sessions afterwards, so that a group has to wait for them."""
+    """True if other scorers follow in the background; a group waits for them before it is trained on."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
-        """Never raises what a scorer did: one that fails is recorded as such."""
+        """Score the session. A scorer that fails is recorded as failed; its error is not raised."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the reason that is recorded for an error."""
+    # The messages of our own errors are complete without the name of their class.
+    text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
+    return text.strip()[:MAX_REASON_CHARS]

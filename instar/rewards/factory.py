@@ -1,4 +1,4 @@
-"""The configured scorers."""
+"""Creates the configured scorers."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from instar.types import RewardSource, Task
 
 
 class TextScorerSource(Protocol):
-    """A task set, as far as a scorer cares."""
+    """A task set that may have a scorer of its own."""
 
     @property
     def scorer(self) -> Callable[[Task, str], float] | None: ...
 
 
 def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -> list[Scorer]:
-    """By ``config.reward``; a rule without a function of its own takes the task set's scorer."""
+    """Create the scorers of ``config.reward``. A rule without a function uses the task set's scorer."""
     scorers = [_create(section, taskset) for section in config.reward]
     names = [scorer.name for scorer in scorers]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for index, name in enumerate(names):
+        if name in names[:index]:
             raise ConfigError(
-                f"reward.{place}: called {name!r}, as reward.{names.index(name)} is; leave one out, or give "
-                "it another name"
+                f"reward.{index}: its name {name!r} is also that of reward.{names.index(name)}; remove one, "
+                "or give it another name"
             )
-    _check_names(config, scorers)
+    _check_combined_names(config, scorers)
     return scorers
 
 
 def create_scoring(config: RunConfig, taskset: TextScorerSource | None = None) -> InlineScoring:
-    """What a rollout waits for."""
     return InlineScoring(create_scorers(config, taskset), config.scoring)
 
 
 @dataclass(frozen=True)
 class BackgroundScorers:
-    """The scorers of a run as they work behind its sessions: no task set is at hand there."""
+    """The scorers of a run for use outside a rollout, where no task set is available."""
 
     scorers: list[Scorer]
     live: list[Scorer]
-    """Those of them that can say something of a session that no rollout ran."""
+    """The scorers that can score sessions of the live channel."""
 
     def are_needed(self, *, live: bool) -> bool:
-        """Whether there is anything for them to do. ``live``: the run is there to serve live sessions."""
+        """True if they have anything to score. ``live``: the run serves live sessions."""
         return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
 
 
@@ -67,28 +66,28 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
 
 
 class _MissingTextScorer:
-    """Stands for the tasks of a rule that takes their own scorer, where it is made but not asked."""
+    """Stands in for a task set where a rule that needs its scorer is created but never runs."""
 
     def scorer(self, task: Task, text: str) -> float:
         raise ScoreError("a session without a task has no scorer of its own")
 
 
 def _create(section: RewardConfig, taskset: TextScorerSource | None) -> Scorer:
-    made = registry.resolve_section("rewards", section)
+    create = registry.resolve_section("rewards", section)
     if section.type == "rule":
-        return made(section, taskset.scorer if taskset else None)
-    return made(section)
+        return create(section, taskset.scorer if taskset else None)
+    return create(section)
 
 
-def _check_names(config: RunConfig, scorers: list[Scorer]) -> None:
-    """Whom the settings believe must be there."""
+def _check_combined_names(config: RunConfig, scorers: list[Scorer]) -> None:
+    """Raise ConfigError if ``scoring.combine`` names a scorer or source that does not exist."""
     known = {*(source.value for source in RewardSource), *(scorer.name for scorer in scorers)}
     combine = config.scoring.combine
-    named = {"prefer": combine.prefer, "weights": combine.weights, "veto": combine.veto}
-    for setting, names in named.items():
+    settings = {"prefer": combine.prefer, "weights": combine.weights, "veto": combine.veto}
+    for setting, names in settings.items():
         for name in names:
             if name not in known:
                 raise ConfigError(
-                    f"scoring.combine.{setting}: given {name!r}, which no scorer of this run is called; "
+                    f"scoring.combine.{setting}: given {name!r}, which is no scorer of this run; "
                     f"allowed: {', '.join(sorted(known))}"
                 )

@@ -1,4 +1,4 @@
-"""A Python rule: ``rule(task, transcript, **args) -> float``, sync or async, given the task's data."""
+"""A Python rule: ``rule(task, transcript, **args) -> float``, sync or async, called with the task's data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from instar.rewards.rules.answers import settings_version
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
-SECONDS = 10.0
-"""An answer that takes longer to evaluate is worth nothing."""
+WORKER_SECONDS = 10.0
+"""An answer that a worker evaluates for longer than this scores 0."""
 
 
 class RuleReward(Scorer):
-    """The configured function, or else ``own``: the task set's scorer of a final text."""
+    """The configured function, or else ``text_scorer``, the task set's scorer of a final text."""
 
     def __init__(
         self, config: RuleRewardConfig, text_scorer: Callable[[Task, str], float] | None = None
@@ -45,7 +45,9 @@ class RuleReward(Scorer):
             )
         elif isinstance(text_scorer, WorkerTextScorer):
             self.workers = CheckWorkerPool(
-                text_scorer.check_name, text_scorer.check_args, requires_sandbox=text_scorer.requires_sandbox
+                text_scorer.check_name,
+                text_scorer.check_args,
+                requires_sandbox=text_scorer.requires_sandbox,
             )
             self.concurrency_limit = self.workers.concurrency_limit
 
@@ -59,20 +61,18 @@ class RuleReward(Scorer):
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if self.function is not None:
-            value = await self._ask(partial(self.function, task.data, transcript, **self.args))
+            value = await self._call(partial(self.function, task.data, transcript, **self.args))
         elif self.workers is not None and isinstance(self.text_scorer, WorkerTextScorer):
-            found = await self.workers.run_check(
-                SECONDS, **self.text_scorer.build_request(task, transcript.final_text)
-            )
-            value = found.get("value", 0.0)
+            request = self.text_scorer.build_request(task, transcript.final_text)
+            value = (await self.workers.run_check(WORKER_SECONDS, **request)).get("value", 0.0)
         else:
             assert self.text_scorer is not None
             value = self.text_scorer(task, transcript.final_text)
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise InstarError(f"reward rule {self.name} returned {value!r:.200}; a finite number is needed")
+            raise InstarError(f"reward rule {self.name} returned {value!r:.200}; it must be a finite number")
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]
 
-    async def _ask(self, rule: Callable[[], Any]) -> Any:
-        """A rule that takes its time must not keep others waiting, nor outlast its deadline."""
+    async def _call(self, rule: Callable[[], Any]) -> Any:
+        # In a thread, a slow rule neither blocks the event loop nor outlasts its deadline.
         value = rule() if self._is_async or not self.runs_in_thread else await run_in_daemon_thread(rule)
         return await value if inspect.isawaitable(value) else value

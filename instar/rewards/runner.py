@@ -1,8 +1,8 @@
-"""Scores sessions once they have completed, in the background.
+"""Scores completed sessions in the background.
 
-Every scorer has a lane of its own, so that one that is slow or hangs keeps only its own sessions waiting.
-A score and its rewards are written in one transaction, once per session and scorer: what a process that died
-was about to score, the next one scores.
+Every scorer has its own queue, so that one that is slow or hangs delays only its own sessions. A score and
+its rewards are written in one transaction, once per session and scorer. What a process that died was about to
+score, the next one scores.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from instar.rewards.scoring import score_sessions
 from instar.store.base import Store, UnscoredSession
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
 
-POLL = 0.2
-LOOK_AGAIN = 30.0
-"""Seconds after which everything is looked at anew, whatever was seen before."""
-PER_SLOT = 8
-"""Sessions under way for each that is being scored: the others wait for their turn, or another attempt."""
-IN_ROLLOUT = (Channel.TRAIN, Channel.VAL)
+POLL_SECONDS = 0.2
+FULL_SCAN_SECONDS = 30.0
+"""Seconds after which everything is read again from the beginning."""
+PENDING_PER_SLOT = 8
+"""Sessions that are taken up per concurrent attempt: most of them wait for a slot or for another attempt."""
+ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
+IDLE_STATUS = "idle"
+"""The status text begins with this when nothing is left to score."""
 
 
 @dataclass
 class ScoringCounts:
     scored: int = 0
     fallback: int = 0
-    under_way: int = 0
+    in_progress: int = 0
     last_reason: str = ""
 
-    def add(self, verdict: ScoringResult) -> None:
-        for score in verdict.scores:
+    def add(self, result: ScoringResult) -> None:
+        for score in result.scores:
             if score.state is ScoreState.FALLBACK:
                 self.fallback += 1
                 self.last_reason = score.reason or ""
@@ -44,8 +46,8 @@ class ScoringCounts:
 
 
 class ScoringRunner:
-    """Has sessions of rollouts scored by the scorers that no rollout waits for, those of the live channel by
-    ``on_live``."""
+    """Scores the sessions of rollouts with the background scorers, and those of the live channel with
+    ``live_scorers``."""
 
     def __init__(
         self,
@@ -60,268 +62,255 @@ class ScoringRunner:
         self.run_id = run_id
         self.config = config
         self.counts = ScoringCounts()
-        alone = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
-        background = [scorer for scorer in alone if scorer.background]
-        together = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
-        self._group_queue = _GroupQueue(self, background, together)
+        session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
+        background = [scorer for scorer in session_scorers if scorer.background]
+        group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
+        self._group_queue = _GroupQueue(self, background, group_scorers)
         self._scorer_queues = [
             _ScorerQueue(self, scorer, channels)
-            for scorer in alone
+            for scorer in session_scorers
             if (channels := _channels(scorer, scorer in live_scorers))
         ]
         self._draining = False
 
     @property
     def doing(self) -> str:
-        counts = self.counts
+        """The status text of the role."""
+        counts, pending = self.counts, self._group_queue.pending_count
         gave_up = f", {counts.fallback} given up ({counts.last_reason[:80]})" if counts.fallback else ""
-        waiting = f", {self._group_queue.waiting} groups waiting" if self._group_queue.waiting else ""
-        now = f"{counts.under_way} under way" if counts.under_way or waiting else IDLE_STATUS
-        return f"{now}, {counts.scored} scored{gave_up}{waiting}"
+        groups = f", {pending} groups waiting" if pending else ""
+        now = f"{counts.in_progress} under way" if counts.in_progress or pending else IDLE_STATUS
+        return f"{now}, {counts.scored} scored{gave_up}{groups}"
 
     async def run(self) -> None:
-        """Until `drain` was called and what was under way is scored. Cancelling stops at once: what was under
-        way is scored by a later run. Raises StoreError."""
+        """Run until `drain` is called and the sessions in progress are scored. On cancellation it stops
+        immediately; a later run scores those sessions. Raises StoreError."""
         for states in (await self.store.score_counts(self.run_id)).values():
             self.counts.scored += states.get(ScoreState.SCORED, 0)
             self.counts.fallback += states.get(ScoreState.FALLBACK, 0)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for lane in self._scorer_queues:
-                    tasks.create_task(lane.run(tasks))
+                for queue in self._scorer_queues:
+                    tasks.create_task(queue.run(tasks))
                 tasks.create_task(self._group_queue.run(tasks))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     def drain(self) -> None:
-        """Begin nothing more."""
+        """Take up no further sessions."""
         self._draining = True
 
     @property
     def draining(self) -> bool:
         return self._draining
 
-    async def load_transcript(self, session_id: str) -> Transcript:
-        return Transcript(session_id, await self.store.calls(session_id), None)
+    async def score(
+        self,
+        scorer: Scorer,
+        task: Task,
+        session_ids: list[str],
+        memory_limit: asyncio.Semaphore,
+        attempt_limit: asyncio.Semaphore,
+    ) -> None:
+        """Score the sessions and record the result."""
 
-    async def record(self, verdict: ScoringResult) -> None:
+        async def load() -> list[Transcript]:
+            return [Transcript(each, await self.store.calls(each), None) for each in session_ids]
+
+        result = await score_sessions(
+            scorer,
+            task,
+            session_ids,
+            load,
+            self.config,
+            memory_slot=memory_limit,
+            attempt_slot=attempt_limit,
+        )
         try:
-            new = await self.store.record_scores(verdict.scores, verdict.rewards)
-        except ConflictError:  # another process was faster, in the very moment
-            new = False
-        if new:
-            self.counts.add(verdict)
-
-    def mark_scored(self, session_id: str, scorer: Scorer) -> None:
-        self._group_queue.scored(session_id, scorer.name)
-
-
-IDLE_STATUS = "idle"
-"""So begins what it says of itself when nothing is left to score."""
+            is_new = await self.store.record_scores(result.scores, result.rewards)
+        except Conflict:  # another process recorded the same score at the same moment
+            is_new = False
+        if is_new:
+            self.counts.add(result)
+        for session_id in session_ids:
+            self._group_queue.mark_scored(session_id, scorer.name)
 
 
-def _channels(scorer: Scorer, live: bool) -> tuple[Channel, ...]:
-    return (*(IN_ROLLOUT if scorer.background else ()), *((Channel.LIVE,) if live else ()))
+def _channels(scorer: Scorer, is_live: bool) -> tuple[Channel, ...]:
+    return (*(ROLLOUT_CHANNELS if scorer.background else ()), *((Channel.LIVE,) if is_live else ()))
 
 
 class _ScorerQueue:
-    """One scorer and the sessions that it is to see one by one."""
+    """One scorer and the sessions that it scores one by one."""
 
     def __init__(self, runner: ScoringRunner, scorer: Scorer, channels: tuple[Channel, ...]) -> None:
         self.runner = runner
         self.scorer = scorer
         self.channels = channels
         slots = runner.config.concurrency
-        self._slots = asyncio.Semaphore(slots)
-        self._at_hand = asyncio.Semaphore(2 * slots)
-        self._limit = PER_SLOT * slots
-        self._under_way: dict[str, int] = {}
-        """Session → seq."""
-        self._freed = asyncio.Event()
-        self._at = 0
-        """Behind this the next look begins."""
+        self._attempt_limit = asyncio.Semaphore(slots)
+        self._memory_limit = asyncio.Semaphore(2 * slots)
+        self._max_pending = PENDING_PER_SLOT * slots
+        self._pending: dict[str, int] = {}
+        """The ``seq`` of each session that is being scored or waits for it."""
+        self._session_done = asyncio.Event()
+        self._after = 0
+        """The next query returns sessions with a higher ``seq``."""
         self._settled: int | None = None
-        """Up to this, every session had ended when the present walk through the sessions began."""
-        self._walked = time.monotonic()
+        """All sessions up to this ``seq`` had ended when the current scan began."""
+        self._last_full_scan = time.monotonic()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         while not self.runner.draining:
-            if len(self._under_way) > self._limit // 2:
-                self._freed.clear()
-                await self._freed.wait()
-            elif not await self._look(tasks):
-                await asyncio.sleep(POLL)
+            if len(self._pending) > self._max_pending // 2:
+                self._session_done.clear()
+                await self._session_done.wait()
+            elif not await self._take_up_sessions(tasks):
+                await asyncio.sleep(POLL_SECONDS)
 
-    async def _look(self, tasks: asyncio.TaskGroup) -> bool:
-        """Begin with as many as there is room for. False: all there are, are begun with."""
+    async def _take_up_sessions(self, tasks: asyncio.TaskGroup) -> bool:
+        """Begin to score as many sessions as are allowed. Returns False if no further ones exist."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled is None:
-            self._settled = await store.last_ended_seq(run_id, self.channels)
-        limit = self._limit  # in which those under way come up again, at most
-        found = await store.unscored_sessions(
-            run_id, self.scorer.key, self.channels, after=self._at, limit=limit, pending_only=True
+            self._settled = await store.settled(run_id, self.channels)
+        limit = self._max_pending  # the result may contain every pending session again
+        unscored = await store.unscored(
+            run_id, self.scorer.key, self.channels, after=self._after, limit=limit, awaited=True
         )
-        room = limit - len(self._under_way)
-        fresh = [each for each in found if self._is_fresh(each.session)]
-        for each in fresh[:room]:
-            self._under_way[each.session.session_id] = each.seq
+        free = limit - len(self._pending)
+        new = [each for each in unscored if self._is_new(each.session)]
+        for each in new[:free]:
+            self._pending[each.session.session_id] = each.seq
             tasks.create_task(self._score(each))
-        if len(fresh) > room:
-            self._at = fresh[room - 1].seq
+        if len(new) > free:
+            self._after = new[free - 1].seq
             return True
-        if len(found) == limit:
-            self._at = found[-1].seq
+        if len(unscored) == limit:
+            self._after = unscored[-1].seq
             return True
-        self._begin_again(self._settled)
+        self._restart_scan(self._settled)
         return False
 
-    def _is_fresh(self, session: Session) -> bool:
-        return session.session_id not in self._under_way and session.agent_id != JUDGE_AGENT
+    def _is_new(self, session: Session) -> bool:
+        return session.session_id not in self._pending and session.agent_id != JUDGE_AGENT
 
-    def _begin_again(self, settled: int) -> None:
-        """The next walk begins where something may still come up; now and then from the start."""
-        self._at = min([settled, *(seq - 1 for seq in self._under_way.values())])
+    def _restart_scan(self, settled: int) -> None:
+        """Begin the next scan at the first session that may still become ready, or from time to time at 0."""
+        self._after = min([settled, *(seq - 1 for seq in self._pending.values())])
         self._settled = None
-        if time.monotonic() - self._walked > LOOK_AGAIN:
-            self._at, self._walked = 0, time.monotonic()
+        if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
+            self._after, self._last_full_scan = 0, time.monotonic()
 
-    async def _score(self, found: UnscoredSession) -> None:
-        runner, session = self.runner, found.session
-        runner.counts.under_way += 1
-
-        async def load() -> list[Transcript]:
-            return [await runner.load_transcript(session.session_id)]
-
+    async def _score(self, unscored: Unscored) -> None:
+        session_id = unscored.session.session_id
+        self.runner.counts.in_progress += 1
         try:
-            verdict = await score_sessions(
-                self.scorer,
-                await self._task_of(session),
-                [session.session_id],
-                load,
-                runner.config,
-                memory_slot=self._at_hand,
-                attempt_slot=self._slots,
-            )
-            await runner.record(verdict)
-            runner.mark_scored(session.session_id, self.scorer)
+            task = await self._load_task(unscored.session)
+            await self.runner.score(self.scorer, task, [session_id], self._memory_limit, self._attempt_limit)
         finally:
-            runner.counts.under_way -= 1
-            del self._under_way[session.session_id]
-            self._freed.set()
+            self.runner.counts.in_progress -= 1
+            del self._pending[session_id]
+            self._session_done.set()
 
-    async def _task_of(self, session: Session) -> Task:
+    async def _load_task(self, session: Session) -> Task:
         if session.group_id is not None and (group := await self.runner.store.group(session.group_id)):
             return group.task
-        told = session.metadata.get("task")
-        return Task(session.task_id or "", told) if isinstance(told, dict) else NO_TASK
+        data = session.metadata.get("task")
+        return Task(session.task_id or "", data) if isinstance(data, dict) else NO_TASK
 
 
 @dataclass(frozen=True)
 class _PendingGroup:
     """A group that waits for scores."""
 
-    sessions: list[str]
+    session_ids: list[str]
     missing: set[tuple[str, str]]
-    """(session, scorer)"""
+    """Pairs of session id and scorer name."""
 
 
 class _GroupQueue:
-    """Groups whose sessions have all ended: compares those sessions, and lets the trainer have the group once
-    every one of them has its scores."""
+    """Groups whose sessions have all ended. Compares their sessions, and marks a group as ready for training
+    when each of its sessions has all scores."""
 
     def __init__(
-        self, runner: ScoringRunner, alone: Sequence[Scorer], together: Sequence[GroupScorer]
+        self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]
     ) -> None:
         self.runner = runner
-        self.alone = alone
-        self.together = together
+        self.session_scorers = session_scorers
+        self.group_scorers = group_scorers
         slots = runner.config.concurrency
-        self._slots = {scorer.key: asyncio.Semaphore(slots) for scorer in together}
-        self._at_hand = {scorer.key: asyncio.Semaphore(2 * slots) for scorer in together}
-        self._waiting: dict[str, _PendingGroup] = {}
-        """By group."""
-        self._group_of: dict[str, str] = {}
-        self._compared: set[tuple[str, str]] = set()
-        """(group, scorer) that are being compared."""
-        self._meanwhile: set[tuple[str, str]] | None = None
-        """Scored while the store is being asked what a group waits for."""
-        self._looked = time.monotonic()
+        self._attempt_limits = {scorer.key: asyncio.Semaphore(slots) for scorer in group_scorers}
+        self._memory_limits = {scorer.key: asyncio.Semaphore(2 * slots) for scorer in group_scorers}
+        self._pending: dict[str, _PendingGroup] = {}
+        self._group_ids: dict[str, str] = {}
+        """The pending group of each session."""
+        self._comparing: set[tuple[str, str]] = set()
+        """Pairs of group id and scorer key that are in progress."""
+        self._scored_during_read: set[tuple[str, str]] | None = None
+        """Sessions that were scored while the scores of a group are read from the store."""
+        self._last_full_scan = time.monotonic()
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def pending_count(self) -> int:
+        return len(self._pending)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        if not self.alone and not self.together:
+        if not self.session_scorers and not self.group_scorers:
             return
-        while not self.runner.draining or self.runner.counts.under_way:
-            if time.monotonic() - self._looked > LOOK_AGAIN:
-                self._waiting, self._group_of = {}, {}
-                self._looked = time.monotonic()
-            for channel in IN_ROLLOUT:
+        while not self.runner.draining or self.runner.counts.in_progress:
+            if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
+                self._pending, self._group_ids = {}, {}
+                self._last_full_scan = time.monotonic()
+            for channel in ROLLOUT_CHANNELS:
                 groups = await self.runner.store.groups(self.runner.run_id, channel, GroupStatus.SCORING)
                 for group in groups:
-                    if group.group_id not in self._waiting:
+                    if group.group_id not in self._pending:
                         await self._take_up(group, tasks)
-            await self._close()
-            await asyncio.sleep(POLL)
-        await self._close()
+            await self._close_scored_groups()
+            await asyncio.sleep(POLL_SECONDS)
+        await self._close_scored_groups()
 
-    def scored(self, session_id: str, scorer: str) -> None:
-        if self._meanwhile is not None:
-            self._meanwhile.add((session_id, scorer))
-        if group_id := self._group_of.get(session_id):
-            self._waiting[group_id].missing.discard((session_id, scorer))
+    def mark_scored(self, session_id: str, scorer: str) -> None:
+        if self._scored_during_read is not None:
+            self._scored_during_read.add((session_id, scorer))
+        if group_id := self._group_ids.get(session_id):
+            self._pending[group_id].missing.discard((session_id, scorer))
 
     async def _take_up(self, group: Group, tasks: asyncio.TaskGroup) -> None:
-        self._meanwhile = set()
-        done, scored = await self._read(group)
-        wanted = {(each, scorer.name) for each in done for scorer in (*self.alone, *self.together)}
-        missing = wanted - scored - self._meanwhile
-        self._meanwhile = None
-        self._waiting[group.group_id] = _PendingGroup(done, missing)
-        self._group_of |= dict.fromkeys(done, group.group_id)
-        for scorer in self.together:
+        self._scored_during_read = set()
+        completed, scored = await self._read_scores(group)
+        scorers = (*self.session_scorers, *self.group_scorers)
+        expected = {(each, scorer.name) for each in completed for scorer in scorers}
+        missing = expected - scored - self._scored_during_read
+        self._scored_during_read = None
+        self._pending[group.group_id] = _PendingGroup(completed, missing)
+        self._group_ids |= dict.fromkeys(completed, group.group_id)
+        for scorer in self.group_scorers:
             key = (group.group_id, scorer.key)
-            left = [each for each in done if (each, scorer.name) in missing]
-            if left and key not in self._compared and not self.runner.draining:
-                self._compared.add(key)
-                tasks.create_task(self._compare(group, scorer, left))
+            unscored = [each for each in completed if (each, scorer.name) in missing]
+            if unscored and key not in self._comparing and not self.runner.draining:
+                self._comparing.add(key)
+                tasks.create_task(self._compare(group, scorer, unscored))
 
-    async def _read(self, group: Group) -> tuple[list[str], set[tuple[str, str]]]:
-        """Its completed sessions, and by which scorers they are scored, in whatever version."""
+    async def _read_scores(self, group: Group) -> tuple[list[str], set[tuple[str, str]]]:
+        """Return the completed sessions, and the scored pairs of session and scorer (of any version)."""
         store = self.runner.store
         rows = await store.sessions(group_id=group.group_id)
-        done = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
-        given = [score for scores in (await store.scores(done)).values() for score in scores]
-        return done, {(score.session_id, score.scorer.partition("@")[0]) for score in given}
+        completed = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
+        scores = [score for scores in (await store.scores(completed)).values() for score in scores]
+        return completed, {(score.session_id, score.scorer.partition("@")[0]) for score in scores}
 
     async def _compare(self, group: Group, scorer: GroupScorer, session_ids: list[str]) -> None:
-        runner = self.runner
-        runner.counts.under_way += 1
-
-        async def load() -> list[Transcript]:
-            return [await runner.load_transcript(each) for each in session_ids]
-
+        self.runner.counts.in_progress += 1
         try:
-            verdict = await score_sessions(
-                scorer,
-                group.task,
-                session_ids,
-                load,
-                runner.config,
-                memory_slot=self._at_hand[scorer.key],
-                attempt_slot=self._slots[scorer.key],
-            )
-            await runner.record(verdict)
-            for each in session_ids:
-                self.scored(each, scorer.name)
+            memory_limit, attempt_limit = self._memory_limits[scorer.key], self._attempt_limits[scorer.key]
+            await self.runner.score(scorer, group.task, session_ids, memory_limit, attempt_limit)
         finally:
-            runner.counts.under_way -= 1
-            self._compared.discard((group.group_id, scorer.key))
+            self.runner.counts.in_progress -= 1
+            self._comparing.discard((group.group_id, scorer.key))
 
-    async def _close(self) -> None:
-        for group_id in [group_id for group_id, found in self._waiting.items() if not found.missing]:
+    async def _close_scored_groups(self) -> None:
+        for group_id in [group_id for group_id, group in self._pending.items() if not group.missing]:
             await self.runner.store.close_group(group_id, GroupStatus.READY)
-            for session_id in self._waiting.pop(group_id).sessions:
-                del self._group_of[session_id]
+            for session_id in self._pending.pop(group_id).session_ids:
+                del self._group_ids[session_id]

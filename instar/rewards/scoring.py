@@ -1,5 +1,4 @@
-"""One session, or group of them, scored by one scorer: deadlines, further attempts, and what stands in the
-end when none of them came to anything."""
+"""Scores one session or group with one scorer: deadlines, retries, and the fallback."""
 
 from __future__ import annotations
 
@@ -7,31 +6,37 @@ import asyncio
 import json
 import logging
 import math
-import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from instar import async_utils
+from instar.async_utils import run_with_deadline
 from instar.config import ScoringConfig
 from instar.errors import EngineUnavailable, InstarError, ScoreError, StoreError
-from instar.rewards.base import GroupScorer, RolloutScoring, Scorer, ScoringContext, ScoringResult, Transcript
+from instar.http.retry import RetryPolicy
+from instar.rewards.base import (
+    GroupScorer,
+    RolloutScoring,
+    Scorer,
+    ScoringContext,
+    ScoringResult,
+    Transcript,
+    describe_error,
+)
 from instar.types import Reward, RewardSource, Score, ScoreState, Task
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-FIRST_PAUSE = 0.25
-LONGEST_PAUSE = 30.0
-LONGEST_WAIT = 300.0
-"""Seconds that a scorer may ask to be left alone."""
-GRACE = 2.0
-"""Seconds that an attempt has to end after it was cancelled; then it is left behind."""
-REASON_KEPT = 1000
+RETRY = RetryPolicy(first_delay=0.25, max_delay=30.0, jitter=(1.0, 1.5))
+MAX_REQUESTED_DELAY = 300.0
+"""The longest delay in seconds that a scorer may ask for."""
+CANCEL_GRACE = 2.0
+"""Seconds that a cancelled attempt has to end before it is abandoned."""
 
 LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
-"""Reads the sessions, for every attempt anew: while one waits for the next, nothing is held."""
+"""Loads the sessions. Each attempt loads them again, so that none are held in memory between attempts."""
 AsyncSlot = AbstractAsyncContextManager[Any]
 
 
@@ -45,112 +50,100 @@ async def score_sessions(
     memory_slot: AsyncSlot | None = None,
     attempt_slot: AsyncSlot | None = None,
 ) -> ScoringResult:
-    """Try until it is scored, or given up. ``at_hand`` is held while the sessions are in memory, ``slot``
-    during an attempt; neither between two of them. Raises StoreError, and nothing of the scorer's own."""
+    """Score the sessions, with retries. A scorer that keeps failing results in a fallback.
+
+    ``memory_slot`` is held while the sessions are in memory and ``attempt_slot`` during an attempt; neither
+    is held between attempts. Raises StoreError, but no error of the scorer.
+    """
     for attempt in range(1, config.retries + 2):
         try:
             async with memory_slot or nullcontext():
                 transcripts = await load()
                 async with attempt_slot or nullcontext(), scorer.concurrency_limit or nullcontext():
-                    rewards = await _within(config.deadline, _score(scorer, task, transcripts))
-            checked = _checked(scorer, rewards, session_ids)
+                    rewards = await _score_before_deadline(scorer, task, transcripts, config.deadline)
+            checked = _check_rewards(scorer, rewards, session_ids)
         except StoreError:
             raise
-        except Exception as error:  # noqa: BLE001 - a scorer is foreign code: what it raises is its failure
-            reason = _describe(error)
-            log.info("%s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
-            if attempt > config.retries or not _may_pass(error):
-                return _given_up(scorer, session_ids, attempt, reason, config.fallback)
-            await asyncio.sleep(_pause(attempt - 1, error))
+        except Exception as error:  # noqa: BLE001 - a scorer is user code and may raise anything
+            reason = describe_error(error)
+            logger.info("%s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
+            if attempt > config.retries or not _is_retryable(error):
+                return _give_up(scorer, session_ids, attempt, reason, config.fallback)
+            requested = (error.wait if isinstance(error, ScoreError) else None) or 0.0
+            await asyncio.sleep(RETRY.delay(attempt - 1, at_least=min(requested, MAX_REQUESTED_DELAY)))
         else:
             scores = tuple(Score(each, scorer.key, ScoreState.SCORED, attempt) for each in session_ids)
             return ScoringResult(scores, checked)
     raise AssertionError("the last attempt returns")
 
 
-async def _score(scorer: Scorer, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
+async def _score_before_deadline(
+    scorer: Scorer, task: Task, transcripts: Sequence[Transcript], seconds: float
+) -> list[Reward]:
     if isinstance(scorer, GroupScorer):
-        return await scorer.score_group(task, transcripts)
-    (transcript,) = transcripts
-    return await scorer.score(task, transcript)
-
-
-async def _within(seconds: float, work: Coroutine[Any, Any, list[Reward]]) -> list[Reward]:
-    """Its result, or ScoreError after so many seconds. What does not end when cancelled is left behind."""
-    return await async_utils.run_with_deadline(
+        attempt = scorer.score_group(task, transcripts)
+    else:
+        (transcript,) = transcripts
+        attempt = scorer.score(task, transcript)
+    return await run_with_deadline(
         seconds,
-        work,
-        grace=GRACE,
-        on_timeout=ScoreError(f"no answer within {seconds:g} s", retryable=True),
-        on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
+        attempt,
+        grace=CANCEL_GRACE,
+        on_timeout=ScoreError(f"no answer within {seconds:g} s", again=True),
+        on_cancel=ScoreError("the scorer cancelled itself", again=True),
     )
 
 
-def _checked(scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]) -> tuple[Reward, ...]:
-    """With their provenance, and the id by which none is recorded twice."""
-    found: list[Reward] = []
-    seen: Counter[str] = Counter()
+def _check_rewards(
+    scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
+) -> tuple[Reward, ...]:
+    """Return the rewards with their scorer, and with ids that prevent recording one twice."""
+    checked: list[Reward] = []
+    key_counts: Counter[str] = Counter()
     for reward in rewards:
         if reward.session_id not in session_ids:
-            raise ScoreError(f"it rewarded {reward.session_id}, which it was not asked about")
+            raise ScoreError(f"the scorer rewarded {reward.session_id}, which it was not asked to score")
         if not math.isfinite(reward.value):
-            raise ScoreError(f"it gave {reward.value} as a reward; a finite number is needed")
+            raise ScoreError(f"the scorer returned the reward {reward.value}; it must be a finite number")
         try:
             json.dumps(reward.detail)
         except (TypeError, ValueError) as error:
-            raise ScoreError(f"the detail of its reward is not JSON: {error}") from error
-        key = _reward_id(scorer, reward)
-        seen[key] += 1
-        found.append(
+            raise ScoreError(f"the detail of the reward is not JSON: {error}") from error
+        key = "/".join([reward.session_id, scorer.key, *([reward.call_id] if reward.call_id else [])])
+        key_counts[key] += 1
+        checked.append(
             replace(
                 reward,
                 scorer=reward.scorer or scorer.name,
                 scorer_version=reward.scorer_version or scorer.version,
-                reward_id=reward.reward_id or (key if seen[key] == 1 else f"{key}#{seen[key]}"),
+                reward_id=reward.reward_id or (key if key_counts[key] == 1 else f"{key}#{key_counts[key]}"),
             )
         )
-    return tuple(found)
+    return tuple(checked)
 
 
-def _reward_id(scorer: Scorer, reward: Reward) -> str:
-    return "/".join([reward.session_id, scorer.key, *([reward.call_id] if reward.call_id else [])])
-
-
-def _given_up(
-    scorer: Scorer, session_ids: Sequence[str], attempts: int, reason: str, value: float | None
+def _give_up(
+    scorer: Scorer, session_ids: Sequence[str], attempts: int, reason: str, fallback: float | None
 ) -> ScoringResult:
-    log.warning("%s gave up on %s after %d attempts: %s", scorer.key, session_ids[0], attempts, reason)
+    logger.warning("%s gave up on %s after %d attempts: %s", scorer.key, session_ids[0], attempts, reason)
     scores = tuple(Score(each, scorer.key, ScoreState.FALLBACK, attempts, reason) for each in session_ids)
-    if value is None:
+    if fallback is None:
         return ScoringResult(scores)
     rewards = [
-        Reward(each, value, RewardSource.FALLBACK, scorer.name, detail={"reason": reason})
+        Reward(each, fallback, RewardSource.FALLBACK, scorer.name, detail={"reason": reason})
         for each in session_ids
     ]
-    return ScoringResult(scores, _checked(scorer, rewards, session_ids))
+    return ScoringResult(scores, _check_rewards(scorer, rewards, session_ids))
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_retryable(error: Exception) -> bool:
     if isinstance(error, ScoreError):
         return error.retryable
     return not isinstance(error, InstarError) or isinstance(error, EngineUnavailable)
 
 
-def _pause(failures: int, error: Exception) -> float:
-    """Doubling, with jitter, so that many do not come back at once; not sooner than the scorer asked."""
-    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures)
-    asked = error.retry_after if isinstance(error, ScoreError) and error.retry_after else 0.0
-    return (max(pause, min(asked, LONGEST_WAIT))) * random.uniform(1.0, 1.5)
-
-
-def _describe(error: Exception) -> str:
-    """Our own errors say it all; others need their name."""
-    text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
-    return text.strip()[:REASON_KEPT]
-
-
 class InlineScoring(RolloutScoring):
-    """The scorers that a rollout waits for, one after another."""
+    """Runs, one after another, the scorers that a rollout waits for."""
 
     def __init__(self, scorers: Sequence[Scorer], config: ScoringConfig) -> None:
         self.scorers = [scorer for scorer in scorers if not scorer.background]
@@ -158,7 +151,7 @@ class InlineScoring(RolloutScoring):
         self.config = config
 
     async def start(self, context: ScoringContext) -> None:
-        """Before the first session. Raises ConfigError."""
+        """Start the scorers. Raises ConfigError."""
         for scorer in self.scorers:
             await scorer.start(context)
 
@@ -170,11 +163,11 @@ class InlineScoring(RolloutScoring):
         async def load() -> list[Transcript]:
             return [transcript]
 
-        verdicts = [
+        results = [
             await score_sessions(scorer, task, [transcript.session_id], load, self.config)
             for scorer in self.scorers
         ]
         return ScoringResult(
-            tuple(score for verdict in verdicts for score in verdict.scores),
-            tuple(reward for verdict in verdicts for reward in verdict.rewards),
+            tuple(score for result in results for score in result.scores),
+            tuple(reward for result in results for reward in result.rewards),
         )

@@ -1,8 +1,8 @@
-"""How far generation may run ahead of training.
+"""Limits how far generation may run ahead of training.
 
-A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts
-while at most ``max_staleness`` steps' worth of others is ahead of it is trained at most ``max_staleness``
-versions later; with 0 the two alternate strictly.
+A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts while
+at most ``max_staleness`` steps' worth of other groups is ahead of it is trained on at most ``max_staleness``
+versions later. With 0, generation and training alternate strictly.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from instar.store.base import Progress, Store
 from instar.types import Channel, GroupStatus, StepState
 
 EPOCH = 0
-"""Training claims every group once."""
-MAX_AGE = 0.25
-"""Seconds after which the store is asked again even if its counts are the same."""
+"""Training claims every group once, so all claims are in this epoch."""
+MAX_AGE_SECONDS = 0.25
+"""Seconds after which the state is read again even if the counts of the store are the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
     next_group_index: int
-    """Of the next group to start."""
     startable_groups: int
-    """Groups that may start right away."""
+    """The number of groups that may start now."""
     is_finished: bool
-    """Whether the steps of the run are all trained, so that nothing more is wanted."""
+    """True if all steps of the run are trained."""
     progress: Progress
 
 
@@ -36,36 +35,36 @@ class Admission:
         self.store = store
         self.run_id = run_id
         self.steps = config.trainer.steps
-        self.groups_of = config.count_live_groups
+        self.count_groups = config.count_live_groups
         self.steps_ahead = config.max_staleness + 1
         self._last: AdmissionState | None = None
-        self._looked = 0.0
+        self._last_read = 0.0
 
     async def read_state(self) -> AdmissionState:
-        """Where the run stands. Cheap while nothing changes."""
+        """Return the current state. This is cheap while nothing changes."""
         progress = await self.store.progress(self.run_id)
-        aged = time.monotonic() - self._looked > MAX_AGE
-        if self._last is None or self._last.progress != progress or aged:
-            self._last = await self._admit(progress)
-            self._looked = time.monotonic()
+        is_old = time.monotonic() - self._last_read > MAX_AGE_SECONDS
+        if self._last is None or self._last.progress != progress or is_old:
+            self._last = await self._compute(progress)
+            self._last_read = time.monotonic()
         return self._last
 
-    async def _admit(self, progress: Progress) -> AdmissionState:
-        """The three reads are of different moments. Whatever happens between them makes the room smaller
-        than it is, never larger, until the next look."""
+    async def _compute(self, progress: Progress) -> AdmissionState:
+        # These reads are not atomic. A change between them makes the number of startable groups too small,
+        # never too large, until the next read.
         waiting = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=EPOCH
         )
         steps = await self.store.steps(self.run_id)
         done = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
         started = progress.next_group_index
-        # Neither running, nor waiting, nor in a step: dropped outside of the steps, and made up for.
-        in_steps = self.groups_of(len(steps))
-        made_up = max(0, started - progress.groups_open - len(waiting) - in_steps)
-        wanted = self.groups_of(min(done + self.steps_ahead, self.steps)) + made_up
+        # Groups that are neither running, nor waiting, nor in a step were dropped and must be replaced.
+        in_steps = self.count_groups(len(steps))
+        dropped = max(0, started - progress.groups_open - len(waiting) - in_steps)
+        needed = self.count_groups(min(done + self.steps_ahead, self.steps)) + dropped
         return AdmissionState(
             next_group_index=started,
-            startable_groups=max(0, wanted - started),
+            startable_groups=max(0, needed - started),
             is_finished=done >= self.steps,
             progress=progress,
         )

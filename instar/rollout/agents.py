@@ -1,4 +1,4 @@
-"""The two kinds of agent: an async Python function, and any program."""
+"""The two kinds of agent: an async Python function, and a program."""
 
 from __future__ import annotations
 
@@ -19,28 +19,25 @@ from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
-OUTPUT_READ = 64 * 1024
-"""Bytes read of the end of a program's output, where its reward may be."""
-STDERR_SHOWN = 800
-SECRETS = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
-"""Keys of the run itself, which no agent may hold."""
+OUTPUT_TAIL_BYTES = 64 * 1024
+"""Bytes that are read from the end of a program's output, where its reward may be."""
+STDERR_TAIL_BYTES = 800
+SECRET_VARIABLES = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
+"""Variables with keys of the run itself, which agents must not see."""
 
 
 def create_agent(config: AgentConfig) -> Agent:
     return registry.resolve_section("agents", config)(config)
 
 
-# --- a function ---------------------------------------------------------------------------------
-
-
 class FunctionAgent(Agent):
-    """Calls ``function(task.data, session, **args)``. It returns None, a reward, or (turns, reward). Where
-    the function has an ``aclose``, that is awaited when the run is over."""
+    """Calls ``function(task.data, session, **args)``, which returns None, a reward, or (turns, reward). The
+    function's ``aclose``, if it has one, is awaited at the end of the run."""
 
     def __init__(self, config: FunctionAgentConfig) -> None:
         function = registry.load_object(config.function)
         if not _is_async(function):
-            raise ConfigError(f"agent.function: {config.function} is no async function")
+            raise ConfigError(f"agent.function: {config.function} is not an async function")
         self.name = config.function
         self.function: Callable[..., Awaitable[Any]] = function
         self.args = config.args
@@ -70,16 +67,13 @@ class FunctionAgent(Agent):
 
 def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 — an object whose call is async
+        getattr(function, "__call__", None)  # noqa: B004 — an object with an async __call__
     )
 
 
-# --- a program ----------------------------------------------------------------------------------
-
-
 class CommandAgent(Agent):
-    """Runs a program under a guard: neither it nor what it starts outlives the session, or a rollout that is
-    killed. The last line of its output may be JSON: ``{"reward": 1.0}``."""
+    """Runs a program. A guard process ensures that neither it nor its children outlive the session or the
+    rollout. The last line of its output may be JSON: ``{"reward": 1.0}``."""
 
     def __init__(self, config: CommandAgentConfig) -> None:
         self.config = config
@@ -87,21 +81,21 @@ class CommandAgent(Agent):
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
         command = [fill_template(part, task.data) for part in self.config.command]
         env = {
-            **{name: value for name, value in os.environ.items() if name not in SECRETS},
+            **{name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
             **self.config.env,
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
             "INSTAR_TASK": msgspec.json.encode(task.data).decode(),
             "INSTAR_SESSION_ID": session.session_id,
         }
-        # Files, not pipes: a pipe is only at its end when every process that inherited it is gone.
+        # Files instead of pipes, because a pipe ends only when every process that inherited it has ended.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             code = await self._execute(command, env, out, err)
             if code != 0:
-                ended = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-                said = _tail(err, STDERR_SHOWN).strip() or "no stderr"
-                raise AgentError(f"{command[0]!r} {ended}: {said}")
-            return AgentResult(reward=_reward_of(_tail(out, OUTPUT_READ)))
+                exit_text = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+                stderr = _read_tail(err, STDERR_TAIL_BYTES).strip() or "no stderr"
+                raise AgentError(f"{command[0]!r} {exit_text}: {stderr}")
+            return AgentResult(reward=_parse_reward(_read_tail(out, OUTPUT_TAIL_BYTES)))
 
     async def _execute(self, command: list[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> int:
         try:
@@ -109,10 +103,10 @@ class CommandAgent(Agent):
                 *guard_command(command, kill_immediately=True),
                 env=env,
                 cwd=self.config.cwd,
-                stdin=asyncio.subprocess.PIPE,  # the guard ends when this does
+                stdin=asyncio.subprocess.PIPE,  # the guard ends when this pipe closes
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # the guard is to outlive a rollout that is killed with its group
+                start_new_session=True,  # the guard must survive if the rollout's group is killed
             )
         except OSError as error:
             raise AgentError(f"cannot start {command[0]!r}: {error.strerror or error}") from error
@@ -125,32 +119,32 @@ class CommandAgent(Agent):
 
 
 def fill_template(part: str, data: Json) -> str:
-    """Replace ``{field}`` by that field of the task; other braces stay as they are."""
+    """Replace each ``{field}`` by that field of the task; other braces are kept."""
 
-    def value(match: re.Match[str]) -> str:
+    def field_text(match: re.Match[str]) -> str:
         if match[1] not in data:
             return match[0]
-        found = data[match[1]]
-        return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+        value = data[match[1]]
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
-    return re.sub(r"\{(\w+)\}", value, part)
+    return re.sub(r"\{(\w+)\}", field_text, part)
 
 
-def _tail(file: IO[bytes], size: int) -> str:
+def _read_tail(file: IO[bytes], size: int) -> str:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - size))
     return file.read().decode(errors="replace")
 
 
-def _reward_of(output: str) -> float | None:
+def _parse_reward(output: str) -> float | None:
     lines = output.strip().splitlines()
     if not lines or not lines[-1].lstrip().startswith("{"):
         return None
     try:
         last = msgspec.json.decode(lines[-1])
     except msgspec.DecodeError:
-        return None  # a program may well end in a line of its own that has a brace
+        return None  # other output that happens to begin with a brace
     reward = cast(Json, last).get("reward")
     if reward is not None and not isinstance(reward, int | float):
-        raise AgentError(f"the program's reward is no number: {lines[-1]:.200}")
+        raise AgentError(f"the program's reward is not a number: {lines[-1]:.200}")
     return None if reward is None else float(reward)

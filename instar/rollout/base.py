@@ -1,4 +1,4 @@
-"""What an agent is to the rollout runner."""
+"""The interface of an agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """What an agent is given: where its model is, and the key that makes its calls one session."""
+    """The model's URL for an agent, and the key that makes its calls one session."""
 
     session_id: str
     base_url: str
@@ -30,7 +30,7 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Try the task once. Raises AgentError when the program failed; transport errors pass through."""
+        """Attempt the task once. Raises AgentError if the agent failed; transport errors pass through."""
 
     async def close(self) -> None:  # noqa: B027 — most agents hold nothing
-        """Free what it holds. Nothing by default."""
+        """Release resources."""

@@ -1,14 +1,10 @@
-"""The gateway's control API, as the rollout uses it."""
+"""A client of the gateway's control API."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from instar.errors import EngineUnavailable, InstarError
@@ -22,32 +18,29 @@ from instar.gateway.base import (
     ScoreBody,
     to_reward_body,
 )
+from instar.http.client import HttpClient, NoResponse
+from instar.http.retry import RetryPolicy
 from instar.rollout.base import AgentSession
 from instar.types import Channel, Reward, RewardSource, Score
 
 T = TypeVar("T")
 
-TRANSIENT = (429, 502, 503, 504)
+TRANSIENT_STATUSES = (429, 502, 503, 504)
 REQUEST_TIMEOUT = 30.0
 
 
-def backoff(attempt: int, *, first: float = 0.25, longest: float = 8.0) -> float:
-    """Seconds to wait before another try: doubling, with jitter so that many do not come at once."""
-    return min(longest, first * 2**attempt) * random.uniform(0.5, 1.0)
-
-
 class GatewayClient:
-    """Opens and ends sessions. A gateway that is away (it is being restarted, say) is waited for up to
-    ``patience`` seconds; after that EngineUnavailable is raised."""
+    """Opens and ends sessions. While the gateway is unavailable, for example during a restart, requests are
+    retried for ``max_wait`` seconds; then EngineUnavailable is raised."""
 
     def __init__(self, url: str, admin_key: str, *, max_wait: float = 120.0) -> None:
         self.set_url(url)
         self.max_wait = max_wait
-        self._headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
-        self._http: aiohttp.ClientSession | None = None
+        headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
+        self._http = HttpClient(headers=headers, timeout=REQUEST_TIMEOUT)
 
     def set_url(self, url: str) -> None:
-        """The gateway is there now: sessions that are opened from now on are opened there."""
+        """Send requests to the gateway at ``url`` from now on."""
         self.url = url.rstrip("/")
 
     async def open_session(
@@ -62,8 +55,7 @@ class GatewayClient:
         sampling: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> AgentSession:
-        """A fresh session. One that a lost reply left behind stays open: the runner abandons it when its
-        group closes."""
+        """Open a session. If a response is lost, its session stays open until the runner closes the group."""
         body = OpenSession(
             channel=channel,
             task_id=task_id,
@@ -84,7 +76,7 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         scores: Sequence[Score] = (),
     ) -> EndedSession:
-        """End the session well. One that has ended already stays as it is."""
+        """End the session as completed. A session that has already ended is not changed."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
             rewards=[to_reward_body(reward) for reward in rewards],
@@ -93,43 +85,30 @@ class GatewayClient:
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
-        """End the session as failed; ``reward`` is recorded as a fallback."""
+        """End the session as failed, with ``reward`` as its fallback reward."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
         return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        await self._http.close()
 
-    async def _post(self, path: str, body: msgspec.Struct, answer: type[T]) -> T:
-        deadline = time.monotonic() + self.max_wait
-        tries = 0
-        while True:
-            try:
-                return msgspec.json.decode(await self._post_once(path, body), type=answer)
-            except EngineUnavailable:
-                pause = backoff(tries)
-                if time.monotonic() + pause > deadline:
-                    raise
-                await asyncio.sleep(pause)
-                tries += 1
-
-    async def _post_once(self, path: str, body: msgspec.Struct) -> bytes:
-        if self._http is None:
-            timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT)
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+    async def _post(self, path: str, body: msgspec.Struct, response_type: type[T]) -> T:
         data = msgspec.json.encode(body)
+        content = await RetryPolicy().run(
+            lambda: self._post_once(path, data), retry_on=EngineUnavailable, seconds=self.max_wait
+        )
+        return msgspec.json.decode(content, type=response_type)
+
+    async def _post_once(self, path: str, data: bytes) -> bytes:
         try:
-            async with self._http.post(self.url + path, data=data, headers=self._headers) as response:
-                content = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            cause = str(error) or type(error).__name__
-            raise EngineUnavailable(f"the gateway at {self.url} cannot be reached: {cause}") from error
-        if response.status in TRANSIENT:
+            response = await self._http.post(self.url + path, data)
+        except NoResponse as error:
+            raise EngineUnavailable(f"the gateway at {self.url} did not answer: {error}") from error
+        if response.status in TRANSIENT_STATUSES:
             raise EngineUnavailable(f"the gateway at {self.url} answered {response.status} to {path}")
         if response.status >= 400:
-            text = content.decode(errors="replace")[:500]
-            raise InstarError(f"the gateway refused {path} with {response.status}: {text}")
-        return content
+            raise InstarError(
+                f"the gateway rejected {path} with status {response.status}: {response.excerpt(500)}"
+            )
+        return response.body

@@ -1,4 +1,4 @@
-"""Task sets: JSON lines, or a Python callable; those known by name are in `tasksets/`."""
+"""Task sets from JSON lines or from a Python function. The built-in ones are in `tasksets/`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TextScorer = Callable[[Task, str], float]
 class TaskSet:
     tasks: Sequence[Task]
     scorer: TextScorer | None = None
-    """The set's own way of scoring an answer, where it has one."""
+    """The scorer of the task set itself, if it has one."""
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -31,15 +31,15 @@ class TaskSet:
 
 
 def load_tasks(config: TasksConfig) -> TaskSet:
-    """Read or generate the tasks. Raises ConfigError when there are none, or two share an id."""
+    """Load or generate the tasks. Raises ConfigError if there are none, or if two have the same id."""
     taskset: TaskSet = registry.resolve_section("tasks", config)(config)
     if not taskset.tasks:
-        raise ConfigError(f"tasks ({config.type}): there are none")
-    seen: set[str] = set()
+        raise ConfigError(f"tasks ({config.type}): the task set is empty")
+    task_ids: set[str] = set()
     for task in taskset.tasks:
-        if task.task_id in seen:
+        if task.task_id in task_ids:
             raise ConfigError(f"tasks ({config.type}): two tasks have the id {task.task_id!r}")
-        seen.add(task.task_id)
+        task_ids.add(task.task_id)
     return taskset
 
 
@@ -57,14 +57,14 @@ def _jsonl_task(config: JsonlTasksConfig, number: int, record: Json) -> Task:
 
 
 def python_tasks(config: PythonTasksConfig) -> TaskSet:
-    """Each dict is a task; a field ``task_id`` names it, else its place does."""
-    made: object = registry.load_object(config.function)(**config.args)
-    if not isinstance(made, Iterable):
+    """Create a task from each dict. Its id is the field ``task_id``, or else its index."""
+    result: object = registry.load_object(config.function)(**config.args)
+    if not isinstance(result, Iterable):
         raise ConfigError(
-            f"tasks.function: {config.function} returned {type(made).__name__}, not an iterable"
+            f"tasks.function: {config.function} returned {type(result).__name__}, not an iterable"
         )
     tasks: list[Task] = []
-    for number, data in enumerate(cast(Iterable[object], made)):
+    for number, data in enumerate(cast(Iterable[object], result)):
         if not isinstance(data, dict):
             raise ConfigError(
                 f"tasks.function: item {number} of {config.function} is {type(data).__name__}, not a dict"

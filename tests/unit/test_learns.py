@@ -26,6 +26,7 @@ from instar.rollout.agents import create_agent
 from instar.rollout.base import AgentSession
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
+from instar.rollout.slots import RolloutServices
 from instar.rollout.tasks import load_tasks
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
@@ -113,7 +114,8 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
         client = GatewayClient(url, ADMIN_KEY)
         taskset = load_tasks(config.rollout.tasks)
         agent = create_agent(config.rollout.agent)
-        runner = RolloutRunner(config, store, client, taskset, agent, create_scoring(config, taskset))
+        services = RolloutServices(store, client, agent, create_scoring(config, taskset))
+        runner = RolloutRunner(config, taskset, services)
         trainer = Trainer(
             TrainingRun(config, config.name, config.name),
             store=store,

@@ -1,4 +1,4 @@
-"""How far a judge can be believed: whether it agrees with itself, and with the rules."""
+"""Measures how reliable a judge is: how far it agrees with itself and with the rules."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from instar.types import Reward, RewardSource
 
 @dataclass(frozen=True, slots=True)
 class JudgeAgreement:
-    """Of one judge in one version. What could not be compared is None."""
+    """The agreement of one version of a judge. Values without data are None."""
 
     judge: str
     rewards: int
     mean: float
     dollars: float
     votes: float | None
-    """Of two votes on the same question: 1 - the mean difference of two scores, or how often two signals are
-    the same."""
+    """The agreement of two votes on the same question: 1 minus the mean difference of their scores, or the
+    share of equal signals."""
     orders: float | None
-    """Share of pairs on which both orders agree."""
+    """The share of pairs on which both orders agree."""
     rule_sessions: int
-    """Sessions that a rule scored too."""
+    """The number of sessions that a rule scored, too."""
     rule_same_side: float | None
-    """Share of them in which judge and rule are on the same side of 0.5."""
+    """The share of these in which judge and rule are on the same side of 0.5."""
     rule_correlation: float | None
-    """Pearson's, where neither is always the same."""
+    """Pearson's correlation; None if the judge or the rule always gives the same value."""
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[JudgeAgreement]:
-    """Of every judge of a run, by name; reads so many sessions at once."""
+    """Return the agreement of every judge of the run, sorted by name. ``page``: sessions per query."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page):
         after = rows[-1].seq
-        rewards = await store.rewards_by_session([row.session.session_id for row in rows])
-        for of_session in rewards.values():
-            _count(tallies, of_session)
+        rewards = await store.rewards_of([row.session.session_id for row in rows])
+        for session_rewards in rewards.values():
+            _count(tallies, session_rewards)
     return [tally.result(name) for name, tally in sorted(tallies.items())]
 
 
 def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreement]:
-    """The same of rewards at hand, those of each session together."""
+    """Return the agreement of the judges in these rewards, which are grouped by session."""
     tallies: dict[str, _Tally] = {}
     for rewards in sessions:
         _count(tallies, rewards)
@@ -55,15 +55,15 @@ def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreeme
 
 def _count(tallies: dict[str, _Tally], rewards: Sequence[Reward]) -> None:
     rules = [r.value for r in rewards if r.source is RewardSource.RULE and r.call_id is None]
-    last: dict[str, float] = {}
+    last_values: dict[str, float] = {}
     for reward in rewards:
         if reward.source is not RewardSource.JUDGE:
             continue
         name = f"{reward.scorer}@{reward.scorer_version}"
         tallies.setdefault(name, _Tally()).add(reward)
         if reward.call_id is None:
-            last[name] = reward.value
-    for name, value in last.items() if rules else ():
+            last_values[name] = reward.value
+    for name, value in last_values.items() if rules else ():
         tallies[name].compare(value, rules[-1])
 
 
@@ -83,9 +83,10 @@ class _Tally:
         self.total += reward.value
         self.dollars += reward.cost
         votes: list[Any] = reward.detail.get("votes", [])
-        for one, other in combinations(votes, 2):
+        for first, second in combinations(votes, 2):
             self.vote_pairs += 1
-            self.votes_alike += float(one == other) if isinstance(one, str) else 1 - abs(one - other)
+            same = float(first == second) if isinstance(first, str) else 1 - abs(first - second)
+            self.votes_alike += same
         self.orders += reward.detail.get("orders", 0)
         self.orders_agreed += reward.detail.get("orders_agreed", 0)
 
@@ -107,15 +108,15 @@ class _Tally:
         )
 
 
-def _share(part: float, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(part: float, total: int) -> float | None:
+    return part / total if total else None
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     if len(pairs) < 2:
         return None
-    middle = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
-    spread = [math.sqrt(sum((pair[i] - middle[i]) ** 2 for pair in pairs)) for i in (0, 1)]
-    if min(spread) < 1e-12:
+    means = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
+    norms = [math.sqrt(sum((pair[i] - means[i]) ** 2 for pair in pairs)) for i in (0, 1)]
+    if min(norms) < 1e-12:
         return None
-    return sum((a - middle[0]) * (b - middle[1]) for a, b in pairs) / (spread[0] * spread[1])
+    return sum((a - means[0]) * (b - means[1]) for a, b in pairs) / (norms[0] * norms[1])

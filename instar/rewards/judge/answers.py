@@ -1,4 +1,4 @@
-"""What a judge answered, read out of JSON or out of text with JSON in it."""
+"""Parses a judge's answer from JSON, or from text that contains JSON."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
-from instar.rewards.judge.wire import JudgeReply
+from instar.rewards.judge.endpoint import JudgeReply
 from instar.types import Json
 
-MOST_TRIES = 200
-"""Opening braces in a text that are tried as the beginning of an answer."""
+MAX_PARSE_ATTEMPTS = 200
+"""The most opening braces of a text that are tried as the beginning of an answer."""
 
 
 class UnparseableAnswer(Exception):
-    """It is no answer to what was asked."""
+    """The reply is not an answer to the question."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -58,11 +58,11 @@ T = TypeVar("T")
 
 
 def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
-    """Every object that may be the answer: what was given as one, else those in the text, the last first (a
-    judge may quote before it answers)."""
+    """Yield every object that may be the answer: the structured one, then those in the text, last first,
+    because a judge may quote before it answers."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
-    yield from reversed(_objects(reply.text))
+    yield from reversed(_find_objects(reply.text))
 
 
 def convert_answer(answer: Json, kind: type[T]) -> T:
@@ -73,34 +73,34 @@ def convert_answer(answer: Json, kind: type[T]) -> T:
         raise UnparseableAnswer(str(error)) from error
 
 
-def _objects(text: str) -> list[Json]:
-    decoder = json.JSONDecoder(parse_constant=_no_number)
-    found: list[Json] = []
-    at = text.find("{")
-    for _ in range(MOST_TRIES):
-        if at < 0:
+def _find_objects(text: str) -> list[Json]:
+    decoder = json.JSONDecoder(parse_constant=_reject_constant)
+    objects: list[Json] = []
+    position = text.find("{")
+    for _ in range(MAX_PARSE_ATTEMPTS):
+        if position < 0:
             break
         try:
-            value, end = decoder.raw_decode(text, at)
+            value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            end = at + 1
+            end = position + 1
         else:
-            found.append(value)
-        at = text.find("{", end)
-    return found
+            objects.append(value)
+        position = text.find("{", end)
+    return objects
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
 
 
 def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
-    """A score on the scale, brought to 0..1. Raises UnparseableAnswer for one that is off it."""
+    """Map a score on the scale to 0..1. Raises UnparseableAnswer if it is not on the scale."""
     low, high = scale
     if not low <= score <= high:
-        raise UnparseableAnswer(f"a score of {score:g} is not on the scale from {low:g} to {high:g}")
+        raise UnparseableAnswer(f"the score {score:g} is not on the scale from {low:g} to {high:g}")
     return (score - low) / (high - low)
 
 
-def truncate(text: Any, most: int = 500) -> str:
-    return str(text)[:most]
+def truncate(text: Any, max_chars: int = 500) -> str:
+    return str(text)[:max_chars]

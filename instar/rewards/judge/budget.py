@@ -1,4 +1,4 @@
-"""What a run has spent on judges, and whether it may spend more."""
+"""Tracks what a run has spent on judges, and enforces the budget."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from instar.errors import ScoreError
 from instar.rewards.base import ScoringContext
 from instar.store.base import Store
 
-_ledgers: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
+_budgets: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
 
 
 class JudgeBudget:
-    """Begins with what the store says was paid. Shared by the judges of a run in this process."""
+    """The spending of a run, shared by all its judges in this process. It starts with the store's totals."""
 
     def __init__(self, calls: int, dollars: float) -> None:
         self.calls = calls
         self.dollars = dollars
         self._pending_calls = 0
         self._pending_dollars = 0.0
-        self._settled = asyncio.Event()
+        self._released = asyncio.Event()
 
     @classmethod
     async def for_run(cls, context: ScoringContext) -> JudgeBudget:
-        calls, dollars = await context.store.judgment_totals(context.run_id)
-        return _ledgers.setdefault(context.store, {}).setdefault(context.run_id, cls(calls, dollars))
+        calls, dollars = await context.store.judged(context.run_id)
+        return _budgets.setdefault(context.store, {}).setdefault(context.run_id, cls(calls, dollars))
 
     @asynccontextmanager
-    async def reserve(self, budget: BudgetConfig, most: float) -> AsyncGenerator[None]:
-        """While a question is under way that may cost ``most``. Where only the questions under way stand
-        against another one, it waits for them: they may cost less. Raises ScoreError."""
-        while not self._fits(budget, self._pending_calls, self._pending_dollars + most):
-            if not self._fits(budget, 0, most):
-                raise ScoreError(self._spent(budget))
-            await self._settled.wait()
+    async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
+        """Reserve one call of at most ``max_cost`` dollars. Raises ScoreError if the budget is spent."""
+        while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
+            if not self._fits(budget, 0, max_cost):
+                raise ScoreError(self._describe_spending(budget))
+            # Only calls in progress are in the way, and they may cost less than reserved.
+            await self._released.wait()
         self._pending_calls += 1
-        self._pending_dollars += most
+        self._pending_dollars += max_cost
         try:
             yield
         finally:
             self._pending_calls -= 1
-            self._pending_dollars -= most
-            self._settled.set()
-            self._settled = asyncio.Event()
+            self._pending_dollars -= max_cost
+            self._released.set()
+            self._released = asyncio.Event()
 
     def record_payment(self, dollars: float) -> None:
         self.calls += 1
@@ -56,7 +56,7 @@ class JudgeBudget:
         calls_fit = budget.calls is None or self.calls + pending_calls < budget.calls
         return calls_fit and (budget.dollars is None or self.dollars + dollars <= budget.dollars)
 
-    def _spent(self, budget: BudgetConfig) -> str:
+    def _describe_spending(self, budget: BudgetConfig) -> str:
         if budget.calls is not None and self.calls >= budget.calls:
             return f"the judge's budget of {budget.calls} answers is spent"
         return f"the judge's budget of ${budget.dollars:g} is spent: ${self.dollars:.4f} so far"

@@ -1,4 +1,4 @@
-"""The judge that a section of the config describes."""
+"""Creates the judge that a section of the config describes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all judges have in common."""
+"""The base class of all judges."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Judge(Scorer):
         await self.panel.close()
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        """A judge's own questions are sessions too, where the run's model judges: they are left alone."""
         if not transcript.calls:
             raise ScoreError("there is nothing to judge: the session has no calls")
+        # If the run's model is the judge, its questions are sessions, too.
         if any(is_judge_call(call) for call in transcript.calls):
             return []
         return await self.judge(task, transcript)
@@ -41,12 +41,12 @@ class Judge(Scorer):
         raise NotImplementedError
 
     def task_parts(self, task: Task) -> list[JudgePromptPart]:
-        """The task, in a quarter of the room at most."""
+        """Return the task, in at most a quarter of the prompt."""
         return render_task(task, self.config.max_prompt_chars // 4)
 
     @property
     def max_session_chars(self) -> int:
-        """Characters for what is to be judged."""
+        """The most characters of the session in a prompt."""
         return self.config.max_prompt_chars * 3 // 4
 
     def reward(
@@ -65,7 +65,7 @@ class Judge(Scorer):
 
 
 def votes_detail(votes: Sequence[float], reasons: Sequence[str]) -> Json:
-    """``spread``: between the lowest vote and the highest."""
+    """Return the votes for a reward's detail; ``spread`` is the highest minus the lowest."""
     return {
         "votes": [round(vote, 6) for vote in votes],
         "spread": round(max(votes) - min(votes), 6),

@@ -1,4 +1,4 @@
-"""One score of a whole session."""
+"""A judge that gives one score to a session."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from instar.types import Json, Reward, Task
 
 class OutcomeJudge(Judge):
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
-        parts = [
-            *self.task_parts(task),
-            *truncate_parts(render_conversation(transcript.calls), self.max_session_chars),
-        ]
-        votes = await self.panel.ask(parts, self._read, transcript.session_id)
+        session = truncate_parts(render_conversation(transcript.calls), self.max_session_chars)
+        votes = await self.panel.ask([*self.task_parts(task), *session], self._read, transcript.session_id)
         values = [vote.answer[0] for vote in votes]
         detail = votes_detail(values, [vote.answer[1] for vote in votes])
         cost = sum(vote.cost for vote in votes)
         return [self.reward(transcript.session_id, fmean(values), detail, cost)]
 
-    def _read(self, answer: Json) -> tuple[float, str]:
-        said = convert_answer(answer, ScoreAnswer)
-        return scale_to_unit(said.score, self.config.scale), truncate(said.reasons)
+    def _read(self, json_answer: Json) -> tuple[float, str]:
+        answer = convert_answer(json_answer, ScoreAnswer)
+        return scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons)

@@ -1,4 +1,4 @@
-"""The sessions of a group against each other, two at a time and in both orders."""
+"""A judge that compares the sessions of a group in pairs, each pair in both orders."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from instar.types import Json, Reward, Task
 Winner = tuple[Literal["A", "B", "tie"], str]
 
 PRIOR = 0.5
-"""Games that each session is taken to have drawn against an average one: one that won all its games is not
-without end better than the others."""
-ROUNDS = 200
+"""Virtual draws of each session against an average one. They keep the strength of a session that won all its
+comparisons finite."""
+ITERATIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class PairComparison:
-    """What came of comparing two sessions, by their places in the group."""
+    """The result of comparing two sessions, given by their index in the group."""
 
     first: int
     second: int
     points: float
-    """Of the first, 0..1, the mean of the votes. Two orders that disagree are a draw."""
+    """The first session's points, 0..1, averaged over the votes. Two orders that disagree are a draw."""
     agreed: int
-    """Votes in which both orders said the same."""
+    """The number of votes on which both orders agree."""
     votes: int
     reasons: str = ""
     cost: float = 0.0
@@ -43,114 +43,123 @@ class PairComparison:
 
 class PairwiseJudge(Judge, GroupScorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        """One alone is neither better nor worse than others."""
         return await self.score_group(task, [transcript])
 
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        ran = [t for t in transcripts if t.calls and not any(is_judge_call(call) for call in t.calls)]
-        if len(ran) < 2:
+        judged = [t for t in transcripts if t.calls and not any(is_judge_call(call) for call in t.calls)]
+        if len(judged) < 2:
             return []
-        shown = [
-            truncate_parts(render_conversation(transcript.calls), self.max_session_chars // 2)
-            for transcript in ran
-        ]
-        games = await gather_all(
-            [self._play(task, ran, shown, a, b) for a, b in choose_pairs(len(ran), self.config.pairs)]
-        )
-        strengths = expected_win_rates(len(ran), games)
-        return [self._rewarded(ran, place, value, games) for place, value in enumerate(strengths)]
+        max_chars = self.max_session_chars // 2
+        rendered = [truncate_parts(render_conversation(each.calls), max_chars) for each in judged]
+        pairs = choose_pairs(len(judged), self.config.pairs)
+        comparisons = await gather_all([self._compare(task, judged, rendered, a, b) for a, b in pairs])
+        win_rates = expected_win_rates(len(judged), comparisons)
+        return [self._create_reward(judged, i, value, comparisons) for i, value in enumerate(win_rates)]
 
-    async def _play(
-        self, task: Task, ran: Sequence[Transcript], shown: Sequence[list[JudgePromptPart]], a: int, b: int
+    async def _compare(
+        self,
+        task: Task,
+        judged: Sequence[Transcript],
+        rendered: Sequence[list[JudgePromptPart]],
+        a: int,
+        b: int,
     ) -> PairComparison:
-        if shown[a] == shown[b]:
+        if rendered[a] == rendered[b]:
             return PairComparison(a, b, 0.5, self.config.votes, self.config.votes, "the two are the same")
-        asked, payer = self.task_parts(task), ran[a].session_id
-        there, back = await gather_all(
+        task_parts, payer = self.task_parts(task), judged[a].session_id
+        forward, backward = await gather_all(
             [
-                self.panel.ask([*asked, *_beside(shown[x], shown[y])], _read, payer)
+                self.panel.ask([*task_parts, *_label_sessions(rendered[x], rendered[y])], _read, payer)
                 for x, y in ((a, b), (b, a))
             ]
         )
-        return _game(a, b, there, back)
+        return _combine_orders(a, b, forward, backward)
 
-    def _rewarded(
-        self, ran: Sequence[Transcript], place: int, value: float, games: Sequence[PairComparison]
+    def _create_reward(
+        self, judged: Sequence[Transcript], index: int, value: float, comparisons: Sequence[PairComparison]
     ) -> Reward:
-        own = [game for game in games if place in (game.first, game.second)]
-        against: list[Json] = []
-        for game in own:
-            is_first = game.first == place
-            other = game.second if is_first else game.first
-            points = game.points if is_first else 1 - game.points
-            against.append(
-                {"session": ran[other].session_id, "points": round(points, 6), "reasons": game.reasons}
+        own = [each for each in comparisons if index in (each.first, each.second)]
+        pairs: list[Json] = []
+        for comparison in own:
+            is_first = comparison.first == index
+            other = comparison.second if is_first else comparison.first
+            points = comparison.points if is_first else 1 - comparison.points
+            pairs.append(
+                {
+                    "session": judged[other].session_id,
+                    "points": round(points, 6),
+                    "reasons": comparison.reasons,
+                }
             )
         detail: Json = {
-            "pairs": against,
-            "orders": sum(game.votes for game in own),
-            "orders_agreed": sum(game.agreed for game in own),
+            "pairs": pairs,
+            "orders": sum(each.votes for each in own),
+            "orders_agreed": sum(each.agreed for each in own),
         }
-        return self.reward(ran[place].session_id, value, detail, sum(game.cost / 2 for game in own))
+        return self.reward(judged[index].session_id, value, detail, sum(each.cost / 2 for each in own))
 
 
-def _beside(first: Sequence[JudgePromptPart], second: Sequence[JudgePromptPart]) -> list[JudgePromptPart]:
+def _label_sessions(
+    first: Sequence[JudgePromptPart], second: Sequence[JudgePromptPart]
+) -> list[JudgePromptPart]:
     return [
         *(JudgePromptPart(f"session A, {part.label}", part.text) for part in first),
         *(JudgePromptPart(f"session B, {part.label}", part.text) for part in second),
     ]
 
 
-def _read(answer: Json) -> Winner:
-    said = convert_answer(answer, ComparisonAnswer)
-    return said.winner, truncate(said.reasons)
+def _read(json_answer: Json) -> Winner:
+    answer = convert_answer(json_answer, ComparisonAnswer)
+    return answer.winner, truncate(answer.reasons)
 
 
-def _game(
-    a: int, b: int, there: Sequence[JudgeVote[Winner]], back: Sequence[JudgeVote[Winner]]
+def _combine_orders(
+    a: int, b: int, forward: Sequence[JudgeVote[Winner]], backward: Sequence[JudgeVote[Winner]]
 ) -> PairComparison:
     points: list[float] = []
     agreed = 0
-    for one, other in zip(there, back, strict=True):
-        forward = {"A": 1.0, "B": 0.0, "tie": 0.5}[one.answer[0]]
-        backward = {"A": 0.0, "B": 1.0, "tie": 0.5}[other.answer[0]]
-        agreed += forward == backward
-        points.append(forward if forward == backward else 0.5)
-    cost = sum(vote.cost for vote in (*there, *back))
-    return PairComparison(a, b, fmean(points), agreed, len(points), there[0].answer[1], cost)
+    for forward_vote, backward_vote in zip(forward, backward, strict=True):
+        forward_points = {"A": 1.0, "B": 0.0, "tie": 0.5}[forward_vote.answer[0]]
+        backward_points = {"A": 0.0, "B": 1.0, "tie": 0.5}[backward_vote.answer[0]]
+        agreed += forward_points == backward_points
+        points.append(forward_points if forward_points == backward_points else 0.5)
+    cost = sum(vote.cost for vote in (*forward, *backward))
+    return PairComparison(a, b, fmean(points), agreed, len(points), forward[0].answer[1], cost)
 
 
-def choose_pairs(size: int, most: int) -> list[tuple[int, int]]:
-    """All of them, or as many as may be, spread evenly: first each with its neighbour in a ring, so that
-    everyone can be compared with everyone else by way of others. That takes one less than there are."""
+def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
+    """Return all pairs, or ``max_pairs`` of them, but at least the ``size - 1`` that connect all sessions.
+
+    Neighbours in a ring come first, so that any two sessions are connected through others.
+    """
     ring = (
         (place, (place + distance) % size)
         for distance in range(1, size // 2 + 1)
         for place in range(size)
-        # In a ring of even size, half the way round is reached from both ends.
+        # In a ring of even size, opposite places would be paired twice.
         if 2 * distance != size or place < distance
     )
-    return list(islice(ring, max(most, size - 1)))
+    return list(islice(ring, max(max_pairs, size - 1)))
 
 
-def expected_win_rates(size: int, games: Sequence[PairComparison]) -> list[float]:
-    """Bradley-Terry: how often each would win against all the others. Where all pairs were played, that is
-    the share of points that it made, a little nearer to a half."""
+def expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
+    """Return how often each session would win against the others, in the Bradley-Terry model. If all pairs
+    were compared, that is its share of points, slightly closer to 0.5."""
     points = [PRIOR / 2] * size
-    met: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for game in games:
-        points[game.first] += game.points
-        points[game.second] += 1 - game.points
-        met[game.first][game.second] += 1
-        met[game.second][game.first] += 1
+    opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for comparison in comparisons:
+        points[comparison.first] += comparison.points
+        points[comparison.second] += 1 - comparison.points
+        opponents[comparison.first][comparison.second] += 1
+        opponents[comparison.second][comparison.first] += 1
     strength = [1.0] * size
-    for _ in range(ROUNDS):
-        strength = [points[i] / _resistance(i, strength, met[i]) for i in range(size)]
+    for _ in range(ITERATIONS):
+        strength = [points[i] / _denominator(i, strength, opponents[i]) for i in range(size)]
     return [
         fmean(strength[i] / (strength[i] + strength[j]) for j in range(size) if j != i) for i in range(size)
     ]
 
 
-def _resistance(place: int, strength: Sequence[float], met: Mapping[int, int]) -> float:
-    own = strength[place]
-    return PRIOR / (own + 1) + sum(times / (own + strength[other]) for other, times in met.items())
+def _denominator(index: int, strength: Sequence[float], opponents: Mapping[int, int]) -> float:
+    own = strength[index]
+    return PRIOR / (own + 1) + sum(count / (own + strength[other]) for other, count in opponents.items())

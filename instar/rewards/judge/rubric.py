@@ -1,4 +1,4 @@
-"""What a judge is asked: a rubric's instructions around a record that cannot speak for itself."""
+"""Renders a judge's prompt: a rubric's instructions, and the session in a frame that it cannot break."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ rules, or of the end of the record."""
 
 @dataclass(frozen=True, slots=True)
 class JudgePromptPart:
-    """``label`` is our own word; ``text`` is somebody else's, and may say anything."""
+    """A trusted label, and an untrusted text from the session."""
 
     label: str
     text: str = ""
@@ -34,7 +34,7 @@ class JudgePromptPart:
 class JudgeQuestion:
     parts: Sequence[JudgePromptPart]
     fields: Mapping[str, str]
-    """What the instructions leave open: ``$steps``."""
+    """Values of the placeholders in the instructions, such as ``$steps``."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rubric:
     instructions: str
     criteria: str
     schema: Json
-    """Of an answer."""
+    """The JSON schema of an answer."""
 
     @classmethod
     def load(cls, name: str, criteria: str | None = None) -> Rubric:
@@ -58,8 +58,8 @@ class Rubric:
         return digest([FRAME, self.instructions, self.criteria, self.schema]).hex()
 
     def render(self, question: JudgeQuestion) -> tuple[str, str]:
-        """(the judge's instructions, the framed record). The mark is new each time: what is in the record
-        was written before it, so nothing there can end the frame or pass for a line of ours."""
+        """Return the system prompt and the framed session."""
+        # The mark is random and newer than the session, so no text in it can end the frame or forge a label.
         mark = f"#{secrets.token_hex(8)}"
         fields = {
             **question.fields,
@@ -74,38 +74,38 @@ class Rubric:
 
 
 def digest(content: object) -> bytes:
-    """Of anything that JSON can say."""
+    """Return a hash of any JSON value."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def truncate_parts(parts: Sequence[JudgePromptPart], limit: int) -> list[JudgePromptPart]:
-    """All of them, or where they are longer than ``limit`` their beginning and end, with a line of ours for
-    what was left out between them."""
+def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
+    """Return the parts. If they are too long, the middle is replaced by a label that gives its length."""
     total = sum(len(part.text) for part in parts)
-    if total <= limit:
+    if total <= max_chars:
         return list(parts)
-    head, tail = _first(parts, limit // 2), _last(parts, limit - limit // 2)
-    return [*head, JudgePromptPart(f"left out here: {total - limit} characters"), *tail]
+    head, tail = _take_first(parts, max_chars // 2), _take_last(parts, max_chars - max_chars // 2)
+    return [*head, JudgePromptPart(f"left out here: {total - max_chars} characters"), *tail]
 
 
-def _first(parts: Sequence[JudgePromptPart], room: int) -> list[JudgePromptPart]:
+def _take_first(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
     kept: list[JudgePromptPart] = []
     for part in parts:
-        kept.append(JudgePromptPart(part.label, part.text[:room]))
-        room -= len(part.text)
-        if room <= 0:
+        kept.append(JudgePromptPart(part.label, part.text[:max_chars]))
+        max_chars -= len(part.text)
+        if max_chars <= 0:
             break
     return kept
 
 
-def _last(parts: Sequence[JudgePromptPart], room: int) -> list[JudgePromptPart]:
+def _take_last(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
     kept: list[JudgePromptPart] = []
     for part in reversed(parts):
-        cut = len(part.text) > room
-        kept.append(
-            JudgePromptPart(f"{part.label}, its end", part.text[len(part.text) - room :]) if cut else part
-        )
-        room -= len(part.text)
-        if room <= 0:
+        if len(part.text) > max_chars:
+            part = JudgePromptPart(f"{part.label}, its end", part.text[len(part.text) - max_chars :])
+            max_chars = 0
+        else:
+            max_chars -= len(part.text)
+        kept.append(part)
+        if max_chars <= 0:
             break
     return kept[::-1]

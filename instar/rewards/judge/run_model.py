@@ -1,4 +1,4 @@
-"""The run's own model as a judge: asked through the gateway like any agent, and not learnt from."""
+"""The run's own model as a judge. It is asked through the gateway, and the questions are not trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instar.config.judge import JudgeRewardConfig
 from instar.errors import ConfigError, ScoreError
 from instar.gateway.base import OpenedSession, OpenSession
 from instar.rewards.base import JUDGE_AGENT, ScoringContext
-from instar.rewards.judge.wire import (
+from instar.rewards.judge.endpoint import (
     JudgeEndpoint,
     JudgeHttpClient,
     JudgeReply,
@@ -19,7 +19,7 @@ from instar.rewards.judge.wire import (
 from instar.types import UNTRAINABLE, Call, Json, SessionStatus, Tag
 
 JUDGE_MODEL_NAME = JUDGE_AGENT
-"""The model that such a call asks for: the gateway answers any name, and the record tells what it was."""
+"""The model name of a judge's calls. The gateway accepts any name and records it."""
 REASON = "a judge's question"
 
 
@@ -28,18 +28,18 @@ def is_judge_call(call: Call) -> bool:
 
 
 class RunModelEndpoint(JudgeEndpoint):
-    """Each question is a live session of its own. It is tagged as not to be trained on before it is asked,
-    and abandoned when it is answered: neither trained on nor scored."""
+    """Asks each question in a live session of its own. The session is tagged untrainable before the call and
+    abandoned after it, so that it is neither trained on nor scored."""
 
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:
-            raise ConfigError("reward.endpoint: given 'self'; there is no gateway of a run here to ask")
+            raise ConfigError("reward.endpoint: given 'self', but there is no gateway of a run to ask")
         self._config = config.model_copy(update={"model": JUDGE_MODEL_NAME})
         self._context = context
         self._http = JudgeHttpClient(config.timeout, context.api_key, use_proxy=False)
 
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
-        session = await self._open()
+        session = await self._open_session()
         store = self._context.store
         await store.add_tags([Tag(session.session_id, UNTRAINABLE, reason=REASON, author="judge")])
         try:
@@ -52,7 +52,7 @@ class RunModelEndpoint(JudgeEndpoint):
             await store.end_session(session.session_id, SessionStatus.ABANDONED, REASON)
         return parse_chat_response(raw)
 
-    async def _open(self) -> OpenedSession:
+    async def _open_session(self) -> OpenedSession:
         body = msgspec.to_builtins(OpenSession(metadata={"judge": self._config.name or self._config.rubric}))
         root = self._context.base_url.rstrip("/").removesuffix("/v1")
         raw = await self._http.post(URL(f"{root}/sessions"), _headers(self._context.api_key), body)

@@ -1,4 +1,4 @@
-"""A session as a judge reads it: its calls as steps, each message once."""
+"""Renders a session for a judge: its calls as steps, with each message once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
-LOOK_AHEAD = 3
-"""Further calls in which it is looked for what happened next, until a user speaks."""
+MAX_FOLLOWING_CALLS = 3
+"""The most calls after a step that show what happened next; a user's message ends them earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStep:
-    """One call. ``after`` is what came next in the same conversation, empty where nothing did."""
+    """One call. ``after`` is what followed in the same conversation, if anything."""
 
     number: int
     call: Call
@@ -35,10 +35,10 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
     for call in calls:
         if call.parent_id is not None and call.link is Link.EXTENDS:
             following.setdefault(call.parent_id, call)
-    return [_step(call, number, numbers, by_id, following) for number, call in enumerate(calls, 1)]
+    return [_build_step(call, number, numbers, by_id, following) for number, call in enumerate(calls, 1)]
 
 
-def _step(
+def _build_step(
     call: Call, number: int, numbers: dict[str, int], by_id: dict[str, Call], following: dict[str, Call]
 ) -> SessionStep:
     parent = by_id.get(call.parent_id or "")
@@ -47,86 +47,87 @@ def _step(
         before.append(JudgePromptPart(f"step {number} goes on from step {numbers[parent.call_id]}"))
     elif parent is None and number > 1:
         before.append(JudgePromptPart(f"step {number} begins another conversation"))
-    before += [_part(f"step {number}", message) for message in _new_messages(call, parent)]
-    broken = "" if call.status is CallStatus.OK else ", broken off"
-    reply = JudgePromptPart(f"step {number}: reply of the assistant{broken}", render_message(call.reply))
-    return SessionStep(number, call, tuple(before), reply, tuple(_after(call, number, following)))
+    before += [_render_part(f"step {number}", message) for message in _new_messages(call, parent)]
+    broken_off = "" if call.status is CallStatus.OK else ", broken off"
+    label = f"step {number}: reply of the assistant{broken_off}"
+    reply = JudgePromptPart(label, render_message(call.reply))
+    return SessionStep(number, call, tuple(before), reply, tuple(_render_following(call, number, following)))
 
 
 def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Those that were not shown with the parent."""
+    """Return the messages that were not rendered with the parent."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
         return call.messages[len(parent.messages) + 1 :]
-    shown = (*parent.messages, parent.reply)
+    rendered = (*parent.messages, parent.reply)
     same = 0
-    while same < min(len(shown), len(call.messages)) and shown[same] == call.messages[same]:
+    while same < min(len(rendered), len(call.messages)) and rendered[same] == call.messages[same]:
         same += 1
     return call.messages[same:]
 
 
-def _after(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:
+def _render_following(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:
+    label = f"step {number}, what came next"
     current = call
-    for _ in range(LOOK_AHEAD):
-        if (then := following.get(current.call_id)) is None:
+    for _ in range(MAX_FOLLOWING_CALLS):
+        if (next_call := following.get(current.call_id)) is None:
             return
-        news = _new_messages(then, current)
-        yield from (_part(f"step {number}, what came next", message) for message in news)
-        if any(message["role"] == "user" for message in news):
+        messages = _new_messages(next_call, current)
+        yield from (_render_part(label, message) for message in messages)
+        if any(message["role"] == "user" for message in messages):
             return
-        yield JudgePromptPart(
-            f"step {number}, what came next: reply of the assistant", render_message(then.reply)
-        )
-        current = then
+        yield JudgePromptPart(f"{label}: reply of the assistant", render_message(next_call.reply))
+        current = next_call
 
 
-def _part(where: str, message: Message) -> JudgePromptPart:
-    return JudgePromptPart(f"{where}: {message['role']}", render_message(message))
+def _render_part(label: str, message: Message) -> JudgePromptPart:
+    return JudgePromptPart(f"{label}: {message['role']}", render_message(message))
 
 
 def render_message(message: Message) -> str:
-    parts: list[str] = []
+    lines: list[str] = []
     if reasoning := message.get("reasoning"):
-        parts.append(f"(thinks) {reasoning}")
+        lines.append(f"(thinks) {reasoning}")
     if name := message.get("name"):
-        parts.append(f"({name})")
+        lines.append(f"({name})")
     if message["content"]:
-        parts.append(message["content"])
-    parts += [
+        lines.append(message["content"])
+    lines += [
         f"(calls the tool) {call['name']} {call['arguments']}" for call in message.get("tool_calls", ())
     ]
-    return "\n".join(parts)
+    return "\n".join(lines)
 
 
-def render_task(task: Task, limit: int) -> list[JudgePromptPart]:
-    """What the session was given to do; nothing for a person's own use."""
+def render_task(task: Task, max_chars: int) -> list[JudgePromptPart]:
+    """Return the task's data; nothing for a session without a task."""
     if not task.data:
         return []
     text = json.dumps(task.data, ensure_ascii=False, default=str)
-    return truncate_parts([JudgePromptPart("the task, as data", text)], limit)
+    return truncate_parts([JudgePromptPart("the task, as data", text)], max_chars)
 
 
 def render_conversation(calls: Sequence[Call]) -> list[JudgePromptPart]:
-    """A whole session."""
     return [part for step in build_steps(calls) for part in (*step.before, step.reply)]
 
 
 def split_into_windows(
-    steps: Sequence[SessionStep], shown: Callable[[SessionStep], Sequence[JudgePromptPart]], limit: int
+    steps: Sequence[SessionStep],
+    render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
+    max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """The steps in as few runs as fit the limit, each with what is shown of them."""
-    taken: list[SessionStep] = []
+    """Yield consecutive steps with their parts, in as few windows of ``max_chars`` as possible."""
+    window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0
     for step in steps:
-        own = truncate_parts(shown(step), limit)
-        length = sum(len(part.text) for part in own)
-        if taken and size + length > limit:
-            yield taken, parts
-            taken, parts, size = [], [], 0
-        taken.append(step)
-        parts += own
+        step_parts = truncate_parts(render_step(step), max_chars)
+        length = sum(len(part.text) for part in step_parts)
+        if window and size + length > max_chars:
+            yield window, parts
+            window, parts, size = [], [], 0
+        window.append(step)
+        parts += step_parts
         size += length
-    if taken:
-        yield taken, parts
+    if window:
+        yield window, parts

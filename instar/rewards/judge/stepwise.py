@@ -1,4 +1,4 @@
-"""Judges of every call: how good a step it was, or what happened next."""
+"""Judges of single calls: how good a step was, or what happened after it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from instar.types import Json, Reward, Task
 
 T = TypeVar("T")
 StepAnswers = dict[int, tuple[T, str]]
-"""Step → (what was said of it, why)."""
+"""The answer and the reasons for each step, by its number."""
 
 
 class StepJudge(Judge):
-    """Asks about as many steps at once as there is room for."""
+    """Asks about as many steps at once as fit into a prompt."""
 
     @abstractmethod
     def select_steps(self, steps: Sequence[SessionStep]) -> list[SessionStep]:
-        """Those to ask about."""
+        """Return the steps to ask about."""
 
     @abstractmethod
     def render_step(self, step: SessionStep) -> list[JudgePromptPart]: ...
@@ -44,14 +44,15 @@ class StepJudge(Judge):
     ) -> list[Reward]: ...
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
-        asked, steps = self.task_parts(task), self.select_steps(build_steps(transcript.calls))
+        task_parts, steps = self.task_parts(task), self.select_steps(build_steps(transcript.calls))
+        windows = split_into_windows(steps, self.render_step, self.max_session_chars)
         rewards = await gather_all(
             [
-                self.judge_window(transcript.session_id, some, [*asked, *parts])
-                for some, parts in split_into_windows(steps, self.render_step, self.max_session_chars)
+                self.judge_window(transcript.session_id, window, [*task_parts, *parts])
+                for window, parts in windows
             ]
         )
-        return [reward for some in rewards for reward in some]
+        return [reward for window_rewards in rewards for reward in window_rewards]
 
 
 class ProcessJudge(StepJudge):
@@ -65,27 +66,27 @@ class ProcessJudge(StepJudge):
         self, session_id: str, steps: Sequence[SessionStep], parts: Sequence[JudgePromptPart]
     ) -> list[Reward]:
         def read(answer: Json) -> StepAnswers[float]:
-            given = convert_answer(answer, StepScoresAnswer).steps
-            said = {
-                one.step: (scale_to_unit(one.score, self.config.scale), truncate(one.reasons))
-                for one in given
-            }
-            return _of_all(said, steps)
+            scores = convert_answer(answer, StepScoresAnswer).steps
+            scale = self.config.scale
+            return _check_complete(
+                {each.step: (scale_to_unit(each.score, scale), truncate(each.reasons)) for each in scores},
+                steps,
+            )
 
-        votes = await self.panel.ask(parts, read, session_id, steps=_numbers(steps))
-        return [self._rewarded(session_id, step, votes, len(steps)) for step in steps]
+        votes = await self.panel.ask(parts, read, session_id, steps=_list_numbers(steps))
+        return [self._create_reward(session_id, step, votes, len(steps)) for step in steps]
 
-    def _rewarded(
-        self, session_id: str, step: SessionStep, votes: Sequence[JudgeVote[StepAnswers[float]]], of: int
+    def _create_reward(
+        self, session_id: str, step: SessionStep, votes: Sequence[JudgeVote[StepAnswers[float]]], count: int
     ) -> Reward:
         values = [vote.answer[step.number][0] for vote in votes]
         detail = votes_detail(values, [vote.answer[step.number][1] for vote in votes])
-        cost = sum(vote.cost for vote in votes) / of
+        cost = sum(vote.cost for vote in votes) / count
         return self.reward(session_id, fmean(values), {"step": step.number, **detail}, cost, step.call)
 
 
 class FollowupJudge(StepJudge):
-    """Nothing is asked about a call after which nothing came."""
+    """Judges calls by what followed them. Calls that nothing followed are not judged."""
 
     def select_steps(self, steps: Sequence[SessionStep]) -> list[SessionStep]:
         return [step for step in steps if step.is_complete and step.after]
@@ -97,18 +98,20 @@ class FollowupJudge(StepJudge):
         self, session_id: str, steps: Sequence[SessionStep], parts: Sequence[JudgePromptPart]
     ) -> list[Reward]:
         def read(answer: Json) -> StepAnswers[str]:
-            given = convert_answer(answer, StepSignalsAnswer).steps
-            return _of_all({one.step: (str(one.signal), truncate(one.reasons)) for one in given}, steps)
+            signals = convert_answer(answer, StepSignalsAnswer).steps
+            return _check_complete(
+                {each.step: (str(each.signal), truncate(each.reasons)) for each in signals}, steps
+            )
 
-        votes = await self.panel.ask(parts, read, session_id, steps=_numbers(steps))
-        rewards = [self._rewarded(session_id, step, votes, len(steps)) for step in steps]
+        votes = await self.panel.ask(parts, read, session_id, steps=_list_numbers(steps))
+        rewards = [self._create_reward(session_id, step, votes, len(steps)) for step in steps]
         return [reward for reward in rewards if reward is not None]
 
-    def _rewarded(
-        self, session_id: str, step: SessionStep, votes: Sequence[JudgeVote[StepAnswers[str]]], of: int
+    def _create_reward(
+        self, session_id: str, step: SessionStep, votes: Sequence[JudgeVote[StepAnswers[str]]], count: int
     ) -> Reward | None:
         signals = [vote.answer[step.number][0] for vote in votes]
-        signal = _most(signals)
+        signal = _majority_signal(signals)
         value = None if signal == "unclear" else getattr(self.config.signals, signal)
         if value is None:
             return None
@@ -118,22 +121,22 @@ class FollowupJudge(StepJudge):
             "votes": signals,
             "reasons": [vote.answer[step.number][1] for vote in votes],
         }
-        return self.reward(session_id, value, detail, sum(vote.cost for vote in votes) / of, step.call)
+        return self.reward(session_id, value, detail, sum(vote.cost for vote in votes) / count, step.call)
 
 
-def _numbers(steps: Sequence[SessionStep]) -> str:
+def _list_numbers(steps: Sequence[SessionStep]) -> str:
     return ", ".join(str(step.number) for step in steps)
 
 
-def _of_all(said: StepAnswers[T], steps: Sequence[SessionStep]) -> StepAnswers[T]:
-    """What was said of steps that nobody asked about is passed over."""
-    missing = [step.number for step in steps if step.number not in said]
+def _check_complete(answers: StepAnswers[T], steps: Sequence[SessionStep]) -> StepAnswers[T]:
+    """Return the answers; raise UnparseableAnswer if one is missing. Answers on other steps are ignored."""
+    missing = [step.number for step in steps if step.number not in answers]
     if missing:
-        raise UnparseableAnswer(f"it says nothing of step {missing[0]}")
-    return said
+        raise UnparseableAnswer(f"it has no answer for step {missing[0]}")
+    return answers
 
 
-def _most(signals: Sequence[str]) -> str:
-    """What most votes say; where two are level, nobody can tell."""
+def _majority_signal(signals: Sequence[str]) -> str:
+    """Return the most frequent signal, or ``unclear`` on a tie."""
     (first, votes), *others = Counter(signals).most_common()
     return "unclear" if others and others[0][1] == votes else first

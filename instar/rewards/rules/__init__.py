@@ -1,1 +1,1 @@
-"""Rules: scores that a final answer gets without asking anyone."""
+"""Rules: scores that are computed from the final answer, without a model."""

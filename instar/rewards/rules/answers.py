@@ -1,4 +1,4 @@
-"""What a rule compares: the answer in a final text, and what the task expects."""
+"""Finds the answer in a final text, and the expected answers in a task."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ NUMBER = re.compile(
 MINUS = "\N{MINUS SIGN}"
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 MAX_DETAIL_CHARS = 500
-"""Most characters of an answer that are kept with its reward."""
+"""The most characters of a text that are kept in the detail of a reward."""
 RULES_VERSION = "2"
-"""Of all rules here; changes when one of them might give the same answer another score."""
+"""The version of the code of all rules; it changes when one of them may score the same answer differently."""
+NO_ANSWER = "there is no answer in the final text"
 
 
 class AnswerRule(Scorer):
-    """A scorer of source RULE. ``part`` and ``after`` of its section say where the answer is."""
+    """A scorer of source RULE. Its section's ``part`` and ``after`` say where in the text the answer is."""
 
     def __init__(self, section: Any) -> None:
         self.name = section.name
         self.version = settings_version(section)
 
     def reward(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
-        shown: Json = {
-            name: word[:MAX_DETAIL_CHARS] if isinstance(word, str) else word
-            for name, word in detail.items()
-            if word not in (None, "")
+        truncated: Json = {
+            name: item[:MAX_DETAIL_CHARS] if isinstance(item, str) else item
+            for name, item in detail.items()
+            if item not in (None, "")
         }
         return [
             Reward(
@@ -42,7 +43,7 @@ class AnswerRule(Scorer):
                 RewardSource.RULE,
                 scorer=self.name,
                 scorer_version=self.version,
-                detail=shown,
+                detail=truncated,
             )
         ]
 
@@ -53,7 +54,7 @@ def settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """The answer; None where the text has none."""
+    """Return the answer, or None if the text has none."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -72,22 +73,22 @@ def extract_answer(text: str, *, part: str = "whole", after: str | None = None) 
 
 
 def find_last_number(text: str) -> str | None:
-    """As ASCII, whichever minus stands before it."""
-    found = NUMBER.findall(text.replace(MINUS, "-"))
-    return found[-1] if found else None
+    """Return the last number of the text, with an ASCII minus."""
+    numbers = NUMBER.findall(text.replace(MINUS, "-"))
+    return numbers[-1] if numbers else None
 
 
-def parse_number(word: str) -> float | None:
-    """``1,234.5``, ``$3``, ``2/3``, ``1e-3``."""
-    above, _, below = word.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
+def parse_number(text: str) -> float | None:
+    """Parse numbers such as ``1,234.5``, ``$3``, ``2/3`` and ``1e-3``."""
+    numerator, _, denominator = text.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
     try:
-        return float(above) / (float(below) if below else 1.0)
+        return float(numerator) / (float(denominator) if denominator else 1.0)
     except (ValueError, ZeroDivisionError):
         return None
 
 
 def get_task_field(task: Task, path: str) -> Any:
-    """The task's field; ``a.b`` is field ``b`` of field ``a``."""
+    """Return a field of the task; ``a.b`` is field ``b`` of field ``a``."""
     value: Any = task.data
     for name in [path] if path in task.data else path.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -98,7 +99,7 @@ def get_task_field(task: Task, path: str) -> Any:
 
 
 def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
-    """Every right answer, as text."""
+    """Return all correct answers as text."""
     value = get_task_field(task, path)
-    right = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
-    return [text.rpartition(after)[2] for text in right] if after is not None else right
+    answers = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
+    return [text.rpartition(after)[2] for text in answers] if after is not None else answers

@@ -1,8 +1,8 @@
-"""Checks answers in a process of its own, which can be killed: a hard expression may take for ever. Some
-libraries even evaluate it, so the process shuts itself in first, where the machine lets it.
+"""A worker process that checks answers. It can be killed, because some expressions take forever to check.
+Some libraries even evaluate the answer, so the process sandboxes itself first if the machine supports that.
 
-Run as a script with the name of a check, and JSON of what that is made with. It says ``ready``, then answers
-one line of JSON with another.
+It runs as a script with the name of a check and its arguments as JSON. It writes ``ready``, then answers each
+line of JSON with another.
 """
 
 from __future__ import annotations
@@ -18,75 +18,76 @@ from typing import Any
 
 from instar.rewards.rules.self_sandbox import can_sandbox_self, sandbox_self
 
-MEMORY = 4 * 2**30
-SHOWN = 500
-"""Most characters of a text in an answer: a library may quote all that it was given."""
+MAX_MEMORY = 4 * 2**30
+MAX_TEXT_CHARS = 500
+"""The most characters of a text in a result: a library may quote all of its input."""
+
+Check = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def math_check() -> Callable[[dict[str, Any]], dict[str, Any]]:
+def create_math_check() -> Check:
     import logging
 
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-    def right(text: str) -> list[Any]:
-        bare = "$" not in text and "\\boxed" not in text and "\\(" not in text and "\\[" not in text
-        as_latex = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if bare else []
+    def parse_expected(text: str) -> list[Any]:
+        is_bare = "$" not in text and "\\boxed" not in text and "\\(" not in text and "\\[" not in text
+        as_latex = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if is_bare else []
         return as_latex or parse(text, parsing_timeout=0)
 
-    def check(asked: dict[str, Any]) -> dict[str, Any]:
-        answer = parse(asked["answer"].replace("\u2212", "-"), parsing_timeout=0)  # the typographer's minus
+    def check(request: dict[str, Any]) -> dict[str, Any]:
+        answer = parse(request["answer"].replace("\N{MINUS SIGN}", "-"), parsing_timeout=0)
         if not answer:
             return {"ok": False, "reason": "there is no mathematical answer in the final text"}
-        for text in asked["expected"]:
-            gold = right(text)
-            if not gold:
-                return {"error": f"the expected answer {text!r:.100} is nothing that math-verify understands"}
-            if verify(gold, answer, timeout_seconds=0):
+        for text in request["expected"]:
+            expected = parse_expected(text)
+            if not expected:
+                return {"error": f"math-verify cannot parse the expected answer {text!r:.100}"}
+            if verify(expected, answer, timeout_seconds=0):
                 return {"ok": True, "answer": str(answer[-1])}
         return {"ok": False, "answer": str(answer[-1])}
 
     return check
 
 
-def json_schema_check() -> Callable[[dict[str, Any]], dict[str, Any]]:
+def create_json_schema_check() -> Check:
     import jsonschema
     from jsonschema.validators import validator_for
 
-    def check(asked: dict[str, Any]) -> dict[str, Any]:
-        schema = asked["schema"]
-        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    def check(request: dict[str, Any]) -> dict[str, Any]:
+        schema = request["schema"]
+        validator = validator_for(schema, default=jsonschema.Draft202012Validator)
         try:
-            kind.check_schema(schema)
+            validator.check_schema(schema)
         except jsonschema.SchemaError as error:
-            return {"error": f"that is no JSON schema: {error.message}"}
+            return {"error": f"the schema is not a JSON schema: {error.message}"}
         try:
-            value = json.loads(asked["answer"])
+            value = json.loads(request["answer"])
         except ValueError as error:
             return {"ok": False, "reason": f"the answer is not JSON: {error}"}
         except RecursionError:
             return {"ok": False, "reason": "the answer is nested too deeply"}
-        for error in kind(schema).iter_errors(value):
+        for error in validator(schema).iter_errors(value):
             return {"ok": False, "reason": f"{error.json_path}: {error.message}"}
         return {"ok": True}
 
     return check
 
 
-def regex_check() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    def check(asked: dict[str, Any]) -> dict[str, Any]:
+def create_regex_check() -> Check:
+    def check(request: dict[str, Any]) -> dict[str, Any]:
         try:
-            pattern = re.compile(asked["pattern"], re.IGNORECASE if asked["ignore_case"] else 0)
+            pattern = re.compile(request["pattern"], re.IGNORECASE if request["ignore_case"] else 0)
         except re.error as error:
-            return {"error": f"{asked['pattern']!r:.200} is no regular expression: {error}"}
-        found = getattr(pattern, asked["how"])(asked["answer"])
-        return {"ok": found is not None}
+            return {"error": f"{request['pattern']!r:.200} is not a regular expression: {error}"}
+        return {"ok": getattr(pattern, request["how"])(request["answer"]) is not None}
 
     return check
 
 
-def reasoning_gym_check(parts: list[dict[str, Any]], seed: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def create_reasoning_gym_check(parts: list[dict[str, Any]], seed: int) -> Check:
     import reasoning_gym
 
     datasets: list[Any] = [
@@ -94,49 +95,51 @@ def reasoning_gym_check(parts: list[dict[str, Any]], seed: int) -> Callable[[dic
         for part in parts
     ]
 
-    def check(asked: dict[str, Any]) -> dict[str, Any]:
-        dataset = datasets[asked["part"]]
-        value = float(dataset.score_answer(asked["answer"], entry=dataset[asked["index"]]))
+    def check(request: dict[str, Any]) -> dict[str, Any]:
+        dataset = datasets[request["part"]]
+        value = float(dataset.score_answer(request["answer"], entry=dataset[request["index"]]))
         return {"ok": value > 0, "value": value}
 
     return check
 
 
-CHECKS: dict[str, Callable[..., Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "math": math_check,
-    "json_schema": json_schema_check,
-    "regex": regex_check,
-    "reasoning_gym": reasoning_gym_check,
+CHECKS: dict[str, Callable[..., Check]] = {
+    "math": create_math_check,
+    "json_schema": create_json_schema_check,
+    "regex": create_regex_check,
+    "reasoning_gym": create_reasoning_gym_check,
 }
 
 
 def main() -> None:
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library may print
 
-    def say(**what: Any) -> None:
-        print(json.dumps(what), file=out, flush=True)
+    def write(**message: Any) -> None:
+        output.write(json.dumps(message) + "\n")
+        output.flush()
 
     try:
         check = CHECKS[sys.argv[1]](**json.loads(sys.argv[2]))
     except ModuleNotFoundError as error:
-        say(missing=error.name)
+        write(missing=error.name)
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    if confined := can_sandbox_self():
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    if sandboxed := can_sandbox_self():
         sandbox_self()
-    say(ready=True, confined=confined)
+    write(ready=True, sandboxed=sandboxed)
     for line in sys.stdin:
-        asked = json.loads(line)
-        # Should whoever asked be gone, nobody else would end it.
-        signal.setitimer(signal.ITIMER_REAL, asked["seconds"] + 5)
+        request = json.loads(line)
+        # If the parent process is gone, this timer is all that ends a check that hangs.
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
         try:
-            answer = check(asked)
-        except Exception as error:  # noqa: BLE001 - what a library raises on an answer it does not understand
-            answer = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
+            result = check(request)
+        except Exception as error:  # noqa: BLE001 - libraries raise anything on answers that they cannot parse
+            result = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        shown = {name: word[:SHOWN] if isinstance(word, str) else word for name, word in answer.items()}
-        say(**shown)
+        write(
+            **{key: text[:MAX_TEXT_CHARS] if isinstance(text, str) else text for key, text in result.items()}
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Answers that are compared with the right one: as text, or as a number."""
+"""Rules that compare the answer with the expected one: as text, or as a number."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from instar.errors import ScoreError
 from instar.rewards.base import Transcript
 from instar.rewards.rules.answers import (
     MINUS,
+    NO_ANSWER,
     AnswerRule,
     extract_answer,
     find_last_number,
@@ -25,15 +26,14 @@ class ExactReward(AnswerRule):
         config = self.config
         if not task.data:
             return []
-        right = {
-            self._plain(text) for text in get_expected_answers(task, config.expected, config.expected_after)
-        }
+        texts = get_expected_answers(task, config.expected, config.expected_after)
+        expected = {self._normalize(text) for text in texts}
         answer = extract_answer(transcript.final_text, part=config.part, after=config.after)
         if answer is None:
-            return self.reward(transcript, 0.0, reason="there is no answer in the final text")
-        return self.reward(transcript, self._plain(answer) in right, answer=answer)
+            return self.reward(transcript, 0.0, reason=NO_ANSWER)
+        return self.reward(transcript, self._normalize(answer) in expected, answer=answer)
 
-    def _plain(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         if self.config.part == "last_number":
             text = text.replace(MINUS, "-")
         if self.config.ignore_whitespace:
@@ -49,26 +49,25 @@ class NumericReward(AnswerRule):
         self.config = config
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        config = self.config
         if not task.data:
             return []
-        right = [self._right(task, text) for text in self._expected(task)]
-        answer = extract_answer(transcript.final_text, part="last_number", after=self.config.after)
+        texts = get_expected_answers(task, config.expected, config.expected_after)
+        expected = [self._parse_expected(task, text) for text in texts]
+        answer = extract_answer(transcript.final_text, part="last_number", after=config.after)
         value = None if answer is None else parse_number(answer)
         if value is None:
             return self.reward(transcript, 0.0, reason="there is no number in the final text")
-        return self.reward(transcript, any(self._near(value, one) for one in right), answer=answer)
+        return self.reward(transcript, any(self._is_close(value, each) for each in expected), answer=answer)
 
-    def _expected(self, task: Task) -> list[str]:
-        return get_expected_answers(task, self.config.expected, self.config.expected_after)
-
-    def _right(self, task: Task, text: str) -> float:
-        word = find_last_number(text)
-        value = None if word is None else parse_number(word)
+    def _parse_expected(self, task: Task, text: str) -> float:
+        number = find_last_number(text)
+        value = None if number is None else parse_number(number)
         if value is None:
             raise ScoreError(
-                f"task {task.task_id!r}: its {self.config.expected!r} is {text!r:.100}, no number"
+                f"task {task.task_id!r}: its {self.config.expected!r} is {text!r:.100}, which has no number"
             )
         return value
 
-    def _near(self, value: float, right: float) -> bool:
-        return abs(value - right) <= max(self.config.tolerance, self.config.relative * abs(right))
+    def _is_close(self, value: float, expected: float) -> bool:
+        return abs(value - expected) <= max(self.config.tolerance, self.config.relative * abs(expected))

@@ -1,4 +1,4 @@
-"""A pytest plugin that reports, inside the sandbox, in one line that begins with a key (see the runner)."""
+"""A pytest plugin that reports from inside the sandbox, in the same format as ``sandbox_runner.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REPORT = os.dup(1)
 _total: set[str] = set()
 _passed: set[str] = set()
 _cases: set[str] = set()
-"""Tests of a TestCase, of which pytest does not say where they were skipped."""
+"""Tests of TestCases. For these, pytest does not report where they were skipped."""
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -26,7 +26,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    if report.skipped and _is_meant(report):
+    if report.skipped and _is_skipped_by_test(report):
         _total.discard(report.nodeid)
     elif report.when == "call" and report.passed:
         _passed.add(report.nodeid)
@@ -34,8 +34,8 @@ def pytest_runtest_logreport(report: Any) -> None:
         _passed.discard(report.nodeid)
 
 
-def _is_meant(report: Any) -> bool:
-    """Whether the test's own file skips it, or expects it to fail: the answer might raise the same."""
+def _is_skipped_by_test(report: Any) -> bool:
+    """True if the test's own file skips it or expects it to fail, and not the answer by raising the same."""
     if hasattr(report, "wasxfail"):
         return bool({"xfail", "__unittest_expecting_failure__"} & set(report.keywords))
     if report.nodeid in _cases:
@@ -44,5 +44,5 @@ def _is_meant(report: Any) -> bool:
 
 
 def pytest_unconfigure(config: Any) -> None:
-    found = {"passed": len(_passed & _total), "total": len(_total)}
-    os.write(_REPORT, f"\n{_KEY} {json.dumps(found)}\n".encode())
+    counts = {"passed": len(_passed & _total), "total": len(_total)}
+    os.write(_REPORT, f"\n{_KEY} {json.dumps(counts)}\n".encode())

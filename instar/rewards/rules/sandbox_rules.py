@@ -1,4 +1,4 @@
-"""Answers that are run: given to a command, or put to unit tests, in the sandbox."""
+"""Rules that run in the sandbox: a command that checks the answer, or unit tests of the answer's code."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class SandboxedRule(AnswerRule):
         self.sandbox = await create_sandbox(self.kind)
 
     async def require_program(self, program: str, *arguments: str, setting: str) -> None:
-        """See at start that a program which every score needs can be run in the sandbox."""
-        outcome = await self.run(SandboxJob([program, *arguments], readable_paths=self.readable_paths))
-        if not outcome.ok:
-            raise ConfigError(f"{setting} does not run in the sandbox: {outcome.output.strip()[-300:]}")
+        """Raise ConfigError if a program that every score needs does not run in the sandbox."""
+        result = await self.run(SandboxJob([program, *arguments], readable_paths=self.readable_paths))
+        if not result.ok:
+            raise ConfigError(f"{setting} does not run in the sandbox: {result.output.strip()[-300:]}")
 
     async def run(self, job: SandboxJob) -> SandboxResult:
         if self.sandbox is None:
@@ -61,8 +61,8 @@ class CommandReward(SandboxedRule):
     def __init__(self, config: CommandRewardConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.files = {path.name: _text(path) for path in config.files}
-        # A script that changed is another rule.
+        self.files = {path.name: _read_text(path) for path in config.files}
+        # A changed script makes another version of the rule.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
         program, *arguments = config.command
         self.script = program.removeprefix("./") if program.removeprefix("./") in self.files else None
@@ -70,18 +70,18 @@ class CommandReward(SandboxedRule):
 
     async def start(self, context: ScoringContext) -> None:
         await super().start(context)
-        find = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
-        await self.require_program("sh", "-c", find, self._program(), setting="reward.command")
+        script = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
+        await self.require_program("sh", "-c", script, self._program(), setting="reward.command")
 
     def _program(self) -> str:
-        """What the sandbox must have: the command's, or that of the first line of a script of ours."""
+        """Return the program that the sandbox must have: the command, or the interpreter of our script."""
         if self.script is None:
             return self.command[0]
         first = self.files[self.script].partition("\n")[0]
         if not first.startswith("#!") or not first[2:].split():
             raise ConfigError(
-                f"reward.command: {self.script} cannot be run, as its first line names no program "
-                f"(#!/bin/sh); begin it with one, or name the program: [sh, {self.script}]"
+                f"reward.command: the first line of {self.script} names no interpreter; add one, such as "
+                f"#!/bin/sh, or use the command [sh, {self.script}]"
             )
         return first[2:].split()[0]
 
@@ -89,14 +89,14 @@ class CommandReward(SandboxedRule):
         config = self.config
         answer = extract_answer(transcript.final_text, part=config.part) or ""
         files = {**self.files, config.file: answer, "task.json": json.dumps(task.data)}
-        named = {"INSTAR_ANSWER": config.file, "INSTAR_TASK": "task.json"}
-        outcome = await self.run(SandboxJob(self.command, files, named, self.readable_paths))
+        variables = {"INSTAR_ANSWER": config.file, "INSTAR_TASK": "task.json"}
+        result = await self.run(SandboxJob(self.command, files, variables, self.readable_paths))
         return self.reward(
-            transcript, outcome.ok, reason=outcome.reason, output=outcome.output[-MAX_DETAIL_CHARS:]
+            transcript, result.ok, reason=result.reason, output=result.output[-MAX_DETAIL_CHARS:]
         )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -119,29 +119,29 @@ class TestsReward(SandboxedRule):
         tests = get_expected_answers(task, self.config.tests)
         code = extract_answer(transcript.final_text, part=self.config.part) or ""
         key = secrets.token_hex(16)
-        outcome = await self.run(self._job(code, tests, key))
-        report, output = self._report(outcome, key)
+        result = await self.run(self._job(code, tests, key))
+        report, output = self._parse_report(result, key)
         passed, total = (report["passed"], report["total"]) if report else (0, 0)
         share = passed / total if total else 0.0
-        value = share if self.config.reward == "share" else float(share == 1.0 and outcome.ok)
+        value = share if self.config.reward == "share" else float(share == 1.0 and result.ok)
         if total:
-            failed = f"{passed} of {total} tests passed"
+            summary = f"{passed} of {total} tests passed"
         else:
-            failed = "no test was run" if report else "it ended before its tests did"
-        reason = (outcome.reason if outcome.exceeded_limit or not total else "") or (
-            "" if value == 1.0 else failed
+            summary = "no test was run" if report else "it ended before its tests did"
+        reason = (result.reason if result.exceeded_limit or not total else "") or (
+            "" if value == 1.0 else summary
         )
         return self.reward(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-MAX_DETAIL_CHARS:]
         )
 
-    def _report(self, outcome: SandboxResult, key: str) -> tuple[dict[str, int] | None, str]:
-        """How many tests passed, of how many, if that was said, and what was printed before."""
+    def _parse_report(self, result: SandboxResult, key: str) -> tuple[dict[str, int] | None, str]:
+        """Return the numbers of passed and of all tests, if reported, and the output before them."""
         if isinstance(self.config.runner, list):
-            return {"passed": int(outcome.ok), "total": 1}, outcome.output
-        output, said, report = outcome.output.rpartition(f"\n{key} ")
-        if not said or outcome.exceeded_limit is not None:
-            return None, outcome.output
+            return {"passed": int(result.ok), "total": 1}, result.output
+        output, marker, report = result.output.rpartition(f"\n{key} ")
+        if not marker or result.exceeded_limit is not None:
+            return None, result.output
         return json.loads(report.splitlines()[0]), output
 
     def _job(self, code: str, tests: list[str], key: str) -> SandboxJob:
@@ -150,23 +150,13 @@ class TestsReward(SandboxedRule):
         match config.runner:
             case "python":
                 command = [sys.executable, "-B", "run_tests.py", config.file]
-                inside = RUNNER_SCRIPT.read_text(encoding="utf-8")
-                files |= {"run_tests.py": inside, "tests.json": json.dumps(tests), "key": key}
+                runner = RUNNER_SCRIPT.read_text(encoding="utf-8")
+                files |= {"run_tests.py": runner, "tests.json": json.dumps(tests), "key": key}
             case "pytest":
-                command = [
-                    sys.executable,
-                    "-B",
-                    "-W",
-                    "ignore",
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                ]
-                command += ["-p", "instar_report", config.tests_file]
-                inside = PYTEST_PLUGIN.read_text(encoding="utf-8")
-                files |= {config.tests_file: "\n".join(tests), "instar_report.py": inside, "key": key}
+                options = ["-B", "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+                command = [sys.executable, *options, "-p", "instar_report", config.tests_file]
+                plugin = PYTEST_PLUGIN.read_text(encoding="utf-8")
+                files |= {config.tests_file: "\n".join(tests), "instar_report.py": plugin, "key": key}
             case _:
                 command = config.runner
                 files[config.tests_file] = "\n".join(tests)

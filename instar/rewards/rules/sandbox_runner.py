@@ -1,6 +1,6 @@
-"""Runs the tests of an answer inside the sandbox, and reports in one line that begins with a key.
+"""Runs the tests of an answer inside the sandbox and reports in one line that begins with a key.
 
-The key is gone before the answer's code runs, so that a printed line is no report.
+The key is deleted before the answer's code runs, so that the answer cannot print a report itself.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 
 
 def main(file: str) -> None:
-    key = _take("key")
-    tests: list[str] = json.loads(_take("tests.json"))
+    key = _read_and_delete("key")
+    tests: list[str] = json.loads(_read_and_delete("tests.json"))
     report = os.dup(1)
     names = _load(file)
     passed = total = 0
     for number, test in enumerate(tests):
-        done, of = _run(test, f"test {number + 1}", names)
-        passed += done
-        total += of
+        test_passed, test_total = _run(test, f"test {number + 1}", names)
+        passed += test_passed
+        total += test_total
     sys.stdout.flush()
     os.write(report, f"\n{key} {json.dumps({'passed': passed, 'total': total})}\n".encode())
     os._exit(0)
 
 
-def _take(name: str) -> str:
+def _read_and_delete(name: str) -> str:
     path = Path(name)
     text = path.read_text(encoding="utf-8")
     path.unlink()
@@ -42,29 +42,31 @@ def _take(name: str) -> str:
 
 
 def _load(file: str) -> dict[str, Any] | None:
-    """The answer's names; None where it does not even run."""
+    """Return the answer's namespace, or None if executing it fails."""
     module = types.ModuleType(Path(file).stem)
     sys.modules[module.__name__] = module
     source = Path(file).read_text(encoding="utf-8")
-    return module.__dict__ if _survives(_execute, source, file, module.__dict__) else None
+    return module.__dict__ if _succeeds(_execute, source, file, module.__dict__) else None
 
 
 def _execute(source: str, name: str, scope: dict[str, Any]) -> None:
-    exec(compile(source, name, "exec", dont_inherit=True), scope)  # without our own __future__
+    exec(
+        compile(source, name, "exec", dont_inherit=True), scope
+    )  # without the __future__ imports of this file
 
 
 def _run(test: str, name: str, names: dict[str, Any] | None) -> tuple[int, int]:
-    """How many passed, of how many: the functions ``test_*`` and the TestCases that the text defines, or
-    itself. A text that checks nothing is no test."""
+    """Return the numbers of passed and of all tests: the functions ``test_*`` and the TestCases that the text
+    defines, or else the text itself, if it checks anything."""
     if names is None:
         return 0, 1
     scope = {**names, "__name__": "tests"}
-    if not _survives(_execute, test, name, scope):
+    if not _succeeds(_execute, test, name, scope):
         return 0, 1
     defined: dict[str, Any] = {word: value for word, value in scope.items() if value is not names.get(word)}
-    counts = [_run_case(value) for value in defined.values() if _is_case(value)]
+    counts = [_run_case(value) for value in defined.values() if _is_test_case(value)]
     counts += [
-        (int(_survives(_call, value)), 1)
+        (int(_succeeds(_call, value)), 1)
         for word, value in defined.items()
         if word.startswith("test") and callable(value) and not isinstance(value, type)
     ]
@@ -82,7 +84,7 @@ def _call(function: Callable[[], Any]) -> None:
 
 
 def _checks(node: ast.AST) -> bool:
-    """Whether it does something when it is run, besides importing, defining and assigning."""
+    """True if the statement does more when executed than import, define and assign."""
     match node:
         case ast.Assert() | ast.Raise():
             return True
@@ -90,13 +92,13 @@ def _checks(node: ast.AST) -> bool:
             return not isinstance(node.value, ast.Constant)
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return False
-        case ast.If() if "__name__" in ast.unparse(node.test):  # we are not __main__
+        case ast.If() if "__name__" in ast.unparse(node.test):  # the module is not __main__
             return any(_checks(child) for child in node.orelse)
         case _:
             return any(_checks(child) for child in ast.iter_child_nodes(node))
 
 
-def _is_case(value: Any) -> bool:
+def _is_test_case(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
 
 
@@ -108,16 +110,16 @@ class _Result(unittest.TestResult):
 
 
 def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
-    """Tests that a decorator skips, or expects to fail, do not count; one that skips as it runs has failed,
-    for the answer may have seen to that."""
+    """Return the numbers of passed and of all tests. Tests that a decorator skips, or expects to fail, do not
+    count. A test that is skipped while it runs has failed, because the answer may have caused that."""
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
     total = suite.countTestCases()
     result = _Result()
-    if not _survives(suite.run, result):
+    if not _succeeds(suite.run, result):
         return 0, total
     for _, trace in (*result.failures, *result.errors):
-        print(trace, file=sys.stderr)
-    skipped = [test for test, _ in result.skipped if not _is_marked(test)]
+        sys.stderr.write(f"{trace}\n")
+    skipped = [test for test, _ in result.skipped if not _has_skip_decorator(test)]
     failed: list[Any] = [
         *(test for test, _ in (*result.failures, *result.errors)),
         *result.unexpectedSuccesses,
@@ -125,19 +127,19 @@ def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
     ]
     if not all(isinstance(test, unittest.TestCase) for test in failed):  # setUpClass or tearDownClass
         return 0, total
-    # A failed subTest says which test it is of.
+    # A failed subTest names the test that it belongs to.
     return result.passed, result.passed + len({getattr(test, "test_case", test) for test in failed})
 
 
-def _is_marked(test: unittest.TestCase) -> bool:
+def _has_skip_decorator(test: unittest.TestCase) -> bool:
     method = getattr(test, getattr(test, "_testMethodName", ""), None)
-    return any(getattr(one, "__unittest_skip__", False) for one in (test, method))
+    return any(getattr(each, "__unittest_skip__", False) for each in (test, method))
 
 
-def _survives(step: Callable[..., Any], *arguments: Any) -> bool:
+def _succeeds(step: Callable[..., Any], *arguments: Any) -> bool:
     try:
         step(*arguments)
-    except BaseException:  # noqa: BLE001 - an answer that raises SystemExit has failed, too
+    except BaseException:  # noqa: BLE001 - an answer that raises SystemExit fails, too
         traceback.print_exc(limit=-1)
         return False
     return True

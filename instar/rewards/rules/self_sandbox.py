@@ -1,4 +1,4 @@
-"""A process that shuts itself in, for good: it reads what Python is made of, and talks to who started it."""
+"""Lets a process sandbox itself for good: it can only read Python's files and use its open descriptors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instar.rewards.sandbox import seccomp
 from instar.rewards.sandbox.landlock import DEVICES, MIN_ABI, landlock_abi
 from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, apply_landlock, apply_seccomp, prctl
 
-SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
+SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 
 
 def can_sandbox_self() -> bool:
@@ -17,9 +17,9 @@ def can_sandbox_self() -> bool:
 
 
 def sandbox_self() -> None:
-    """No file is written, no other program or process started, no socket opened, nobody signalled."""
-    known = [*SYSTEM, sys.prefix, sys.base_prefix, *sys.path]
-    readable = sorted({str(path.resolve()) for each in known if each and (path := Path(each)).exists()})
+    """Deny this process to write files, start programs or processes, open sockets and send signals."""
+    paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
+    readable = sorted({str(path.resolve()) for each in paths if each and (path := Path(each)).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     apply_landlock(landlock_abi(), readable, [], list(DEVICES), allow_execute=False)
     apply_seccomp(

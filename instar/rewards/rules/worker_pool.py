@@ -1,4 +1,4 @@
-"""A few worker processes that check answers, each ended and replaced when one takes too long."""
+"""A few worker processes that check answers. One that exceeds its time is killed and replaced."""
 
 from __future__ import annotations
 
@@ -15,70 +15,73 @@ from instar.errors import ConfigError, ScoreError
 from instar.models import usable_cores
 from instar.types import Json
 
-PROGRAM = Path(__file__).with_name("check_worker.py")
-START = 120.0
-"""Seconds for a worker to import what it needs."""
-MOST = 4
-LONGEST = 2**20
-"""Bytes of a line that a worker says."""
-KEPT = ("PATH", "HOME", "PYTHONPATH", "LANG")
-"""What of our environment a worker is given; a key is not in it."""
+WORKER_SCRIPT = Path(__file__).with_name("check_worker.py")
+START_SECONDS = 120.0
+"""Seconds that a worker has to import what it needs."""
+MAX_WORKERS = 4
+MAX_LINE_BYTES = 2**20
+ENVIRONMENT = ("PATH", "HOME", "PYTHONPATH", "LANG")
+"""The variables that a worker gets; none of them holds a key."""
 
 
 class CheckWorkerPool:
-    """``ask`` may be called many times at once, best by those who hold one of ``turns``. ``setup`` is what a
-    check is made with. One that evaluates answers must be ``sealed``: where no process can shut itself in, it
-    is begun in a sandbox."""
+    """Runs one kind of check, created with ``check_args``, in worker processes.
 
-    def __init__(self, check: str, setup: Json | None = None, *, requires_sandbox: bool = False) -> None:
-        self.check_name = check
-        self.setup = json.dumps(setup or {})
+    ``run_check`` may run concurrently; callers should hold ``concurrency_limit``. ``requires_sandbox`` is for
+    checks that evaluate answers: a worker that cannot sandbox itself is started in bubblewrap.
+    """
+
+    def __init__(
+        self, check_name: str, check_args: Json | None = None, *, requires_sandbox: bool = False
+    ) -> None:
+        self.check_name = check_name
+        self.check_args = json.dumps(check_args or {})
         self.requires_sandbox = requires_sandbox
         self.command_prefix: list[str] = []
         self.idle_workers: list[asyncio.subprocess.Process] = []
-        self.concurrency_limit = asyncio.Semaphore(min(MOST, usable_cores()))
+        self.concurrency_limit = asyncio.Semaphore(min(MAX_WORKERS, usable_cores()))
 
     async def start(self) -> None:
-        """Raises ConfigError where a package is missing, or a sandbox."""
+        """Raises ConfigError if a package or a sandbox is missing."""
         self.idle_workers.append(await self._spawn())
 
-    async def run_check(self, seconds: float, **asked: Any) -> dict[str, Any]:
-        """The answer; ``ok`` is False, with the reason, where it took longer than so many seconds."""
-        # One that died may have been killed by somebody else; two were by what they were asked.
-        answer = await self._ask(seconds, asked) or await self._ask(seconds, asked)
-        if answer is None:
-            return {"ok": False, "reason": "the check broke its process, twice"}
-        if "error" in answer:
-            raise ScoreError(answer["error"])
-        return answer
+    async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
+        """Return the worker's result. Its ``ok`` is False, with a ``reason``, if the check timed out."""
+        # One worker may have been killed by somebody else. If two die, the request kills them.
+        result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
+        if result is None:
+            return {"ok": False, "reason": "the check crashed its process twice"}
+        if "error" in result:
+            raise ScoreError(result["error"])
+        return result
 
-    async def _ask(self, seconds: float, asked: dict[str, Any]) -> dict[str, Any] | None:
-        """None where the worker died."""
+    async def _try_check(self, seconds: float, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the result, or None if the worker died."""
         worker = self.idle_workers.pop() if self.idle_workers else await self._spawn()
-        answer = None
+        result = None
         try:
-            answer = await self._exchange(worker, seconds, asked)
+            result = await self._send(worker, seconds, request)
         except TimeoutError:
             return {"ok": False, "reason": f"the check took longer than {seconds:g} s"}
         finally:
-            if answer is None:
-                await asyncio.shield(_end(worker))
+            if result is None:
+                await asyncio.shield(_kill(worker))
             else:
                 self.idle_workers.append(worker)
-        return answer
+        return result
 
     async def close(self) -> None:
         while self.idle_workers:
-            await _end(self.idle_workers.pop())
+            await _kill(self.idle_workers.pop())
 
-    async def _exchange(
-        self, worker: asyncio.subprocess.Process, seconds: float, asked: dict[str, Any]
+    async def _send(
+        self, worker: asyncio.subprocess.Process, seconds: float, request: dict[str, Any]
     ) -> dict[str, Any] | None:
         assert worker.stdin is not None
         assert worker.stdout is not None
         async with asyncio.timeout(seconds):
             try:
-                worker.stdin.write(json.dumps({**asked, "seconds": seconds}).encode() + b"\n")
+                worker.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
                 await worker.stdin.drain()
                 line = await worker.stdout.readline()
             except ConnectionError:
@@ -86,49 +89,53 @@ class CheckWorkerPool:
         return json.loads(line) if line else None
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        worker, said = await self._begin()
-        if "ready" in said and self.requires_sandbox and not said["confined"] and not self.command_prefix:
-            await _end(worker)
-            self.command_prefix = _sandbox()
-            worker, said = await self._begin()
-        if "ready" in said:
+        worker, status = await self._start_process()
+        is_unsandboxed = "ready" in status and not status["sandboxed"] and not self.command_prefix
+        if self.requires_sandbox and is_unsandboxed:
+            await _kill(worker)
+            self.command_prefix = bubblewrap_command()
+            worker, status = await self._start_process()
+        if "ready" in status:
             return worker
-        await _end(worker)
-        if missing := said.get("missing"):
+        await _kill(worker)
+        if missing := status.get("missing"):
             raise ConfigError(f"reward.type: {self.check_name} needs {missing}: pip install 'instar[rules]'")
-        raise ScoreError(f"the process that checks {self.check_name} did not start", retryable=True)
+        raise ScoreError(f"the worker process of {self.check_name} did not start", again=True)
 
-    async def _begin(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
-        """A process, and what it says first."""
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+        """Return a new process and its first message."""
+        script = (sys.executable, "-P", str(WORKER_SCRIPT), self.check_name, self.check_args)
         worker = await asyncio.create_subprocess_exec(
-            *(*self.command_prefix, sys.executable, "-P", str(PROGRAM), self.check_name, self.setup),
+            *(*self.command_prefix, *script),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            limit=LONGEST,
-            env={name: os.environ[name] for name in KEPT if name in os.environ},
+            limit=MAX_LINE_BYTES,
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         )
         assert worker.stdout is not None
         try:
-            return worker, json.loads(await asyncio.wait_for(worker.stdout.readline(), START) or "{}")
-        except BaseException:
-            await asyncio.shield(_end(worker))
+            line = await asyncio.wait_for(worker.stdout.readline(), START_SECONDS)
+            return worker, json.loads(line or "{}")
+        except BaseException:  # also on cancellation, no process is left behind
+            await asyncio.shield(_kill(worker))
             raise
 
 
-def _sandbox() -> list[str]:
-    """What the process is to be begun with: nothing can be written there, and nobody reached."""
+def bubblewrap_command() -> list[str]:
+    """Return the command that runs a process without write access and without a network."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(
-            "tasks.sandbox: these tasks' scorers evaluate what a model wrote, and there is no sandbox for it "
-            "here: install bubblewrap, or use Linux 6.2 or newer with Landlock. `sandbox: false` does without"
+            "tasks.sandbox: the scorers of these tasks evaluate text from the model, and no sandbox is "
+            "available: install bubblewrap, use Linux 6.2 or newer with Landlock, or set `sandbox: false` to "
+            "accept the risk"
         )
-    seen = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--setenv", "TMPDIR", "/dev/shm")
-    return [program, *seen, "--unshare-all", "--die-with-parent"]
+    mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--setenv", "TMPDIR", "/dev/shm")
+    return [program, *mounts, "--unshare-all", "--die-with-parent"]
 
 
-async def _end(worker: asyncio.subprocess.Process) -> None:
+async def _kill(worker: asyncio.subprocess.Process) -> None:
     with suppress(ProcessLookupError):
         worker.kill()
     await worker.wait()

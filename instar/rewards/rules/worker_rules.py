@@ -1,4 +1,5 @@
-"""Answers that a library checks, in a process that a hard one cannot hang: math, JSON schema, regex."""
+"""Rules that a library checks in a worker process, so that a hard answer cannot block: math, JSON schema,
+regex."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 from instar.config import JsonSchemaRewardConfig, MathRewardConfig, RegexRewardConfig
 from instar.errors import ConfigError
 from instar.rewards.base import ScoringContext, Transcript
-from instar.rewards.rules.answers import AnswerRule, extract_answer, get_expected_answers, get_task_field
+from instar.rewards.rules.answers import (
+    NO_ANSWER,
+    AnswerRule,
+    extract_answer,
+    get_expected_answers,
+    get_task_field,
+)
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, Task
 
@@ -26,12 +33,12 @@ class WorkerRule(AnswerRule):
     async def close(self) -> None:
         await self.workers.close()
 
-    async def check_answer(self, transcript: Transcript, answer: str | None, **asked: Any) -> list[Reward]:
+    async def check_answer(self, transcript: Transcript, answer: str | None, **request: Any) -> list[Reward]:
         if answer is None:
-            return self.reward(transcript, 0.0, reason="there is no answer in the final text")
-        found = await self.workers.run_check(self.seconds, answer=answer, **asked)
+            return self.reward(transcript, 0.0, reason=NO_ANSWER)
+        result = await self.workers.run_check(self.seconds, answer=answer, **request)
         return self.reward(
-            transcript, found["ok"], answer=found.get("answer", answer), reason=found.get("reason")
+            transcript, result["ok"], answer=result.get("answer", answer), reason=result.get("reason")
         )
 
 
@@ -72,7 +79,7 @@ class RegexReward(WorkerRule):
                 re.compile(config.pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"reward.pattern: {config.pattern!r} is no regular expression: {error}"
+                    f"reward.pattern: {config.pattern!r} is not a regular expression: {error}"
                 ) from error
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:

@@ -1,1 +1,1 @@
-"""Runs what a model wrote, so that it can harm nothing."""
+"""Runs code that a model wrote, isolated from the machine."""

@@ -1,4 +1,4 @@
-"""What runs a program that nobody has read."""
+"""The interface of a sandbox: it runs an untrusted program within limits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Of one job: all its processes together, but for ``memory_mb``, which also bounds each one's address
-    space."""
+    """Limits of all processes of a job together. ``memory_mb`` also limits each address space."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
     processes: int = 64
-    """Threads count."""
+    """Threads count as processes."""
     output_kb: int = 1024
     files_mb: int = 64
     files: int = 10_000
@@ -35,27 +34,26 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxJob:
-    """A command, run in a folder of its own that is gone afterwards."""
+    """A command that runs in a temporary folder of its own."""
 
     command: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Put into the folder, by name; each may be run."""
+    """The files to create in the folder, by name. All are executable."""
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables that hold the full path of one of the files."""
     readable_paths: Sequence[Path] = ()
-    """What else it may read of this machine, besides the system's folders and this Python."""
+    """Paths that the job may read besides the system folders and this Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
     exit_code: int
-    """127: there is no such command. 128 + n: ended by signal n."""
+    """127 if the command does not exist, 128 + n if signal n ended it."""
     output: str
-    """stdout and stderr together."""
+    """The combined stdout and stderr."""
     exceeded_limit: SandboxLimitName | None
-    """Which limit ended it."""
     reason: str
-    """Why it failed, in words; empty when it did not."""
+    """Why the job failed; empty if it succeeded."""
 
     @property
     def ok(self) -> bool:
@@ -63,10 +61,10 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """``run`` may be called many times at once. When it returns, or is cancelled, no process is left."""
+    """Runs jobs, also concurrently. No process of a job is left when ``run`` returns or is cancelled."""
 
     name: str
 
     @abstractmethod
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
-        """Raises ScoreError when the sandbox itself failed."""
+        """Raises ScoreError if the sandbox itself fails."""

@@ -1,5 +1,5 @@
-"""A sandbox of namespaces: the job sees its own processes, its own network without a way out, and its own
-files in memory."""
+"""A sandbox made of namespaces: the job has its own processes, its own network without a route out, and its
+own files in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from instar.rewards.sandbox.supervise import (
 )
 
 FOLDER, TEMPORARY = "/job", "/tmp"
-INSIDE = "/run/launcher.py"
+LAUNCHER_INSIDE = "/run/launcher.py"
 WRITABLE = (FOLDER, TEMPORARY, "/dev/shm")
 
 
@@ -41,18 +41,18 @@ class BubblewrapSandbox(Sandbox):
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = pick_unused_uid()
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
-        if not limits.network:  # of a network of its own; unix sockets of the machine's are not
+        if not limits.network:  # without a network namespace, unix sockets would reach the machine's
             families += (seccomp.AF_UNIX,)
         launch = SandboxLaunch(
             command_prefix=[self.program, *_namespaces(uid, limits), *_files(job, limits), "--"],
-            launcher_path=INSIDE,
+            launcher_path=LAUNCHER_INSIDE,
             folder=FOLDER,
             temporary=TEMPORARY,
             seccomp=seccomp.build_filter(families, shares_host_processes=False),
             uid=uid,
             landlock=None,
             kill_job=_kill,
-            measure_files=_usage,
+            measure_files=_measure_files,
         )
         return await supervise(launch, job, limits)
 
@@ -62,7 +62,7 @@ def _namespaces(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
         flags += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-    else:  # the launcher changes to that user, and loses these two as it does
+    else:  # the launcher changes to that user and thereby loses both capabilities
         flags += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return flags if limits.network else [*flags, "--unshare-net"]
 
@@ -73,39 +73,39 @@ def _files(job: SandboxJob, limits: SandboxLimits) -> list[str]:
     for path in WRITABLE:
         flags += ["--perms", "1777", "--size", size, "--tmpfs", path]
     paths = list_readable_paths(job, limits)
-    for folder in _above([*paths, Path(INSIDE)]):
+    for folder in _list_parents([*paths, Path(LAUNCHER_INSIDE)]):
         flags += ["--perms", "0755", "--dir", str(folder)]
     for path in paths:
-        if path.is_symlink() and path.parent == Path("/"):  # /bin, where it is /usr/bin
+        if path.is_symlink() and path.parent == Path("/"):  # such as /bin -> usr/bin
             flags += ["--symlink", str(path.readlink()), str(path)]
         else:
             flags += ["--ro-bind", str(path), str(path)]
-    flags += ["--ro-bind", str(LAUNCHER), INSIDE]
+    flags += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
     return [*flags, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
-def _above(paths: list[Path]) -> list[Path]:
-    """The folders that lead to these; bubblewrap would make them for its own user alone."""
-    made = {Path("/dev"), *(Path(p) for p in WRITABLE)}
-    above = {folder for path in paths for folder in path.parents if folder != Path("/")} - made
-    inside = {folder for folder in above if any(path == folder or path in folder.parents for path in paths)}
-    return sorted(above - inside)
+def _list_parents(paths: list[Path]) -> list[Path]:
+    """Return the folders that lead to the paths; bubblewrap would make them accessible to its user only."""
+    mounted = {Path("/dev"), *(Path(p) for p in WRITABLE)}
+    parents = {folder for path in paths for folder in path.parents if folder != Path("/")} - mounted
+    bound = {folder for folder in parents if any(path == folder or path in folder.parents for path in paths)}
+    return sorted(parents - bound)
 
 
 def _kill(root: int) -> None:
-    """With the first process of the job's namespace the kernel ends all others, before bubblewrap ends."""
+    # When the first process of a PID namespace ends, the kernel kills all others, before bubblewrap exits.
     for pid in descendant_pids(root)[:1] or [root]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _usage(processes: list[int]) -> tuple[int, int]:
-    size = number = 0
-    # Until bubblewrap has changed over to the job's files, these are the machine's own.
-    if processes and Path(f"/proc/{processes[0]}/root{INSIDE}").exists():
+def _measure_files(processes: list[int]) -> tuple[int, int]:
+    size = count = 0
+    # Before bubblewrap has switched to the job's root, these are the files of the machine.
+    if processes and Path(f"/proc/{processes[0]}/root{LAUNCHER_INSIDE}").exists():
         for folder in WRITABLE:
-            with suppress(OSError):  # gone meanwhile
+            with suppress(OSError):  # the process has ended
                 use = os.statvfs(f"/proc/{processes[0]}/root{folder}")
                 size += (use.f_blocks - use.f_bfree) * use.f_frsize
-                number += use.f_files - use.f_ffree
-    return size, number
+                count += use.f_files - use.f_ffree
+    return size, count

@@ -1,4 +1,4 @@
-"""The sandbox that this machine has."""
+"""Chooses the sandbox that works on this machine."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from instar.rewards.sandbox.bubblewrap import BubblewrapSandbox
 from instar.rewards.sandbox.landlock import LandlockSandbox
 
 KINDS: dict[str, type[Sandbox]] = {"bubblewrap": BubblewrapSandbox, "landlock": LandlockSandbox}
-TRIAL = SandboxJob([sys.executable, "-c", "print('in')"])
+TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('in')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
-    """The first that really works here. Raises ConfigError, which says for each why it does not."""
+    """Return the first sandbox that passes a trial run. Raises ConfigError that lists the failures."""
     problems: list[str] = []
     for name in KINDS if kind == "auto" else [kind]:
         try:
-            return await _tried(KINDS[name])
+            return await _create_and_try(KINDS[name])
         except ConfigError as error:
             problems.append(f"{name}: {error}")
     raise ConfigError(
-        f"reward.sandbox: this machine cannot run code that a model wrote safely. {'; '.join(problems)}"
+        "reward.sandbox: this machine has no working sandbox for code that a model wrote. "
+        + "; ".join(problems)
     )
 
 
-async def _tried(kind: type[Sandbox]) -> Sandbox:
-    sandbox = kind()
+async def _create_and_try(sandbox_type: type[Sandbox]) -> Sandbox:
+    sandbox = sandbox_type()
     try:
-        outcome = await sandbox.run(TRIAL, SandboxLimits(seconds=60.0))
+        result = await sandbox.run(TRIAL_JOB, SandboxLimits(seconds=60.0))
     except (ScoreError, OSError) as error:
         raise ConfigError(f"it does not work here: {error}") from error
-    if not outcome.ok or outcome.output != "in\n":
-        raise ConfigError(f"it does not work here: {outcome.reason}; {outcome.output.strip()[-300:]}")
+    if not result.ok or result.output != "in\n":
+        raise ConfigError(f"it does not work here: {result.reason}; {result.output.strip()[-300:]}")
     return sandbox

@@ -1,7 +1,7 @@
-"""A sandbox that needs no namespace: Landlock for files, seccomp for the network and everything else.
+"""A sandbox without namespaces: Landlock restricts files, seccomp the network and everything else.
 
-The job shares the machine's process numbers and may see that a file is there, but can open none besides
-those it may read and its own folder, nor signal, trace or change anything else. Its folder is on the disk.
+The job shares the machine's process ids and can see that a file exists. It can only open its own folder,
+which is on disk, and the files that it may read; it cannot signal, trace or change anything else.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from instar.rewards.sandbox.supervise import (
 )
 
 MIN_ABI = 3
-"""From this on it watches truncation, too (Linux 6.2)."""
-SCOPES_SIGNALS = 6
+"""The first version that restricts truncation (Linux 6.2)."""
+SIGNAL_SCOPE_ABI = 6
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -39,9 +39,9 @@ class LandlockSandbox(Sandbox):
     def __init__(self) -> None:
         self.abi = landlock_abi()
         if self.abi == 0:
-            raise ConfigError("this kernel has no Landlock, or it is not switched on")
+            raise ConfigError("this kernel has no Landlock, or it is not enabled")
         if self.abi < MIN_ABI:
-            raise ConfigError(f"this kernel's Landlock is of version {self.abi}; {MIN_ABI} is needed (6.2)")
+            raise ConfigError(f"this kernel has Landlock ABI {self.abi}; {MIN_ABI} is needed (Linux 6.2)")
         if not seccomp.is_supported():
             raise ConfigError(f"no seccomp filter is known for {os.uname().machine}")
 
@@ -66,7 +66,7 @@ class LandlockSandbox(Sandbox):
             folder=str(folder),
             temporary=str(folder / "tmp"),
             seccomp=seccomp.build_filter(
-                families, shares_host_processes=True, allow_signals=self.abi >= SCOPES_SIGNALS
+                families, shares_host_processes=True, allow_signals=self.abi >= SIGNAL_SCOPE_ABI
             ),
             uid=uid,
             landlock={
@@ -76,35 +76,35 @@ class LandlockSandbox(Sandbox):
                 "devices": list(DEVICES),
             },
             kill_job=_kill,
-            measure_files=lambda processes: _usage(folder, processes),
+            measure_files=lambda processes: _measure_files(folder, processes),
         )
 
 
 def landlock_abi() -> int:
-    """Its version here; 0 where there is none."""
+    """Return the version of Landlock; 0 if the kernel has none."""
     version = ctypes.CDLL(None, use_errno=True).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, version)
 
 
 def _kill(root: int) -> None:
-    """The launcher ends the job's process group, which nothing can leave."""
+    # The launcher kills the job's process group, which no process of the job can leave.
     with suppress(ProcessLookupError):
         os.kill(root, signal.SIGTERM)
 
 
-def _usage(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Also of files that are deleted but open."""
-    size = number = 0
-    for place, _, names in os.walk(folder):
-        number += len(names) + 1
+def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
+    """Return size and number of the job's files. Files that are deleted but still open count, too."""
+    size = count = 0
+    for root, _, names in os.walk(folder):
+        count += len(names) + 1
         for name in names:
             with suppress(OSError):
-                size += os.lstat(f"{place}/{name}").st_blocks * 512
+                size += os.lstat(f"{root}/{name}").st_blocks * 512
     for pid in processes:
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the process has ended
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
-                    found = entry.stat()
-                    if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                        size += found.st_blocks * 512
-    return size, number
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        size += status.st_blocks * 512
+    return size, count

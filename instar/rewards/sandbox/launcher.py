@@ -1,8 +1,8 @@
-"""The last trusted code before a job: takes every right away from itself, then becomes the job.
+"""The last trusted code before a job: drops all privileges, then executes the job.
 
-Run as a script with the standard library alone; it reads its orders as JSON from stdin, and says on the
-descriptor that they name whether the job began. With ``landlock`` it stays, outside, as the parent of the
-job, and ends all of it when the job ends or when it is told to (SIGTERM).
+It runs as a script and uses the standard library only. It reads its settings as JSON from stdin and reports
+on the file descriptor ``status`` whether the job started. With ``landlock`` it stays outside the sandbox as
+the job's parent, and kills all of the job when the job ends or when it receives SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAP_AMBIENT = 1, 8, 22, 47
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_DAC_READ_SEARCH = 2
-NO_COMMAND = 127
+COMMAND_NOT_FOUND = 127
 
-# Landlock's numbers are the same on every machine.
+# The numbers of Landlock's system calls are the same on every architecture.
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEVICE = 1, 2, 4, 8, 1 << 14, 1 << 15
 MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
 READ = EXECUTE | READ_FILE | READ_DIR
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
+FILE_ACCESS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 SCOPE_SOCKETS_AND_SIGNALS = 3
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> NoReturn:
-    orders: dict[str, Any] = json.load(sys.stdin.buffer)
+    settings: dict[str, Any] = json.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.set_inheritable(orders["status"], False)
-    if orders["landlock"] is None:
-        exec_job(orders)
-    supervise(orders)
+    os.set_inheritable(settings["status"], False)
+    if settings["landlock"] is None:
+        exec_job(settings)
+    supervise(settings)
 
 
-def supervise(orders: dict[str, Any]) -> NoReturn:
-    """The job as a process group that it cannot leave; its orphans come here."""
+def supervise(settings: dict[str, Any]) -> NoReturn:
+    """Run the job in a process group that it cannot leave, and adopt its orphans."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     job = os.fork()
     if job == 0:
         os.setsid()
-        exec_job(orders)
-    os.close(orders["status"])
+        exec_job(settings)
+    os.close(settings["status"])
 
     def stop(*_: Any) -> None:
         try:
             os.killpg(job, signal.SIGKILL)
         except ProcessLookupError:
-            os.kill(job, signal.SIGKILL)  # it has no group yet
+            os.kill(job, signal.SIGKILL)  # it has no process group yet
 
     signal.signal(signal.SIGTERM, stop)
-    # Not reaped yet, its number is nobody else's: the group can still be named.
+    # The job is not reaped before its group is killed, so that the group id cannot be reused.
     os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
     stop()
     _, status = os.waitpid(job, 0)
@@ -72,31 +72,32 @@ def supervise(orders: dict[str, Any]) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def exec_job(orders: dict[str, Any]) -> NoReturn:
+def exec_job(settings: dict[str, Any]) -> NoReturn:
     try:
-        if orders["uid"] is not None:
-            change_user(orders["uid"], keep_search=orders["landlock"] is not None)
-        os.chdir(orders["folder"])
-        write_files(orders["files"])
-        for name, value in orders["limits"].items():
+        if settings["uid"] is not None:
+            change_user(settings["uid"], keep_search=settings["landlock"] is not None)
+        os.chdir(settings["folder"])
+        write_files(settings["files"])
+        for name, value in settings["limits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        if orders["landlock"] is not None:
-            apply_landlock(**orders["landlock"])
-        apply_seccomp(bytes.fromhex(orders["seccomp"]))
+        if settings["landlock"] is not None:
+            apply_landlock(**settings["landlock"])
+        apply_seccomp(bytes.fromhex(settings["seccomp"]))
     except OSError as error:
-        os.write(orders["status"], f"{error}".encode())
+        os.write(settings["status"], f"{error}".encode())
         os._exit(1)
-    os.write(orders["status"], b"ready")
+    os.write(settings["status"], b"ready")
     try:
-        os.execvpe(orders["command"][0], orders["command"], orders["environment"])
+        os.execvpe(settings["command"][0], settings["command"], settings["environment"])
     except OSError as error:
-        print(f"{orders['command'][0]}: {error.strerror}", file=sys.stderr, flush=True)
-        os._exit(NO_COMMAND)
+        sys.stderr.write(f"{settings['command'][0]}: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(COMMAND_NOT_FOUND)
 
 
 def change_user(uid: int, *, keep_search: bool) -> None:
-    """``keep_search``: still pass folders that are closed to others, as the one of a Python in /root is."""
+    """Change to the user. ``keep_search`` keeps access to folders such as /root, where Python may be."""
     keep_search = keep_search and can_search_folders()
     if keep_search:
         prctl(PR_SET_KEEPCAPS, 1)
@@ -121,13 +122,13 @@ def write_files(files: dict[str, str]) -> None:
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace")
-        path.chmod(0o755)  # a script may be the command
+        path.chmod(0o755)  # one of the files may be the command
 
 
 def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
-    """Landlock: from here on, no file but these; and without ``run``, no program."""
+    """Deny all files except these; without ``allow_execute``, executing files too."""
     every = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", every, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
     size = 24 if abi >= 6 else 8
@@ -137,7 +138,7 @@ def apply_landlock(
     rules += [(path, READ_FILE | WRITE_FILE) for path in devices]
     for path, access in rules:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        allowed = access if Path(path).is_dir() else access & OF_FILES
+        allowed = access if Path(path).is_dir() else access & FILE_ACCESS
         rule = struct.pack("=Qi", allowed & every, descriptor)
         check(libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0), "landlock")
         os.close(descriptor)
@@ -147,8 +148,8 @@ def apply_landlock(
 
 def apply_seccomp(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(described))
+    filter_header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(filter_header))
 
 
 def prctl(option: int, *arguments: Any) -> None:
@@ -157,10 +158,10 @@ def prctl(option: int, *arguments: Any) -> None:
     check(libc.prctl(option, *padded), f"prctl {option}")
 
 
-def check(result: int, what: str) -> int:
+def check(result: int, name: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
 
 

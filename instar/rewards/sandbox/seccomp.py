@@ -1,4 +1,4 @@
-"""A seccomp filter as the kernel takes it: a list of system calls that a job may not make."""
+"""Builds seccomp filters: BPF programs that list the system calls that a job may not make."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CLONE_THREAD = 0x00010000
 _ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # fmt: off
-_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 where there is none
+_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the call does not exist
     "socket": (41, 198), "clone": (56, 220), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
     "fcntl": (72, 25),
-    # Other processes of its own.
+    # Creating processes.
     "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
     # Namespaces, mounts, other processes, the kernel.
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "chroot": (161, 51),
@@ -43,31 +43,31 @@ _NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 where t
     "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "quotactl_fd": (443, 443),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Memory that belongs to no process, so that nobody would count it.
+    # Memory that belongs to no process and so escapes the limits.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    # Where the job shares the machine's processes: what would let it leave its process group...
+    # If the job shares the machine's processes: calls that would let it leave its process group...
     "setsid": (112, 157), "setpgid": (109, 154),
-    # ...touch other processes of the same user...
+    # ...affect other processes of the same user...
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
     "move_pages": (279, 239), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
-    # ...or files, in the ways that Landlock does not watch.
+    # ...or change files in ways that Landlock does not restrict.
     "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55),
     "lchown": (94, -1), "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1),
     "futimesat": (261, -1), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }
 # fmt: on
-_OWN_RULE = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
+_CONDITIONAL = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
 _SIGNAL_OWNER = (8, 10, 15)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX: whom the kernel signals when a file is ready."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that is signalled when a file is ready."""
 _PROCESSES = ("fork", "vfork", "execve", "execveat")
-_NAMES = [name for name in _NUMBERS if name not in (*_OWN_RULE, *_SIGNALS, *_PROCESSES)]
+_NAMES = [name for name in _NUMBERS if name not in (*_CONDITIONAL, *_SIGNALS, *_PROCESSES)]
 _ALWAYS = _NAMES[: _NAMES.index("setsid")]
-_ON_THE_MACHINE = _NAMES[_NAMES.index("setsid") :]
+_ON_HOST = _NAMES[_NAMES.index("setsid") :]
 
 
 def is_supported() -> bool:
@@ -81,56 +81,58 @@ def build_filter(
     allow_signals: bool = True,
     deny_new_processes: bool = False,
 ) -> bytes:
-    """Denies what no job needs, and all sockets but those of these families. A job that
-    ``shares_processes`` with the machine is also kept in its process group and from the files' attributes,
-    without ``signals`` from signalling anyone, and one that is ``alone`` from starting other processes."""
+    """Return a filter that denies the calls that no job needs, and sockets of other families.
+
+    ``shares_host_processes`` also denies leaving the process group and changing file attributes.
+    ``allow_signals=False`` denies signals, and ``deny_new_processes`` denies fork and exec.
+    """
     machine = platform.machine()
     column = list(_ARCHES).index(machine)
     number = {name: numbers[column] for name, numbers in _NUMBERS.items() if numbers[column] >= 0}
     denied = list(_ALWAYS)
-    own = {"socket": _if_one_of(socket_families), "clone": _unless_any_bit(_NEW_NAMESPACES)}
+    conditional = {"socket": _if_one_of(socket_families), "clone": _unless_any_bit(_NEW_NAMESPACES)}
     if shares_host_processes:
-        denied += _ON_THE_MACHINE
-        own["prlimit64"] = own["sched_setaffinity"] = _if_one_of([0])
+        denied += _ON_HOST
+        conditional["prlimit64"] = conditional["sched_setaffinity"] = _if_one_of([0])
     if deny_new_processes:
         denied += _PROCESSES
-        own["clone"] = _if_any_bit(_CLONE_THREAD)
+        conditional["clone"] = _if_any_bit(_CLONE_THREAD)
     if not allow_signals:
         denied += _SIGNALS
-        own["fcntl"] = _unless_one_of(_SIGNAL_OWNER)
-    program = [_load(_ARCH), _jump(_EQUAL, _ARCHES[machine], 1, 0), _give(_KILL), _load(_NUMBER)]
-    program += [_jump(_AT_LEAST, _X32, 0, 1), _give(_ERRNO | errno.EPERM)]
-    program += [_jump(_AT_LEAST, _FIRST_UNKNOWN, 0, 1), _give(_ERRNO | errno.ENOSYS)]
-    # Its flags lie in memory, where no filter looks; the C library falls back to clone.
-    program += [_jump(_EQUAL, 435, 0, 1), _give(_ERRNO | errno.ENOSYS)]
+        conditional["fcntl"] = _unless_one_of(_SIGNAL_OWNER)
+    program = [_load(_ARCH), _jump(_EQUAL, _ARCHES[machine], 1, 0), _return(_KILL), _load(_NUMBER)]
+    program += [_jump(_AT_LEAST, _X32, 0, 1), _return(_ERRNO | errno.EPERM)]
+    program += [_jump(_AT_LEAST, _FIRST_UNKNOWN, 0, 1), _return(_ERRNO | errno.ENOSYS)]
+    # clone3: its flags are in memory, which a filter cannot read. The C library falls back to clone.
+    program += [_jump(_EQUAL, 435, 0, 1), _return(_ERRNO | errno.ENOSYS)]
     for name in denied:
         if name in number:
-            program += [_jump(_EQUAL, number[name], 0, 1), _give(_ERRNO | errno.EPERM)]
-    for name, rule in own.items():
+            program += [_jump(_EQUAL, number[name], 0, 1), _return(_ERRNO | errno.EPERM)]
+    for name, rule in conditional.items():
         program += [_jump(_EQUAL, number[name], 0, len(rule)), *rule]
-    return b"".join([*program, _give(_ALLOW)])
+    return b"".join([*program, _return(_ALLOW)])
 
 
 def _if_one_of(values: Iterable[int]) -> list[bytes]:
-    """Allow a call by its first argument."""
-    allow = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _give(_ALLOW))]
-    return [_load(_ARGUMENTS), *allow, _give(_ERRNO | errno.EPERM)]
+    """Allow a call if its first argument is one of the values."""
+    allow = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _return(_ALLOW))]
+    return [_load(_ARGUMENTS), *allow, _return(_ERRNO | errno.EPERM)]
 
 
 def _unless_one_of(values: Iterable[int]) -> list[bytes]:
-    """Allow a call unless its second argument is one of these."""
-    deny = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _give(_ERRNO | errno.EPERM))]
-    return [_load(_ARGUMENTS + 8), *deny, _give(_ALLOW)]
+    """Allow a call unless its second argument is one of the values."""
+    deny = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _return(_ERRNO | errno.EPERM))]
+    return [_load(_ARGUMENTS + 8), *deny, _return(_ALLOW)]
 
 
 def _unless_any_bit(mask: int) -> list[bytes]:
-    """Allow a call whose first argument has none of these bits."""
-    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 0, 1), _give(_ERRNO | errno.EPERM), _give(_ALLOW)]
+    """Allow a call if its first argument has none of the bits."""
+    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 0, 1), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
 
 
 def _if_any_bit(mask: int) -> list[bytes]:
-    """Allow a call whose first argument has one of these bits."""
-    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 1, 0), _give(_ERRNO | errno.EPERM), _give(_ALLOW)]
+    """Allow a call if its first argument has one of the bits."""
+    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 1, 0), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
 
 
 def _load(offset: int) -> bytes:
@@ -141,5 +143,5 @@ def _jump(test: int, value: int, if_true: int, if_false: int) -> bytes:
     return struct.pack("=HBBI", test, if_true, if_false, value)
 
 
-def _give(verdict: int) -> bytes:
+def _return(verdict: int) -> bytes:
     return struct.pack("=HBBI", _RETURN, 0, 0, verdict)

@@ -1,4 +1,4 @@
-"""Starts a job through the launcher, watches it, and ends it with all that it started."""
+"""Starts a job through the launcher, enforces its limits, and kills everything that it started."""
 
 from __future__ import annotations
 
@@ -25,15 +25,21 @@ from instar.rewards.sandbox.base import (
 )
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-EVERY = 0.02
-"""Seconds between two looks at a job."""
-PATIENCE = 10.0
-"""Seconds for a killed job to be gone."""
+CHECK_INTERVAL = 0.02
+"""Seconds between two checks of a job's usage."""
+KILL_TIMEOUT = 10.0
+"""Seconds that a killed job has to end."""
 MB = 2**20
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime")
-OF_NETWORK = (
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+ETC_PATHS = (
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+)
+NETWORK_PATHS = (
     "/etc/resolv.conf",
     "/etc/hosts",
     "/etc/nsswitch.conf",
@@ -44,36 +50,38 @@ OF_NETWORK = (
 
 @dataclass(frozen=True)
 class SandboxLaunch:
-    """How a sandbox starts a job, ends it, and sees what it wrote."""
+    """The way a sandbox starts a job, kills it, and measures its files."""
 
     command_prefix: list[str]
-    """What stands before the Python that runs the launcher."""
+    """The command that runs the Python of the launcher, such as bwrap with its options."""
     launcher_path: str
-    """Where the launcher lies, for it."""
+    """The path of the launcher inside the sandbox."""
     folder: str
-    """Where the job works, as it sees it itself."""
+    """The job's folder as the job sees it."""
     temporary: str
     seccomp: bytes
     uid: int | None
     landlock: dict[str, Any] | None
     kill_job: Callable[[int], None]
-    """Ends everything below the process that was started."""
+    """Kills all descendants of the started process."""
     measure_files: Callable[[list[int]], tuple[int, int]]
-    """Bytes and number of the job's files, given its processes."""
+    """Returns size in bytes and number of the job's files, for its process ids."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
-    """What a job may read of this machine: the system's programs, this Python, and what it was given."""
+    """Return the paths that a job may read: system programs, this Python, and the job's own list."""
     python = [Path(p) for p in (sys.prefix, sys.base_prefix)]
     python += [*(p.resolve() for p in python), Path(sys.executable).resolve().parent.parent]
-    named = [Path(p) for p in (*SYSTEM, *SETTINGS, *(OF_NETWORK if limits.network else ()))]
-    found = {p for p in (*named, *python, *(Path(p).absolute() for p in job.readable_paths)) if p.exists()}
-    inside_usr = {p for p in found if Path("/usr") in p.parents}
-    return sorted(found - inside_usr, key=lambda path: len(path.parts))
+    listed = [Path(p) for p in (*SYSTEM_PATHS, *ETC_PATHS, *(NETWORK_PATHS if limits.network else ()))]
+    own = [Path(p).absolute() for p in job.readable_paths]
+    existing = {p for p in (*listed, *python, *own) if p.exists()}
+    inside_usr = {p for p in existing if Path("/usr") in p.parents}
+    return sorted(existing - inside_usr, key=lambda path: len(path.parts))
 
 
 def pick_unused_uid() -> int | None:
-    """A user that nobody else is, where this process may become one: the kernel counts a user's processes."""
+    """Return a user id that no one else has, or None if this process cannot change its user."""
+    # The kernel counts processes per user, so that with its own user a job's limit applies to it alone.
     if os.geteuid() != 0:
         return None
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -83,7 +91,7 @@ def pick_unused_uid() -> int | None:
 
 
 async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
-    status, theirs = os.pipe()
+    status, child_status = os.pipe()
     os.set_blocking(status, False)
     try:
         process = await asyncio.create_subprocess_exec(
@@ -94,31 +102,33 @@ async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimit
             stderr=asyncio.subprocess.STDOUT,
             env={"PATH": os.defpath},
             cwd="/",
-            pass_fds=(theirs,),
+            pass_fds=(child_status,),
             start_new_session=True,
         )
-        orders = json.dumps(_orders(launch, job, limits, theirs)).encode()
-        os.close(theirs)
-        theirs = -1
-        stopped, output = await _watch(process, orders, launch, limits)
-        said = _read(status)
+        settings = json.dumps(_launcher_settings(launch, job, limits, child_status)).encode()
+        os.close(child_status)
+        child_status = -1
+        exceeded, output = await _watch(process, settings, launch, limits)
+        report = _read_nonblocking(status)
     finally:
         os.close(status)
-        if theirs >= 0:
-            os.close(theirs)
+        if child_status >= 0:
+            os.close(child_status)
     text = output.decode(errors="replace")
-    if said != b"ready" and stopped != "time":
+    if report != b"ready" and exceeded != "time":
         raise ScoreError(
-            f"the sandbox failed: {(said.decode(errors='replace') or text).strip():.500}", retryable=True
+            f"the sandbox failed: {(report.decode(errors='replace') or text).strip():.500}", again=True
         )
     assert process.returncode is not None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return SandboxResult(code, text, stopped, _reason(code, stopped, limits))
+    return SandboxResult(code, text, exceeded, _describe_failure(code, exceeded, limits))
 
 
-def _orders(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, status: int) -> dict[str, Any]:
+def _launcher_settings(
+    launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, status: int
+) -> dict[str, Any]:
     memory, files = limits.memory_mb * MB, limits.files_mb * MB
-    bounds = {
+    requested = {
         "RLIMIT_AS": memory,
         "RLIMIT_FSIZE": files,
         "RLIMIT_NPROC": limits.processes,
@@ -127,9 +137,9 @@ def _orders(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, statu
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
     }
-    held = {name: resource.getrlimit(getattr(resource, name))[1] for name in bounds}
+    hard = {name: resource.getrlimit(getattr(resource, name))[1] for name in requested}
     if launch.landlock is not None and launch.uid is None:
-        bounds["RLIMIT_NPROC"] += _tasks_of_this_user()
+        requested["RLIMIT_NPROC"] += _count_user_tasks()
     return {
         "command": list(job.command),
         "files": dict(job.files),
@@ -137,7 +147,7 @@ def _orders(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, statu
         "folder": launch.folder,
         "uid": launch.uid,
         "limits": {
-            name: value if held[name] < 0 else min(value, held[name]) for name, value in bounds.items()
+            name: value if hard[name] < 0 else min(value, hard[name]) for name, value in requested.items()
         },
         "landlock": launch.landlock,
         "seccomp": launch.seccomp.hex(),
@@ -146,7 +156,7 @@ def _orders(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, statu
 
 
 def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
-    """Nothing of ours is in it."""
+    # Built from scratch, so that no variable of this process, such as a key, reaches the job.
     python = str(Path(sys.executable).parent)
     return {
         "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -161,48 +171,51 @@ def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
 
 
 async def _watch(
-    process: asyncio.subprocess.Process, orders: bytes, launch: SandboxLaunch, limits: SandboxLimits
+    process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Until the job has ended, or a limit ended it. Whatever happens, nothing of it is left."""
+    """Wait until the job has ended or exceeded a limit. In every case no process of it is left."""
     output = bytearray()
-    full = asyncio.Event()
+    output_full = asyncio.Event()
     tasks = [
-        asyncio.create_task(_feed(process, orders)),
-        asyncio.create_task(_drain(process, output, limits.output_kb * 1024, full)),
+        asyncio.create_task(_send_settings(process, settings)),
+        asyncio.create_task(_read_output(process, output, limits.output_kb * 1024, output_full)),
     ]
     try:
-        stopped = await _until_stopped(process, launch, limits, full)
+        exceeded = await _wait_or_exceed(process, launch, limits, output_full)
     finally:
-        await asyncio.shield(_end(process, launch, tasks))
-    return stopped, bytes(output)
+        await asyncio.shield(_kill_and_wait(process, launch, tasks))
+    return exceeded, bytes(output)
 
 
-async def _until_stopped(
-    process: asyncio.subprocess.Process, launch: SandboxLaunch, limits: SandboxLimits, full: asyncio.Event
+async def _wait_or_exceed(
+    process: asyncio.subprocess.Process,
+    launch: SandboxLaunch,
+    limits: SandboxLimits,
+    output_full: asyncio.Event,
 ) -> SandboxLimitName | None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.seconds
     ended = asyncio.create_task(process.wait())
     try:
         while not ended.done():
-            await asyncio.wait([ended], timeout=min(EVERY, max(0.0, deadline - loop.time())))
-            if full.is_set():
+            await asyncio.wait([ended], timeout=min(CHECK_INTERVAL, max(0.0, deadline - loop.time())))
+            if output_full.is_set():
                 return "output"
             if ended.done():
                 break
             if loop.time() >= deadline:
                 return "time"
-            if stop := _over(process.pid, launch, limits):
-                return stop
+            if exceeded := _find_exceeded_limit(process.pid, launch, limits):
+                return exceeded
     finally:
         ended.cancel()
     return None
 
 
-def _over(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
+def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
     processes = descendant_pids(root)
-    tasks = sum(len(_names(f"/proc/{pid}/task")) for pid in processes)
-    # The launcher, or bubblewrap, are not the job's.
+    tasks = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
+    # Up to two processes are the launcher and bubblewrap, which do not count.
     if tasks > limits.processes + 2:
         return "processes"
     if (
@@ -210,73 +223,72 @@ def _over(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLim
         and _memory(processes, "pss") > limits.memory_mb * MB
     ):
         return "memory"
-    size, number = launch.measure_files(processes)
-    return "files" if size > limits.files_mb * MB or number > limits.files else None
+    size, count = launch.measure_files(processes)
+    return "files" if size > limits.files_mb * MB or count > limits.files else None
 
 
-async def _end(
+async def _kill_and_wait(
     process: asyncio.subprocess.Process, launch: SandboxLaunch, tasks: Iterable[asyncio.Task[None]]
 ) -> None:
-    """Kill what is left and see that it is gone; its output ends when it has."""
+    """Kill the remaining processes and wait for them, and for the end of their output."""
     if process.returncode is None:
         launch.kill_job(process.pid)
         try:
-            await asyncio.wait_for(process.wait(), PATIENCE)
+            await asyncio.wait_for(process.wait(), KILL_TIMEOUT)
         except TimeoutError:
             for pid in (*descendant_pids(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await process.wait()
-    _, pending = await asyncio.wait(tasks, timeout=PATIENCE)
+    _, pending = await asyncio.wait(tasks, timeout=KILL_TIMEOUT)
     for task in pending:
         task.cancel()
 
 
-async def _feed(process: asyncio.subprocess.Process, orders: bytes) -> None:
+async def _send_settings(process: asyncio.subprocess.Process, settings: bytes) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # it died first; its status says so
-        process.stdin.write(orders)
+    with suppress(BrokenPipeError, ConnectionResetError):  # it died; `supervise` reads why from the status
+        process.stdin.write(settings)
         await process.stdin.drain()
     process.stdin.close()
 
 
-async def _drain(
-    process: asyncio.subprocess.Process, output: bytearray, most: int, full: asyncio.Event
+async def _read_output(
+    process: asyncio.subprocess.Process, output: bytearray, max_bytes: int, output_full: asyncio.Event
 ) -> None:
     assert process.stdout is not None
     while chunk := await process.stdout.read(65536):
-        output += chunk[: most - len(output)]
-        if len(output) == most:
-            full.set()
+        output += chunk[: max_bytes - len(output)]
+        if len(output) == max_bytes:
+            output_full.set()
 
 
 def descendant_pids(root: int) -> list[int]:
-    """Every process that descends from this one; orphans of a job do too, as their parent becomes its first
-    process."""
-    found: list[int] = []
-    ahead = [root]
-    while ahead:
-        pid = ahead.pop()
-        for task in _names(f"/proc/{pid}/task"):
+    """Return the ids of all descendants, including orphans, which the job's first process adopts."""
+    descendants: list[int] = []
+    unvisited = [root]
+    while unvisited:
+        pid = unvisited.pop()
+        for task in _list_folder(f"/proc/{pid}/task"):
             with suppress(OSError):
                 children = [int(c) for c in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-                found += children
-                ahead += children
-    return found
+                descendants += children
+                unvisited += children
+    return descendants
 
 
-def _names(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     try:
-        return os.listdir(folder)  # noqa: PTH208 - names alone, of a folder of /proc
-    except OSError:  # the process is gone
+        return os.listdir(folder)  # noqa: PTH208 - only the names are needed
+    except OSError:  # the process has ended
         return []
 
 
 def _memory(processes: Iterable[int], kind: str) -> int:
-    """``rss`` is quick and counts what processes share once for each; ``pss`` counts it once."""
+    """Return the bytes of memory. ``rss`` is fast but counts shared pages per process; ``pss`` is exact."""
     total = 0
     for pid in processes:
-        with suppress(OSError, StopIteration, ValueError):  # it is gone
+        with suppress(OSError, StopIteration, ValueError):  # the process has ended
             if kind == "rss":
                 total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
             else:
@@ -285,26 +297,27 @@ def _memory(processes: Iterable[int], kind: str) -> int:
     return total
 
 
-def _tasks_of_this_user() -> int:
-    me = os.getuid()
+def _count_user_tasks() -> int:
+    uid = os.getuid()
     total = 0
-    for name in _names("/proc"):
+    for name in _list_folder("/proc"):
         if name.isdigit():
             with suppress(OSError):
-                total += len(_names(f"/proc/{name}/task")) if Path(f"/proc/{name}").stat().st_uid == me else 0
+                if Path(f"/proc/{name}").stat().st_uid == uid:
+                    total += len(_list_folder(f"/proc/{name}/task"))
     return total
 
 
-def _read(status: int) -> bytes:
+def _read_nonblocking(status: int) -> bytes:
     try:
         return os.read(status, 4096)
     except BlockingIOError:
         return b""
 
 
-def _reason(code: int, stopped: SandboxLimitName | None, limits: SandboxLimits) -> str:
-    if stopped is not None:
-        return LIMIT_MESSAGES[stopped].format(**asdict(limits))
+def _describe_failure(code: int, exceeded: SandboxLimitName | None, limits: SandboxLimits) -> str:
+    if exceeded is not None:
+        return LIMIT_MESSAGES[exceeded].format(**asdict(limits))
     if code > 128:
         with suppress(ValueError):
             return f"it was ended by {signal.Signals(code - 128).name}"

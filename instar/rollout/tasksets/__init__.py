@@ -1,1 +1,1 @@
-"""Task sets that are known by name, one per file."""
+"""The built-in task sets, one per file."""

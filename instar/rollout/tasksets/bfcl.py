@@ -1,7 +1,7 @@
-"""The Berkeley function-calling sets, from the data and with the checker of the package `bfcl-eval`.
+"""The Berkeley function-calling leaderboard, with the data and the checker of the package `bfcl-eval`.
 
-The package pins an older numpy than Instar needs, and wants thirty vendors' SDKs; its data and its checker
-need neither, so it is installed without what it requires.
+The package pins an older numpy than Instar needs and requires thirty vendor SDKs. Its data and its checker
+need neither, so it is installed without its dependencies.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from instar.rollout.tasksets.optional_packages import find_package_folder, impor
 from instar.types import Json, Task
 
 INSTALL = "pip install --no-deps bfcl-eval"
-US = "instar"
+MODEL_NAME = "instar"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""The sets write some types as Python does."""
+"""The data uses Python's names for some types."""
 
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
-    """A task has `messages`, `tools` as the chat API takes them, and what the checker needs."""
+    """Create tasks with `messages` and `tools` in the format of the chat API, and the checker's fields."""
     folder = find_package_folder("bfcl_eval", "bfcl", INSTALL) / "data"
     file = f"BFCL_v4_{config.category}.json"
     answers = {
         record["id"]: record["ground_truth"]
         for _, record in read_json_lines(folder / "possible_answer" / file)
     }
-    until = None if config.limit is None else config.start + config.limit
-    chosen = islice(read_json_lines(folder / file), config.start, until)
-    return TaskSet([_task(record, answers[record["id"]], config.category) for _, record in chosen])
+    stop = None if config.limit is None else config.start + config.limit
+    records = islice(read_json_lines(folder / file), config.start, stop)
+    return TaskSet([_task(record, answers[record["id"]], config.category) for _, record in records])
 
 
 def score(task: Json, transcript: Transcript) -> float:
-    """1 if the calls of the last reply are what the checker expects, else 0."""
+    """Return 1 if the checker accepts the calls of the last reply, else 0."""
     final = transcript.final
-    made = final.get("tool_calls", []) if final else []
+    tool_calls = final.get("tool_calls", []) if final else []
     try:
-        calls = [{call["name"]: msgspec.json.decode(call["arguments"])} for call in made]
+        calls = [{call["name"]: msgspec.json.decode(call["arguments"])} for call in tool_calls]
     except msgspec.DecodeError:
         return 0.0
     if not all(isinstance(arguments, dict) for call in calls for arguments in call.values()):
@@ -56,10 +56,10 @@ def score(task: Json, transcript: Transcript) -> float:
 
 
 def check_calls(task: Json, calls: list[Json]) -> bool:
-    """Whether these, each a tool's name with its arguments, are what the task asks for."""
-    check, python = _checker()
-    verdict = check(task["functions"], calls, task["ground_truth"], python, task["category"], US)
-    return bool(verdict["valid"])
+    """True if the calls, each a tool's name with its arguments, solve the task."""
+    check, python = _load_checker()
+    result = check(task["functions"], calls, task["ground_truth"], python, task["category"], MODEL_NAME)
+    return bool(result["valid"])
 
 
 def _task(record: Json, ground_truth: list[Json], category: str) -> Task:
@@ -77,24 +77,24 @@ def _task(record: Json, ground_truth: list[Json], category: str) -> Task:
 
 
 def _tool(function: Json) -> Json:
-    """A dot is not allowed in a tool's name; the checker knows that they become underscores."""
-    described = {
+    definition = {
+        # Tool names must not contain dots; the checker expects underscores instead.
         "name": function["name"].replace(".", "_"),
         "description": function["description"],
         "parameters": _schema(function["parameters"]),
     }
-    return {"type": "function", "function": described}
+    return {"type": "function", "function": definition}
 
 
 def _schema(value: Any) -> Any:
     match value:
         case dict():
-            given = cast(Json, value)
-            made = {key: _schema(inner) for key, inner in given.items()}
-            # A property may itself be called `type`; then it is no word but a schema.
-            if isinstance(kind := given.get("type"), str):
-                made["type"] = JSON_TYPES.get(kind, kind)
-            return made
+            source = cast(Json, value)
+            schema = {key: _schema(inner) for key, inner in source.items()}
+            # The value of a property called `type` is a schema and not a string.
+            if isinstance(type_name := source.get("type"), str):
+                schema["type"] = JSON_TYPES.get(type_name, type_name)
+            return schema
         case list():
             return [_schema(inner) for inner in cast(list[Any], value)]
         case _:
@@ -102,23 +102,21 @@ def _schema(value: Any) -> Any:
 
 
 @lru_cache(1)
-def _checker() -> tuple[Callable[..., Json], Any]:
-    """The package's checker, and its word for Python.
-
-    It imports every vendor's SDK for one flag: whether a model's tool names have underscores for dots. That
-    module is stood in for while the checker is imported.
-    """
+def _load_checker() -> tuple[Callable[..., Json], Any]:
+    """Return the package's checker, and its constant for the language Python."""
+    # The checker imports every vendor's SDK for one flag: whether a model's tool names have underscores for
+    # dots. A stub replaces that module during the import.
     import_package("bfcl_eval", "bfcl", INSTALL)
     name = "bfcl_eval.constants.model_config"
-    stand_in = ModuleType(name)
-    vars(stand_in)["MODEL_CONFIG_MAPPING"] = {US: SimpleNamespace(underscore_to_dot=True)}
-    absent = sys.modules.get(name)
-    sys.modules[name] = stand_in
+    stub = ModuleType(name)
+    vars(stub)["MODEL_CONFIG_MAPPING"] = {MODEL_NAME: SimpleNamespace(underscore_to_dot=True)}
+    previous = sys.modules.get(name)
+    sys.modules[name] = stub
     try:
         checker = import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
     finally:
-        if absent is None:
+        if previous is None:
             del sys.modules[name]
         else:
-            sys.modules[name] = absent
+            sys.modules[name] = previous
     return checker.ast_checker, import_module("bfcl_eval.constants.enums").Language.PYTHON

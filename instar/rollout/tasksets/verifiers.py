@@ -1,5 +1,5 @@
-"""Environments of `verifiers`: a task is a row of the environment's dataset, on which
-`instar.agents.verifiers:run` runs the environment."""
+"""Environments of `verifiers`: a task is a row of the environment's dataset. `instar.agents.verifiers:run`
+runs the environment on it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from instar.rollout.tasks import TaskSet
 from instar.rollout.tasksets.optional_packages import import_package
 from instar.types import Json, Task
 
-TAKEN = (signal.SIGINT, signal.SIGTERM)
-"""Signals whose handlers an environment replaces by its own."""
+REPLACED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals whose handlers an environment replaces."""
 
 
 def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
     environment = load_environment(config.environment, config.args)
     limit = config.limit or -1
     try:
-        made = environment.get_dataset if config.split == "train" else environment.get_eval_dataset
-        rows: list[Json] = made(limit).to_list()
+        load_dataset = environment.get_dataset if config.split == "train" else environment.get_eval_dataset
+        rows: list[Json] = load_dataset(limit).to_list()
     except ValueError as error:
         raise ConfigError(f"tasks.environment: {config.environment} has no dataset: {error}") from error
-    named: Json = {"environment": config.environment, "args": config.args}
+    common: Json = {"environment": config.environment, "args": config.args}
     return TaskSet(
-        [Task(f"{config.split}-{number}", {**named, "input": _plain(row)}) for number, row in enumerate(rows)]
+        [
+            Task(f"{config.split}-{number}", {**common, "input": _to_json(row)})
+            for number, row in enumerate(rows)
+        ]
     )
 
 
 def load_environment(name: str, args: Json) -> Any:
-    """Made once for all sessions. Raises ConfigError where there is none, or one that cannot be run here."""
+    """Return the environment, shared by all sessions. Raises ConfigError if it cannot be used."""
     return _load(name, msgspec.json.encode(args))
 
 
@@ -54,16 +57,20 @@ def _load(name: str, args: bytes) -> Any:
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"tasks.environment: cannot load {name!r}: {error}") from error
     if not isinstance(environment, verifiers.Environment):
-        raise ConfigError(f"tasks.environment: {name} made {type(environment).__name__}, no environment")
+        raise ConfigError(
+            f"tasks.environment: {name} returned {type(environment).__name__}, not an environment"
+        )
     if environment.requires_group_rollouts:
-        raise ConfigError(f"tasks.environment: {name} scores whole groups, and here a session is run alone")
+        raise ConfigError(
+            f"tasks.environment: {name} scores complete groups, but sessions are run separately"
+        )
     return environment
 
 
 @contextmanager
 def _preserve_signal_handlers() -> Generator[None]:
-    """An environment takes over Ctrl-C and the end of the process; they stay the run's."""
-    handlers = {number: signal.getsignal(number) for number in TAKEN}
+    """Restore the run's signal handlers, which loading an environment replaces."""
+    handlers = {number: signal.getsignal(number) for number in REPLACED_SIGNALS}
     try:
         yield
     finally:
@@ -71,5 +78,5 @@ def _preserve_signal_handlers() -> Generator[None]:
             signal.signal(number, handler)
 
 
-def _plain(row: Json) -> Json:
+def _to_json(row: Json) -> Json:
     return msgspec.json.decode(msgspec.json.encode(row, enc_hook=str))

@@ -1,7 +1,7 @@
-"""Word problems of one and two steps in GSM8K's format, made from a seed.
+"""Generates word problems of one and two steps in GSM8K's format.
 
-A problem is its kind and its numbers; the names and things in it are decoration. A hash of the problem
-decides whether it is held out, so no seed and no size can make the two sides share one.
+A problem is identified by its kind and its numbers; names and things are decoration. A hash of the problem
+decides whether it is held out, so that the training set and the held-out set never share one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from instar.types import Json
 
 HELD_OUT_SHARE = 5
-"""One problem in so many is held out."""
+"""One problem in this many is held out."""
 PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "Jo", "Kim", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers")
 
@@ -31,31 +31,35 @@ class WordProblem:
 
     @property
     def key(self) -> str:
-        return f"{self.kind}:{','.join(map(str, self.numbers))}"
-
-    @property
-    def is_held_out(self) -> bool:
-        return zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
+        return problem_key(self.kind, self.numbers)
 
     def record(self) -> Json:
         return {"question": self.question, "answer": f"{self.steps}\n#### {self.result}"}
 
 
+def problem_key(kind: str, numbers: tuple[int, ...]) -> str:
+    return f"{kind}:{','.join(map(str, numbers))}"
+
+
+def is_held_out(key: str) -> bool:
+    return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
+
+
 def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
-    """Distinct problems of that side, kinds in a fixed rotation so that every prefix has the same mix."""
+    """Return distinct problems of the split. Kinds rotate, so that every prefix has the same mix."""
     rng = random.Random(f"gsm8k/{seed}/{split}")
-    taken: dict[str, WordProblem] = {}
-    for place in range(size):
-        make = KINDS[place % len(KINDS)]
+    problems: dict[str, WordProblem] = {}
+    for index in range(size):
+        make = KINDS[index % len(KINDS)]
         problem = make(rng)
-        while problem.is_held_out is not (split == "heldout") or problem.key in taken:
+        while is_held_out(problem.key) is not (split == "heldout") or problem.key in problems:
             problem = make(rng)
-        taken[problem.key] = problem
-    return [problem.record() for problem in taken.values()]
+        problems[problem.key] = problem
+    return [problem.record() for problem in problems.values()]
 
 
 def _worked(expression: str, result: int) -> str:
-    """A calculation as GSM8K writes it: `24*3=<<24*3=72>>72`."""
+    """Return a calculation in GSM8K's notation: `24*3=<<24*3=72>>72`."""
     return f"{expression}=<<{expression}={result}>>{result}"
 
 
@@ -123,11 +127,6 @@ def _packs(rng: random.Random) -> WordProblem:
 
 
 KINDS: tuple[Callable[[random.Random], WordProblem], ...] = (
-    _boxes,
-    _more,
-    _left,
-    _compare,
-    _share,
-    _days,
-    _packs,
+    *(_boxes, _more, _left, _compare, _share),
+    *(_days, _packs),
 )

@@ -89,5 +89,5 @@ def test_a_name_that_no_scorer_has_is_refused_at_start(tmp_path: Path) -> None:
     with start(tmp_path, config) as process:
         _, said = process.communicate(timeout=50)
     assert process.returncode == 1
-    assert "scoring.combine.weights: given 'maths', which no scorer of this run is called" in said
+    assert "scoring.combine.weights: given 'maths', which is no scorer of this run" in said
     assert "Traceback" not in said

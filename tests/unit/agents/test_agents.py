@@ -23,7 +23,7 @@ async def tried(harness: RolloutHarness, tasks: dict[str, Any], agent: str, rewa
     try:
         return await evaluator.evaluate("greedy", "x")
     finally:
-        await evaluator.agent.close()
+        await evaluator.services.agent.close()
 
 
 async def rewards_of(harness: RolloutHarness) -> list[list[Any]]:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from instar.demo.agent import EXAMPLES, calculate, prompt
+from instar.agents.calculator import calculate
+from instar.demo.agent import EXAMPLES, prompt
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from instar.config import RunConfig
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.base import Transcript
 from instar.rewards.judge.answers import candidate_answers
-from instar.rewards.judge.wire import JudgeReply, parse_retry_after
+from instar.rewards.judge.endpoint import JudgeReply
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, RewardSource
 from tests.unit.data.builders import RUN
@@ -137,7 +135,7 @@ async def test_a_budget_of_calls_holds_over_a_restart_and_counts_garbage(
 ) -> None:
     server.faults = ["garbage"]
     async with start_judge(path, server.url, budget={"calls": 3}) as judge:
-        with pytest.raises(ScoreError, match="cannot be read"):
+        with pytest.raises(ScoreError, match="cannot be parsed"):
             await judge.score(TASK, make_answer_transcript("1"))
         await judge.score(TASK, make_answer_transcript("1"))
     async with start_judge(path, server.url, budget={"calls": 3}) as judge:
@@ -181,10 +179,10 @@ async def test_no_more_questions_at_once_than_allowed(path: Path, server: JudgeS
         ("429:2", "429", True, 2.0),
         ("503", "503", True, None),
         ("529:0.5", "529", True, 0.5),
-        ("drop", "cannot be reached", True, None),
-        ("cut", "cannot be reached", True, None),
-        ("garbage", "cannot be read", True, None),
-        ("nonsense", "no answer of its API", True, None),
+        ("drop", "did not answer", True, None),
+        ("cut", "did not answer", True, None),
+        ("garbage", "cannot be parsed", True, None),
+        ("nonsense", "does not follow its API", True, None),
         ("401", "401", False, None),
         ("403:9", "403", False, None),
         ("hang", "within 0.2 s", True, None),
@@ -244,7 +242,7 @@ async def test_a_judge_that_hangs_is_left_at_the_callers_deadline(path: Path, se
 async def test_an_answer_that_is_none_is_garbage(path: Path, server: JudgeServer, thought: Any) -> None:
     server.answer_with = lambda asked: thought
     async with start_judge(path, server.url) as judge:
-        with pytest.raises(ScoreError, match="cannot be read") as failed:
+        with pytest.raises(ScoreError, match="cannot be parsed") as failed:
             await judge.score(TASK, make_answer_transcript("42"))
         assert failed.value.retryable
 
@@ -346,16 +344,6 @@ async def test_a_key_or_an_address_that_is_not_there_is_told_at_start(path: Path
         with pytest.raises(ConfigError, match=said):
             async with start_judge(path, **{"url": "http://x/v1", **settings}):
                 pass
-
-
-def test_retry_after_is_seconds_or_a_date() -> None:
-    assert parse_retry_after("1.5") == 1.5
-    assert parse_retry_after("soon") is None
-    assert parse_retry_after("inf") is None
-    assert parse_retry_after("-4") == 0
-    later = parse_retry_after(formatdate(time.time() + 60, usegmt=True))
-    assert later is not None
-    assert 30 < later <= 61
 
 
 def test_json_is_found_in_text_the_last_first() -> None:

@@ -78,7 +78,7 @@ async def test_a_step_that_is_passed_over_is_garbage(path: Path) -> None:
         return {"steps": [{"step": 1, "reasons": "", "score": 0.5}]}
 
     async with judge_server(think) as server, start_judge(path, server.url, rubric="process") as judge:
-        with pytest.raises(ScoreError, match="nothing of step 2"):
+        with pytest.raises(ScoreError, match="no answer for step 2"):
             await judge.score(TASK, LESSON)
 
 

@@ -93,7 +93,7 @@ async def test_a_gateway_that_is_away_is_tried_again_where_it_is_then(gateway: S
     around = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
     await judge.start(around)
     async with asyncio.timeout(10):
-        with pytest.raises(ScoreError, match="cannot be reached") as failed:
+        with pytest.raises(ScoreError, match="did not answer") as failed:
             await judge.score(TASK, make_answer_transcript("42"))
     assert failed.value.retryable
     around.base_url = gateway.url

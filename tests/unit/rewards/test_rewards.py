@@ -14,7 +14,7 @@ from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
 from instar.rewards.python_rule import RuleReward
-from instar.rewards.rules.worker_pool import _sandbox  # pyright: ignore[reportPrivateUsage]
+from instar.rewards.rules.worker_pool import bubblewrap_command
 from instar.rewards.scoring import score_sessions
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.types import Message, Reward, RewardSource, ScoreState, Task
@@ -115,7 +115,7 @@ async def test_what_a_verifier_evaluates_can_do_no_harm(boxed: bool, tmp_path: P
     assert isinstance(scorer, RuleReward)
     assert scorer.workers is not None
     if boxed:
-        scorer.workers.command_prefix = _sandbox()
+        scorer.workers.command_prefix = bubblewrap_command()
     kept, made = tmp_path / "kept", tmp_path / "made"
     kept.touch()
     await scorer.start(ScoringContext("run", None))  # pyright: ignore[reportArgumentType]
@@ -148,7 +148,9 @@ async def test_a_rule_must_give_a_finite_number() -> None:
 def test_scorers_are_told_apart_by_name() -> None:
     twice = {"type": "rule", "function": f"{HERE}:exact"}
     sections = [twice, twice | {"args": {"worth": 2}}]
-    with pytest.raises(ConfigError, match=r"reward\.1: called .*exact', as reward\.0 is; .* another name"):
+    with pytest.raises(
+        ConfigError, match=r"reward\.1: its name .*exact' is also that of reward\.0; .* another name"
+    ):
         create_scorers(RunConfig.model_validate({"reward": sections}))
     sections[1]["name"] = "double"
     first, second = create_scorers(RunConfig.model_validate({"reward": sections}))

@@ -127,7 +127,7 @@ async def test_json_schema() -> None:
         assert (await score_text(scorer, {}, "[" * 100_000)).value == 0.0
     async with start_scorer(type="json_schema") as scorer:
         assert (await score_text(scorer, {"schema": {"const": 3}}, "3")).value == 1.0
-        with pytest.raises(ScoreError, match="no JSON schema"):
+        with pytest.raises(ScoreError, match="not a JSON schema"):
             await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
 
 
@@ -137,7 +137,7 @@ async def test_a_long_wrong_answer_is_wrong_and_its_reason_short() -> None:
         assert (wrong.value, len(wrong.detail["reason"])) == (0.0, 500)
         assert (await score_text(scorer, {}, "{}")).value == 1.0
     async with start_scorer(type="json_schema") as scorer:
-        with pytest.raises(ScoreError, match="no JSON schema"):
+        with pytest.raises(ScoreError, match="not a JSON schema"):
             await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), transcript("3"))
 
 
@@ -211,4 +211,4 @@ def test_only_a_test_that_ran_has_passed(
 
 def test_files_are_counted_only_once_they_are_the_jobs_own() -> None:
     """This process sees the machine's, as bubblewrap does at first."""
-    assert bubblewrap._usage([os.getpid()]) == (0, 0)  # pyright: ignore[reportPrivateUsage]
+    assert bubblewrap._measure_files([os.getpid()]) == (0, 0)  # pyright: ignore[reportPrivateUsage]

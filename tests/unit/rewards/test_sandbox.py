@@ -323,7 +323,7 @@ async def test_a_given_script_is_a_command(kind: str, program: str, tmp_path: Pa
         assert (await score_text(scorer, {}, "yes")).value == 1.0
         wrong = await score_text(scorer, {}, "no")
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
-    for first, said in {"true": "its first line names no program", "#!/no/sh": "there is no /no/sh"}.items():
+    for first, said in {"true": "names no interpreter", "#!/no/sh": "there is no /no/sh"}.items():
         script.write_text(f"{first}\n")
         with pytest.raises(ConfigError, match=f"reward.command.*{said}"):
             async with start_scorer(**section, files=[str(script)]):

@@ -29,7 +29,8 @@ from instar.rollout.base import AgentSession
 from instar.rollout.evaluate import Evaluator
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
-from instar.rollout.tasks import load_tasks
+from instar.rollout.slots import RolloutServices
+from instar.rollout.tasks import TaskSet, load_tasks
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.types import Artifact, Policy, StepState
@@ -203,20 +204,21 @@ class RolloutHarness:
 
     def runner(self, config: RunConfig) -> RolloutRunner:
         assert config.rollout is not None
-        taskset = load_tasks(config.rollout.tasks)
-        agent = create_agent(config.rollout.agent)
-        scoring = create_scoring(config, taskset)
-        return RolloutRunner(config, self.store, self.gateway, taskset, agent, scoring)
+        tasks = load_tasks(config.rollout.tasks)
+        return RolloutRunner(config, tasks, self._services(config, tasks, self.gateway))
 
-    def evaluator(self, config: RunConfig, record: Any = None) -> Evaluator:
+    def evaluator(
+        self, config: RunConfig, record: Any = None, gateway: GatewayClient | None = None
+    ) -> Evaluator:
         assert config.eval is not None
+        tasks = load_tasks(config.eval.tasks)
+        services = self._services(config, tasks, gateway or self.gateway)
+        return Evaluator(config, tasks, services, record, combine=RewardCombiner(config))
+
+    def _services(self, config: RunConfig, tasks: TaskSet, gateway: GatewayClient) -> RolloutServices:
         assert config.rollout is not None
-        taskset = load_tasks(config.eval.tasks)
         agent = create_agent(config.rollout.agent)
-        scoring = create_scoring(config, taskset)
-        return Evaluator(
-            config, self.store, self.gateway, taskset, agent, scoring, record, combine=RewardCombiner(config)
-        )
+        return RolloutServices(self.store, gateway, agent, create_scoring(config, tasks))
 
     async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> StepBatch:
         """What the trainer does with a batch, less the training."""

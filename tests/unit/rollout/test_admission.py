@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from instar.data.batcher import Batcher
-from instar.rollout.admission import MAX_AGE, Admission
+from instar.rollout.admission import MAX_AGE_SECONDS, Admission
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, StepState
@@ -105,7 +105,7 @@ async def test_a_published_step_makes_room_before_it_is_committed(store: Store) 
     await sides.fill()
     await sides.claim(1)
     await store.advance_step(RUN, 1, StepState.SUBMITTED, version=1)
-    await asyncio.sleep(MAX_AGE)
+    await asyncio.sleep(MAX_AGE_SECONDS)
     assert await sides.fill(version=1) == 2
     await sides.claim(2, version=1)
     await store.advance_step(RUN, 2, StepState.SUBMITTED, version=2)

@@ -58,7 +58,7 @@ async def test_what_it_may_not() -> None:
         await bad.run(TASK, SESSION)
     with pytest.raises(AgentError, match="enough"):
         await FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:exits")).run(TASK, SESSION)
-    with pytest.raises(ConfigError, match="no async function"):
+    with pytest.raises(ConfigError, match="not an async function"):
         FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:not_async"))
 
 

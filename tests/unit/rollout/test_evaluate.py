@@ -82,10 +82,12 @@ async def test_an_interrupted_evaluation_goes_on_where_it_was(harness: RolloutHa
 
 async def test_an_evaluation_that_fails_is_reported_and_no_more(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
-    evaluator = harness.evaluator(make_config(harness.folder), lambda *record: recorded.append(record))
-    evaluator.gateway = GatewayClient("http://127.0.0.1:9", KEY, max_wait=0.1)
+    gateway = GatewayClient("http://127.0.0.1:9", KEY, max_wait=0.1)
+    evaluator = harness.evaluator(
+        make_config(harness.folder), lambda *record: recorded.append(record), gateway
+    )
     await evaluator.try_evaluate_all("v4")
-    await evaluator.gateway.close()
+    await gateway.close()
     ((kind, _, told),) = recorded
     assert kind == "warning"
     assert told["text"].startswith("the evaluation 'v4' failed: ")
@@ -122,7 +124,7 @@ async def test_the_demos_agent_solves_its_tasks_with_the_tool(
         )
         evaluator = harness.evaluator(config)
         figures = await evaluator.evaluate("greedy", "x")
-        await evaluator.agent.close()
+        await evaluator.services.agent.close()
         assert figures["accuracy"] == accuracy
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.calls for row in rows} == {2}

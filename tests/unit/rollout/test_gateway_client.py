@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from instar.errors import EngineUnavailable, InstarError
 from instar.gateway.serve import bind, serve
-from instar.rollout.gateway_client import GatewayClient, backoff
+from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.slots import is_transient
 from instar.types import Channel, SessionStatus
 from tests.unit.rollout.harness import RolloutHarness
@@ -38,7 +38,7 @@ async def test_it_opens_and_ends_sessions(harness: RolloutHarness) -> None:
 async def test_a_refusal_is_an_error_at_once(harness: RolloutHarness) -> None:
     stranger = GatewayClient(harness.gateway.url, "sk-wrong", max_wait=30)
     began = time.monotonic()
-    with pytest.raises(InstarError, match="refused /sessions with 401"):
+    with pytest.raises(InstarError, match="rejected /sessions with status 401"):
         await stranger.open_session(channel=Channel.TRAIN)
     assert time.monotonic() - began < 5
     await stranger.close()
@@ -75,17 +75,9 @@ async def test_patience_ends() -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     client = GatewayClient(url, "k", max_wait=0.5)
-    with pytest.raises(EngineUnavailable, match="cannot be reached"):
+    with pytest.raises(EngineUnavailable, match="did not answer"):
         await client.open_session(channel=Channel.TRAIN)
     await client.close()
-
-
-def test_backoff_doubles_with_jitter_up_to_a_bound() -> None:
-    for attempt in range(12):
-        bound = min(8.0, 0.25 * 2**attempt)
-        waits = {backoff(attempt) for _ in range(20)}
-        assert len(waits) > 1
-        assert all(bound / 2 <= wait <= bound for wait in waits)
 
 
 def test_what_is_transient() -> None:

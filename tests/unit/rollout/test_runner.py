@@ -329,15 +329,16 @@ async def test_training_goes_on_without_an_evaluation_that_fails(harness: Rollou
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
     warnings: list[str] = []
     runner = harness.runner(config)
-    evaluator = harness.evaluator(config, lambda kind, step, told: warnings.append(told["text"]))
-    evaluator.gateway = GatewayClient("http://127.0.0.1:9", place.KEY, max_wait=0.1)
-    runner.evaluator = evaluator
+    gateway = GatewayClient("http://127.0.0.1:9", place.KEY, max_wait=0.1)
+    runner.evaluator = harness.evaluator(
+        config, lambda kind, step, metrics: warnings.append(metrics["text"]), gateway
+    )
     running = asyncio.create_task(runner.run())
     batcher = Batcher(harness.store, RUN, config)
     for step in (1, 2, 3):
         await harness.train_step(config, batcher, step, step - 1)
     await asyncio.wait_for(running, 20)
-    await evaluator.gateway.close()
+    await gateway.close()
     assert len(warnings) >= 2
     assert "the evaluation 'v1' failed" in warnings[0]
 

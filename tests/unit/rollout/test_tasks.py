@@ -42,10 +42,10 @@ def test_jsonl(tmp_path: Path) -> None:
     ("text", "fault"),
     [
         ('{"id": 1}\n{oops}\n', r"tasks\.jsonl, line 2: not JSON"),
-        ('{"id": 1}\n[1]\n', r"tasks\.jsonl, line 2: a task is a JSON object"),
+        ('{"id": 1}\n[1]\n', r"tasks\.jsonl, line 2: a task must be a JSON object"),
         ('{"id": 1}\n{"x": 1}\n', r"tasks\.jsonl, line 2: no field 'id'"),
         ('{"id": 1}\n{"id": 1}\n', r"two tasks have the id '1'"),
-        ("", r"there are none"),
+        ("", r"the task set is empty"),
     ],
 )
 def test_jsonl_faults_name_file_and_line(tmp_path: Path, text: str, fault: str) -> None:

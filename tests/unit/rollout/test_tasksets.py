@@ -80,11 +80,11 @@ def test_the_number_that_a_text_ends_in(text: str, number: float | None) -> None
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b'{"question": "Why?"}', r"line 1: a GSM8K problem has the texts"),
+        (b'{"question": "Why?"}', r"line 1: a GSM8K problem needs the strings"),
         (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer does not end in '####'"),
         (b'{"question": "Why?", "answer": "#### many"}', r"line 1: the answer does not end in '####'"),
-        (b"[1]", r"line 1: a task is a JSON object"),
-        (b"", "there are none"),
+        (b"[1]", r"line 1: a task must be a JSON object"),
+        (b"", "the task set is empty"),
     ],
 )
 def test_gsm8k_faults_name_file_and_line(tmp_path: Path, content: bytes, fault: str) -> None:
@@ -172,9 +172,9 @@ def test_games_come_in_turn_each_with_its_own_seed() -> None:
 
 
 def test_a_game_that_is_not_there_or_takes_other_settings() -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.games: TextArena refuses 'Halma-v0'"):
+    with pytest.raises(ConfigError, match=r"tasks\.games: TextArena rejects 'Halma-v0'"):
         load(type="textarena", games=["Halma-v0"])
-    with pytest.raises(ConfigError, match=r"tasks\.games: TextArena refuses 'GuessTheNumber-v0'.*colour"):
+    with pytest.raises(ConfigError, match=r"tasks\.games: TextArena rejects 'GuessTheNumber-v0'.*colour"):
         load(type="textarena", games=["GuessTheNumber-v0"], args={"colour": "red"})
 
 
@@ -224,7 +224,7 @@ def test_an_environment_leaves_the_signals_to_the_run() -> None:
     ("fields", "fault"),
     [
         ({"environment": "no-such-env"}, r"tasks\.environment: cannot load 'no-such-env'"),
-        ({"environment": "pathlib:Path"}, r"tasks\.environment: pathlib:Path made PosixPath"),
+        ({"environment": "pathlib:Path"}, r"tasks\.environment: pathlib:Path returned PosixPath"),
         (
             {"environment": "recipes.calculator_env:load_environment", "args": {"colour": 1}},
             r"tasks\.environment: cannot load .*colour",

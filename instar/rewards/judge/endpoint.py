@@ -1,24 +1,20 @@
-"""A question over HTTP, in OpenAI's words or Anthropic's."""
+"""Asks a judge over HTTP, in the format of OpenAI's or of Anthropic's API."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar, cast
 
-import aiohttp
 import msgspec
 from yarl import URL
 
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ConfigError, ScoreError
+from instar.http.client import HttpClient, NoResponse
 from instar.types import Json
 from instar.wire.anthropic import MessagesResponse, MessagesUsage
 from instar.wire.openai import ChatResponse, ChatUsage
@@ -26,31 +22,30 @@ from instar.wire.openai import ChatResponse, ChatUsage
 T = TypeVar("T")
 
 ANTHROPIC_VERSION = "2023-06-01"
-MOST_BYTES = 4 << 20
-"""Of an answer."""
+MAX_RESPONSE_BYTES = 4 << 20
 TOOL = "answer"
 _KEEPALIVE_SECONDS = 4.0
-_AGAIN = frozenset({408, 409, 425, 429})
-_REFUSED_FORMAT = (400, 404, 422)
-"""What endpoints say to a `response_format` that they do not know."""
+_RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
+_FORMAT_ERROR_STATUSES = (400, 404, 422)
+"""The statuses with which endpoints reject a `response_format` that they do not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
     text: str
     structured_answer: Json | None = None
-    """The answer itself, where the endpoint gave it as JSON and not as text."""
+    """The answer, if the endpoint returned it as JSON and not as text."""
     input_tokens: int = 0
     output_tokens: int = 0
     is_truncated: bool = False
-    """It was longer than `max_tokens`."""
+    """True if the reply reached `max_tokens`."""
 
 
 class JudgeHttpError(ScoreError):
-    """The endpoint answered with this status."""
+    """The endpoint responded with an error status."""
 
-    def __init__(self, status: int, message: str, **more: Any) -> None:
-        super().__init__(message, **more)
+    def __init__(self, status: int, message: str, *, again: bool, wait: float | None) -> None:
+        super().__init__(message, again=again, wait=wait)
         self.status = status
 
 
@@ -64,64 +59,36 @@ class JudgeEndpoint(ABC):
 
 
 class JudgeHttpClient:
-    """Posts JSON, through the proxy that the environment names if ``proxied``. ``secret`` is never part of an
-    error's text."""
+    """Posts JSON. ``secret`` never appears in an error message."""
 
     def __init__(self, timeout: float, secret: str | None = None, *, use_proxy: bool = True) -> None:
-        self._timeout = timeout
-        self._proxied = use_proxy
-        self._secret = secret
-        self._session: aiohttp.ClientSession | None = None
-
-    async def post(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-            self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=self._proxied
-            )
-        try:
-            async with asyncio.timeout(self._timeout):
-                async with self._session.post(
-                    url, data=json.dumps(body).encode(), headers=headers, allow_redirects=False
-                ) as response:
-                    raw = await _read(response)
-        except TimeoutError as error:
-            raise ScoreError(
-                f"no answer from the judge within {self._timeout:g} s", retryable=True
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            cause = self._clean(str(error) or type(error).__name__)
-            raise ScoreError(f"the judge cannot be reached: {cause}", retryable=True) from error
-        if 200 <= response.status < 300:
-            return raw
-        again = response.status in _AGAIN or response.status >= 500
-        raise JudgeHttpError(
-            response.status,
-            f"the judge answered {response.status}: {self._clean(_said(raw))}",
-            retryable=again,
-            retry_after=parse_retry_after(response.headers.get("Retry-After")) if again else None,
+        self._http = HttpClient(
+            timeout=timeout, keep_alive=_KEEPALIVE_SECONDS, use_environment_proxy=use_proxy, secret=secret
         )
 
-    def _clean(self, text: str) -> str:
-        return text.replace(self._secret, "***") if self._secret else text
+    async def post(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
+        """Return the body of the response. Raises ScoreError."""
+        data = json.dumps(body).encode()
+        try:
+            response = await self._http.post(url, data, headers=headers, max_bytes=MAX_RESPONSE_BYTES)
+        except NoResponse as error:
+            raise ScoreError(f"the judge did not answer: {error}", again=True) from error
+        if response.is_success:
+            return response.body
+        is_retryable = response.status in _RETRYABLE_STATUSES or response.status >= 500
+        raise JudgeHttpError(
+            response.status,
+            f"the judge answered {response.status}: {self._http.redact(_error_message(response.body))}",
+            again=is_retryable,
+            wait=response.retry_after if is_retryable else None,
+        )
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    raw = bytearray()
-    async for piece in response.content.iter_chunked(1 << 16):
-        raw += piece
-        if len(raw) > MOST_BYTES:
-            raise ScoreError(f"the judge's answer is longer than {MOST_BYTES} bytes", retryable=True)
-    return bytes(raw)
-
-
-def _said(raw: bytes) -> str:
-    """What an error says, in the shapes that providers write."""
+def _error_message(raw: bytes) -> str:
+    """Return the message of an error response, in any of the shapes that providers use."""
     try:
         body: Any = json.loads(raw)
     except (ValueError, RecursionError):
@@ -131,54 +98,34 @@ def _said(raw: bytes) -> str:
     return str(message or body)[:200]
 
 
-def parse_retry_after(header: str | None) -> float | None:
-    """Seconds, or a date."""
-    if not header:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
-        except ValueError:
-            return None
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-# --- OpenAI's chat completions ------------------------------------------------------------------
-
-
 def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
-    # OpenAI's newer models refuse the name that everyone else goes by.
-    own = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
+    # OpenAI's newer models reject `max_tokens`, which all other endpoints expect.
+    is_openai = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
     body: Json = {
         "model": config.model,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
-        "max_completion_tokens" if own else "max_tokens": config.max_tokens,
+        "max_completion_tokens" if is_openai else "max_tokens": config.max_tokens,
     }
     if config.temperature is not None:
         body["temperature"] = config.temperature
     if schema is not None:
-        named = {"name": TOOL, "strict": True, "schema": schema}
-        body["response_format"] = {"type": "json_schema", "json_schema": named}
+        json_schema = {"name": TOOL, "strict": True, "schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     return body
 
 
 def parse_chat_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, ChatResponse)
-    if not response.choices or response.choices[0].message is None:
-        raise ScoreError("the judge's answer is empty", retryable=True)
-    choice, usage = response.choices[0], response.usage or ChatUsage()
-    content = response.choices[0].message.content or response.choices[0].message.refusal or ""
+    if not response.choices or (message := response.choices[0].message) is None:
+        raise ScoreError("the judge's answer is empty", again=True)
+    usage = response.usage or ChatUsage()
+    content = message.content or message.refusal or ""
     return JudgeReply(
         content if isinstance(content, str) else "".join(part.text or "" for part in content),
         input_tokens=usage.prompt_tokens or 0,
         output_tokens=usage.completion_tokens or 0,
-        is_truncated=choice.finish_reason == "length",
+        is_truncated=response.choices[0].finish_reason == "length",
     )
-
-
-# --- Anthropic's messages -----------------------------------------------------------------------
 
 
 def build_messages_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
@@ -215,20 +162,16 @@ def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ScoreError(f"the judge's answer is no answer of its API: {error}", retryable=True) from error
-
-
-# --- both ---------------------------------------------------------------------------------------
+        raise ScoreError(f"the judge's response does not follow its API: {error}", again=True) from error
 
 
 class HttpJudgeEndpoint(JudgeEndpoint):
-    """Raises ConfigError for a key or an address that cannot be."""
-
     def __init__(self, config: JudgeRewardConfig) -> None:
+        """Raises ConfigError for a missing key or an invalid URL."""
         self._config = config
-        key = _key(config)
+        key = _read_key(config)
         self._http = JudgeHttpClient(config.timeout, key)
-        self._url = _url(config)
+        self._url = _build_url(config)
         self._headers = {"content-type": "application/json"}
         if config.dialect == "messages":
             self._headers["anthropic-version"] = ANTHROPIC_VERSION
@@ -237,34 +180,34 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         elif key is not None:
             self._headers["authorization"] = f"Bearer {key}"
         self._headers.update(config.headers)
-        self._by_schema = config.structured != "text"
+        self._sends_schema = config.structured != "text"
 
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
-        if not self._by_schema:
+        if not self._sends_schema:
             return await self._post(system, user, None)
         try:
             return await self._post(system, user, schema)
         except JudgeHttpError as error:
-            if self._config.structured != "auto" or error.status not in _REFUSED_FORMAT:
+            if self._config.structured != "auto" or error.status not in _FORMAT_ERROR_STATUSES:
                 raise
-        # It may be the schema that it does not take. If so, it is not asked for one again.
+        # The endpoint may not support the schema. If it answers without one, no more schemas are sent.
         reply = await self._post(system, user, None)
-        self._by_schema = False
+        self._sends_schema = False
         return reply
 
     async def _post(self, system: str, user: str, schema: Json | None) -> JudgeReply:
-        anthropic = self._config.dialect == "messages"
-        body = (build_messages_request if anthropic else build_chat_request)(
-            self._config, system, user, schema
+        is_anthropic = self._config.dialect == "messages"
+        build_request = build_messages_request if is_anthropic else build_chat_request
+        raw = await self._http.post(
+            self._url, self._headers, build_request(self._config, system, user, schema)
         )
-        raw = await self._http.post(self._url, self._headers, body)
-        return (parse_messages_response if anthropic else parse_chat_response)(raw)
+        return (parse_messages_response if is_anthropic else parse_chat_response)(raw)
 
     async def close(self) -> None:
         await self._http.close()
 
 
-def _key(config: JudgeRewardConfig) -> str | None:
+def _read_key(config: JudgeRewardConfig) -> str | None:
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env, "").strip()
@@ -275,16 +218,16 @@ def _key(config: JudgeRewardConfig) -> str | None:
     return key
 
 
-def _url(config: JudgeRewardConfig) -> URL:
+def _build_url(config: JudgeRewardConfig) -> URL:
     try:
         base = URL(config.endpoint)
     except ValueError:
         base = URL()
     if base.scheme not in ("http", "https") or not base.host:
         raise ConfigError(
-            f"reward.endpoint: given {config.endpoint!r}; an http:// or https:// address is needed, or 'self'"
+            f"reward.endpoint: given {config.endpoint!r}; it must be an http:// or https:// URL, or 'self'"
         )
-    # As the SDKs do it: OpenAI's is given an address with its version, Anthropic's adds the version.
+    # The same as the SDKs: OpenAI's base URL includes the version, Anthropic's SDK adds it.
     root = base.path.rstrip("/")
     path = (
         f"{root.removesuffix('/v1')}/v1/messages"
