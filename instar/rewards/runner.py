@@ -128,7 +128,7 @@ class ScoringRunner:
         )
         try:
             is_new = await self.store.record_scores(result.scores, result.rewards)
-        except Conflict:  # another process recorded the same score at the same moment
+        except ConflictError:  # another process recorded the same score at the same moment
             is_new = False
         if is_new:
             self.counts.add(result)
@@ -172,10 +172,10 @@ class _ScorerQueue:
         """Begin to score as many sessions as are allowed. Returns False if no further ones exist."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled is None:
-            self._settled = await store.settled(run_id, self.channels)
+            self._settled = await store.last_ended_seq(run_id, self.channels)
         limit = self._max_pending  # the result may contain every pending session again
-        unscored = await store.unscored(
-            run_id, self.scorer.key, self.channels, after=self._after, limit=limit, awaited=True
+        unscored = await store.unscored_sessions(
+            run_id, self.scorer.key, self.channels, after=self._after, limit=limit, pending_only=True
         )
         free = limit - len(self._pending)
         new = [each for each in unscored if self._is_new(each.session)]
@@ -201,7 +201,7 @@ class _ScorerQueue:
         if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
             self._after, self._last_full_scan = 0, time.monotonic()
 
-    async def _score(self, unscored: Unscored) -> None:
+    async def _score(self, unscored: UnscoredSession) -> None:
         session_id = unscored.session.session_id
         self.runner.counts.in_progress += 1
         try:

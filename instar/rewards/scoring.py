@@ -69,7 +69,7 @@ async def score_sessions(
             logger.info("%s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
             if attempt > config.retries or not _is_retryable(error):
                 return _give_up(scorer, session_ids, attempt, reason, config.fallback)
-            requested = (error.wait if isinstance(error, ScoreError) else None) or 0.0
+            requested = (error.retry_after if isinstance(error, ScoreError) else None) or 0.0
             await asyncio.sleep(RETRY.delay(attempt - 1, at_least=min(requested, MAX_REQUESTED_DELAY)))
         else:
             scores = tuple(Score(each, scorer.key, ScoreState.SCORED, attempt) for each in session_ids)
@@ -89,8 +89,8 @@ async def _score_before_deadline(
         seconds,
         attempt,
         grace=CANCEL_GRACE,
-        on_timeout=ScoreError(f"no answer within {seconds:g} s", again=True),
-        on_cancel=ScoreError("the scorer cancelled itself", again=True),
+        on_timeout=ScoreError(f"no answer within {seconds:g} s", retryable=True),
+        on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
     )
 
 

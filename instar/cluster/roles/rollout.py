@@ -15,6 +15,7 @@ from instar.rollout.agents import create_agent
 from instar.rollout.evaluate import Evaluator
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
+from instar.rollout.slots import RolloutServices
 from instar.rollout.tasks import load_tasks
 from instar.store.base import Store
 from instar.trainer.monitor import Monitor
@@ -38,23 +39,15 @@ async def run_rollout(context: RoleContext) -> None:
             evaluator = None
             if config.eval is not None:
                 tasks = load_tasks(config.eval.tasks)
-                scoring = await scorers.start(tasks)
-                evaluator = Evaluator(
-                    config,
-                    store,
-                    client,
-                    tasks,
-                    agent,
-                    scoring,
-                    monitor.record,
-                    combine=RewardCombiner(config),
-                )
+                services = RolloutServices(store, client, agent, await scorers.start(tasks))
+                evaluator = Evaluator(config, tasks, services, monitor.record, combine=RewardCombiner(config))
             if context.arguments.evaluate:
                 assert evaluator is not None
                 await _evaluate(context, store, evaluator)
             else:
                 tasks = load_tasks(config.rollout.tasks)
-                runner = RolloutRunner(config, store, client, tasks, agent, await scorers.start(tasks))
+                services = RolloutServices(store, client, agent, await scorers.start(tasks))
+                runner = RolloutRunner(config, tasks, services)
                 runner.evaluator = evaluator
                 await _run_tasks(context, store, runner)
     finally:

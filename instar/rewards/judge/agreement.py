@@ -39,7 +39,7 @@ async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page):
         after = rows[-1].seq
-        rewards = await store.rewards_of([row.session.session_id for row in rows])
+        rewards = await store.rewards_by_session([row.session.session_id for row in rows])
         for session_rewards in rewards.values():
             _count(tallies, session_rewards)
     return [tally.result(name) for name, tally in sorted(tallies.items())]

@@ -27,7 +27,7 @@ class JudgeBudget:
 
     @classmethod
     async def for_run(cls, context: ScoringContext) -> JudgeBudget:
-        calls, dollars = await context.store.judged(context.run_id)
+        calls, dollars = await context.store.judgment_totals(context.run_id)
         return _budgets.setdefault(context.store, {}).setdefault(context.run_id, cls(calls, dollars))
 
     @asynccontextmanager

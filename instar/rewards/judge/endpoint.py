@@ -44,8 +44,8 @@ class JudgeReply:
 class JudgeHttpError(ScoreError):
     """The endpoint responded with an error status."""
 
-    def __init__(self, status: int, message: str, *, again: bool, wait: float | None) -> None:
-        super().__init__(message, again=again, wait=wait)
+    def __init__(self, status: int, message: str, *, retryable: bool, retry_after: float | None) -> None:
+        super().__init__(message, retryable=retryable, retry_after=retry_after)
         self.status = status
 
 
@@ -72,15 +72,15 @@ class JudgeHttpClient:
         try:
             response = await self._http.post(url, data, headers=headers, max_bytes=MAX_RESPONSE_BYTES)
         except NoResponse as error:
-            raise ScoreError(f"the judge did not answer: {error}", again=True) from error
+            raise ScoreError(f"the judge did not answer: {error}", retryable=True) from error
         if response.is_success:
             return response.body
         is_retryable = response.status in _RETRYABLE_STATUSES or response.status >= 500
         raise JudgeHttpError(
             response.status,
             f"the judge answered {response.status}: {self._http.redact(_error_message(response.body))}",
-            again=is_retryable,
-            wait=response.retry_after if is_retryable else None,
+            retryable=is_retryable,
+            retry_after=response.retry_after if is_retryable else None,
         )
 
     async def close(self) -> None:
@@ -117,7 +117,7 @@ def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema
 def parse_chat_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, ChatResponse)
     if not response.choices or (message := response.choices[0].message) is None:
-        raise ScoreError("the judge's answer is empty", again=True)
+        raise ScoreError("the judge's answer is empty", retryable=True)
     usage = response.usage or ChatUsage()
     content = message.content or message.refusal or ""
     return JudgeReply(
@@ -162,7 +162,7 @@ def _decode(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ScoreError(f"the judge's response does not follow its API: {error}", again=True) from error
+        raise ScoreError(f"the judge's response does not follow its API: {error}", retryable=True) from error
 
 
 class HttpJudgeEndpoint(JudgeEndpoint):

@@ -115,7 +115,7 @@ class JudgePanel:
                 # It is paid for and counts towards the budget, so it is stored under a key of its own.
                 unusable = {"garbage": truncate(reply.text), "session": session_id}
                 await store.put_judgment(digest([key.hex(), new_id("garbage")]), run_id, unusable, cost)
-                raise ScoreError(str(error), again=True) from error
+                raise ScoreError(str(error), retryable=True) from error
             judgment: Json = {"answer": answer, "cost": cost, "session": session_id}
             await store.put_judgment(key, run_id, judgment, cost)
         return judgment

@@ -100,7 +100,7 @@ class CheckWorkerPool:
         await _kill(worker)
         if missing := status.get("missing"):
             raise ConfigError(f"reward.type: {self.check_name} needs {missing}: pip install 'instar[rules]'")
-        raise ScoreError(f"the worker process of {self.check_name} did not start", again=True)
+        raise ScoreError(f"the worker process of {self.check_name} did not start", retryable=True)
 
     async def _start_process(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
         """Return a new process and its first message."""

@@ -117,7 +117,7 @@ async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimit
     text = output.decode(errors="replace")
     if report != b"ready" and exceeded != "time":
         raise ScoreError(
-            f"the sandbox failed: {(report.decode(errors='replace') or text).strip():.500}", again=True
+            f"the sandbox failed: {(report.decode(errors='replace') or text).strip():.500}", retryable=True
         )
     assert process.returncode is not None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
