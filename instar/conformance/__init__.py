@@ -1,5 +1,5 @@
-"""Does a backend compute what `instar.backends.base` says? `instar backends check NAME` finds out.
+"""`instar backends check NAME` checks that a backend computes what `instar.backends.base` specifies.
 
-The same scenes are played on the local backend in this process and on the one under test, which may live
-in another interpreter and behind a service; then the numbers are compared.
+The same cases run on the local backend in this process and on the one under test, which may need another
+interpreter and a service; then the numbers are compared.
 """

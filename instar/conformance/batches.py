@@ -10,11 +10,11 @@ import numpy as np
 from instar.types import Sample
 
 VOCAB = 300
-"""Ids below this are in every model that is checked."""
+"""Every model that is checked has the token ids below this."""
 
 
 def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Seeded logprobs and advantages, trained from an index on."""
+    """Return a sample with seeded logprobs and advantages that is trained from an index on."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
     mask[trained_from:] = 1
@@ -28,8 +28,8 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
 
 
 def tree_samples(seed: int = 0) -> list[Sample]:
-    """Sessions of a batch: a prefix common to all, one per group, replies that begin alike, one that is
-    the same twice, one that is a prefix of another, and one that shares nothing."""
+    """Return samples with a common prefix, a prefix per group, and replies that begin alike; two are equal,
+    one is a prefix of another, and one shares nothing."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:
@@ -46,7 +46,7 @@ def tree_samples(seed: int = 0) -> list[Sample]:
     samples.append(make_sample("twin", longest, len(longest) - 12, seed + 7))
     samples.append(make_sample("prefix", longest[:-4], len(longest) - 9, seed + 8))
     samples.append(make_sample("alone", tokens(6), 1, seed + 9))
-    # A tool's answer in the middle is not trained on.
+    # A tool's output in the middle is not trained on.
     holes = samples[1].mask.copy()
     holes[-6:-3] = 0
     samples[1] = make_sample("holes", samples[1].token_ids.tolist(), len(common), seed, mask=holes)
@@ -54,7 +54,7 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 
 def edge_samples(context: int, seed: int = 3) -> list[Sample]:
-    """What is easily got wrong: one token, nothing trained, advantages of zero, the whole context."""
+    """Return edge cases: one token, nothing trained, advantages of zero, the full context."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a backend is put through. Each scene begins at the same saved state and records arrays by name."""
+"""The conformance cases. Each begins at the same saved state and records arrays by name."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from instar.types import Artifact, Floats, Policy, Sample, SamplingParams
 
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 RATES = (0.01, 0.002, 0.03, 0.005, 0.02)
-"""Learning rates of the five steps."""
+"""The learning rates of the five steps."""
 LOSSES: tuple[LossName, ...] = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 PROMPT = [int(t) for t in np.random.default_rng(11).integers(3, 300, 40)]
 REPLY_TOKENS = 24
-"""Tokens that are sampled."""
 
-EngineFactory = Callable[[], Awaitable[Engine]]
+EngineFactory = Callable[[], Engine]
 
 
 @dataclass
 class CaseContext:
-    """A backend under test, where it may write, and what it has shown so far."""
+    """The backend under test, a folder that it may write to, and what the cases recorded."""
 
     backend: Backend
     create_engine: EngineFactory
-    """Makes an engine that loads what the backend publishes."""
+    """Creates an engine that loads what the backend publishes."""
     folder: Path
     context: int
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
@@ -50,7 +49,7 @@ class CaseContext:
         self.arrays[name] = np.concatenate(values)
 
     async def restore_initial_state(self) -> None:
-        """Where every scene starts, so that none depends on another."""
+        """Load the state that every case begins with, so that none depends on another."""
         await self.backend.load_state(self.folder / "begin")
 
     async def train_step(self, number: int, adam: AdamConfig = ADAM) -> None:
@@ -62,125 +61,125 @@ class CaseContext:
         return self.artifacts[name]
 
 
-async def first_forward(stage: CaseContext) -> None:
-    stage.record_logprobs("forward", await stage.backend.forward(tree_samples()))
+async def first_forward(context: CaseContext) -> None:
+    context.record_logprobs("forward", await context.backend.forward(tree_samples()))
 
 
-async def reference(stage: CaseContext) -> None:
-    """The base model's logprobs, after the adapter has moved away from it."""
-    await stage.train_step(0)
-    stage.record_logprobs("reference", await stage.backend.reference_logprobs(tree_samples()))
+async def reference(context: CaseContext) -> None:
+    """Record the base model's logprobs after a step has changed the adapter."""
+    await context.train_step(0)
+    context.record_logprobs("reference", await context.backend.reference_logprobs(tree_samples()))
 
 
 def one_loss(name: LossName) -> Callable[[CaseContext], Awaitable[None]]:
-    async def scene(stage: CaseContext) -> None:
-        await stage.train_step(5)
-        done = await stage.backend.forward_backward(tree_samples(), LossConfig(name=name))
-        stage.record(f"{name}/loss", done.loss)
-        stage.record(f"{name}/tokens", done.metrics["tokens"])
-        stage.record_logprobs(f"{name}/logprobs", done.logprobs)
-        moved = await stage.backend.optim_step(ADAM)
-        stage.record(f"{name}/grad_norm", moved.grad_norm)
-        stage.record_logprobs(f"{name}/after", await stage.backend.forward(tree_samples()))
+    async def case(context: CaseContext) -> None:
+        await context.train_step(5)
+        result = await context.backend.forward_backward(tree_samples(), LossConfig(name=name))
+        context.record(f"{name}/loss", result.loss)
+        context.record(f"{name}/tokens", result.metrics["tokens"])
+        context.record_logprobs(f"{name}/logprobs", result.logprobs)
+        step = await context.backend.optim_step(ADAM)
+        context.record(f"{name}/grad_norm", step.grad_norm)
+        context.record_logprobs(f"{name}/after", await context.backend.forward(tree_samples()))
 
-    return scene
+    return case
 
 
-async def clipped_loss(stage: CaseContext) -> None:
-    """Bounds that are not the default, on ratios that reach them."""
+async def clipped_loss(context: CaseContext) -> None:
+    """Use bounds other than the defaults, on ratios that reach them."""
     loss = LossConfig(name="ppo", clip_low=0.5, clip_high=1.05)
-    stage.record("clipped/loss", (await stage.backend.forward_backward(tree_samples(), loss)).loss)
-    await stage.backend.optim_step(ADAM)
+    context.record("clipped/loss", (await context.backend.forward_backward(tree_samples(), loss)).loss)
+    await context.backend.optim_step(ADAM)
 
 
-async def edges(stage: CaseContext) -> None:
-    samples = edge_samples(stage.context)
-    done = await stage.backend.forward_backward(samples, LossConfig())
-    stage.record("edges/loss", done.loss)
-    stage.record_logprobs("edges/logprobs", done.logprobs)
-    await stage.backend.optim_step(ADAM)
-    stage.record_logprobs("edges/after", await stage.backend.forward(samples))
+async def edges(context: CaseContext) -> None:
+    samples = edge_samples(context.context)
+    result = await context.backend.forward_backward(samples, LossConfig())
+    context.record("edges/loss", result.loss)
+    context.record_logprobs("edges/logprobs", result.logprobs)
+    await context.backend.optim_step(ADAM)
+    context.record_logprobs("edges/after", await context.backend.forward(samples))
 
 
-async def accumulation(stage: CaseContext) -> None:
-    """Two calls before a step are as one."""
+async def accumulation(context: CaseContext) -> None:
+    """Check that two backward passes before a step add up."""
     samples = tree_samples()
-    await stage.backend.forward_backward(samples[:5], LossConfig())
-    await stage.backend.forward_backward(samples[5:], LossConfig())
-    await stage.backend.optim_step(ADAM)
-    stage.record_logprobs("accumulated", await stage.backend.forward(samples))
+    await context.backend.forward_backward(samples[:5], LossConfig())
+    await context.backend.forward_backward(samples[5:], LossConfig())
+    await context.backend.optim_step(ADAM)
+    context.record_logprobs("accumulated", await context.backend.forward(samples))
 
 
-async def five_steps(stage: CaseContext) -> None:
+async def five_steps(context: CaseContext) -> None:
     losses: list[float] = []
     for number, lr in enumerate(RATES):
-        done = await stage.backend.forward_backward(tree_samples(number), LossConfig())
-        losses.append(done.loss)
-        await stage.backend.optim_step(ADAM.model_copy(update={"lr": lr}))
-    stage.record("five/losses", losses)
-    stage.record_logprobs("five/forward", await stage.backend.forward(tree_samples()))
-    await stage.publish("five")
+        result = await context.backend.forward_backward(tree_samples(number), LossConfig())
+        losses.append(result.loss)
+        await context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))
+    context.record("five/losses", losses)
+    context.record_logprobs("five/forward", await context.backend.forward(tree_samples()))
+    await context.publish("five")
 
 
-async def pipelined(stage: CaseContext) -> None:
-    """Every call issued before the first is awaited."""
+async def pipelined(context: CaseContext) -> None:
+    """Issue every call before the first is awaited."""
     issued: list[asyncio.Future[Any]] = []
     for number, lr in enumerate(RATES):
         issued.append(
-            asyncio.ensure_future(stage.backend.forward_backward(tree_samples(number), LossConfig()))
+            asyncio.ensure_future(context.backend.forward_backward(tree_samples(number), LossConfig()))
         )
         await asyncio.sleep(0)
-        issued.append(asyncio.ensure_future(stage.backend.optim_step(ADAM.model_copy(update={"lr": lr}))))
+        issued.append(asyncio.ensure_future(context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))))
         await asyncio.sleep(0)
     await asyncio.gather(*issued)
-    stage.record_logprobs("pipelined", await stage.backend.forward(tree_samples()))
+    context.record_logprobs("pipelined", await context.backend.forward(tree_samples()))
 
 
-async def resume(stage: CaseContext) -> None:
-    """What comes after a saved state comes again after it was loaded."""
-    await stage.train_step(0)
-    await stage.train_step(1)
-    await stage.backend.save_state(stage.folder / "middle")
-    stage.record_logprobs("resume/saved", await stage.backend.forward(tree_samples()))
-    await stage.train_step(2)
-    stage.record_logprobs("resume/straight", await stage.backend.forward(tree_samples()))
-    await stage.backend.load_state(stage.folder / "middle")
-    await stage.train_step(2)
-    stage.record_logprobs("resume/resumed", await stage.backend.forward(tree_samples()))
-    await stage.backend.load_state(stage.folder / "middle", optimizer=False)
-    stage.record_logprobs("resume/weights", await stage.backend.forward(tree_samples()))
-    await stage.train_step(2)
-    stage.record_logprobs("resume/fresh_optimizer", await stage.backend.forward(tree_samples()))
+async def resume(context: CaseContext) -> None:
+    """Check that the same step follows after a state was saved and after it was loaded."""
+    await context.train_step(0)
+    await context.train_step(1)
+    await context.backend.save_state(context.folder / "middle")
+    context.record_logprobs("resume/saved", await context.backend.forward(tree_samples()))
+    await context.train_step(2)
+    context.record_logprobs("resume/straight", await context.backend.forward(tree_samples()))
+    await context.backend.load_state(context.folder / "middle")
+    await context.train_step(2)
+    context.record_logprobs("resume/resumed", await context.backend.forward(tree_samples()))
+    await context.backend.load_state(context.folder / "middle", optimizer=False)
+    context.record_logprobs("resume/weights", await context.backend.forward(tree_samples()))
+    await context.train_step(2)
+    context.record_logprobs("resume/fresh_optimizer", await context.backend.forward(tree_samples()))
 
 
-async def sampling(stage: CaseContext) -> None:
-    """What is published samples with the trained policy's logprobs."""
-    await stage.train_step(0)
-    await stage.train_step(1, ADAM.model_copy(update={"lr": 0.05}))
-    await _sample_and_score(stage, "sampled", version=1)
+async def sampling(context: CaseContext) -> None:
+    """Check that the published policy samples with the trained policy's logprobs."""
+    await context.train_step(0)
+    await context.train_step(1, ADAM.model_copy(update={"lr": 0.05}))
+    await _sample_and_score(context, "sampled", version=1)
 
 
-async def collected(stage: CaseContext) -> None:
-    """With nothing held but the backend, it still trains and samples."""
+async def collected(context: CaseContext) -> None:
+    """Check that garbage collection between the calls frees nothing that the backend needs."""
     gc.collect()
-    await stage.train_step(0)
+    await context.train_step(0)
     gc.collect()
-    await _sample_and_score(stage, "collected", version=2)
+    await _sample_and_score(context, "collected", version=2)
 
 
-async def _sample_and_score(stage: CaseContext, name: str, version: int) -> None:
-    artifact = await stage.publish(name)
-    engine = await stage.create_engine()
+async def _sample_and_score(context: CaseContext, name: str, version: int) -> None:
+    artifact = await context.publish(name)
+    engine = context.create_engine()
     try:
         await engine.load(Policy("check", version, artifact))
         tokens, logprobs, versions = await _generate(engine)
     finally:
         await engine.close()
-    whole = make_sample(name, [*PROMPT, *tokens], len(PROMPT))
-    (scored,) = await stage.backend.forward([whole])
-    stage.record(f"{name}/logprobs", logprobs)
-    stage.record(f"{name}/scored", scored[len(PROMPT) :])
-    stage.record(f"{name}/versions", versions)
+    sample = make_sample(name, [*PROMPT, *tokens], len(PROMPT))
+    (scored,) = await context.backend.forward([sample])
+    context.record(f"{name}/logprobs", logprobs)
+    context.record(f"{name}/scored", scored[len(PROMPT) :])
+    context.record(f"{name}/versions", versions)
 
 
 async def _generate(engine: Engine) -> tuple[list[int], list[float], list[int]]:
@@ -194,22 +193,23 @@ async def _generate(engine: Engine) -> tuple[list[int], list[float], list[int]]:
     return tokens, logprobs, versions
 
 
-async def refusals(stage: CaseContext) -> None:
-    """Missing numbers are refused before anything is sent, and a loss that is not finite is named."""
-    backend = stage.backend
-    holey = np.array([0, 0, -1, np.nan], np.float32)
-    bad = [
-        make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=holey),
-        make_sample("no advantage", [4, 5, 6, 7], 2, advantages=holey),
+async def refusals(context: CaseContext) -> None:
+    """Check that missing numbers are rejected before the call, and that a loss that is not finite is
+    reported."""
+    backend = context.backend
+    with_nan = np.array([0, 0, -1, np.nan], np.float32)
+    invalid = [
+        make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=with_nan),
+        make_sample("no advantage", [4, 5, 6, 7], 2, advantages=with_nan),
         make_sample("first token", [4, 5], 0),
     ]
-    for sample in bad:
-        stage.record(f"refused/{sample.sample_key}", await _refuses(backend, sample, BackendError))
+    for sample in invalid:
+        context.record(f"refused/{sample.sample_key}", await _rejects(backend, sample, BackendError))
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
-    stage.record("refused/not finite", await _refuses(backend, far, NonFiniteError))
+    context.record("refused/not finite", await _rejects(backend, far, NonFiniteError))
 
 
-async def _refuses(backend: Backend, sample: Sample, error: type[Exception]) -> bool:
+async def _rejects(backend: Backend, sample: Sample, error: type[Exception]) -> bool:
     try:
         await backend.forward_backward([sample], LossConfig())
     except error:
@@ -218,15 +218,15 @@ async def _refuses(backend: Backend, sample: Sample, error: type[Exception]) -> 
 
 
 def select_cases(backend: Backend) -> dict[str, Callable[[CaseContext], Awaitable[None]]]:
-    """Those that the backend's capabilities ask for, in order."""
-    able = backend.capabilities
-    chosen: dict[str, Callable[[CaseContext], Awaitable[None]]] = {"forward": first_forward}
-    if able.reference:
-        chosen["reference"] = reference
-    chosen |= {name: one_loss(name) for name in LOSSES if name in able.losses}
-    if "ppo" in able.losses:
-        chosen["clipped"] = clipped_loss
-    chosen |= {
+    """Return the cases for the backend's capabilities, in order."""
+    capabilities = backend.capabilities
+    cases: dict[str, Callable[[CaseContext], Awaitable[None]]] = {"forward": first_forward}
+    if capabilities.reference:
+        cases["reference"] = reference
+    cases |= {name: one_loss(name) for name in LOSSES if name in capabilities.losses}
+    if "ppo" in capabilities.losses:
+        cases["clipped"] = clipped_loss
+    cases |= {
         "edges": edges,
         "accumulated": accumulation,
         "five": five_steps,
@@ -236,4 +236,4 @@ def select_cases(backend: Backend) -> dict[str, Callable[[CaseContext], Awaitabl
         "collected": collected,
         "refused": refusals,
     }
-    return chosen
+    return cases

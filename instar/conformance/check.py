@@ -1,4 +1,4 @@
-"""`instar backends check NAME`: play the scenes here and there, compare, and say what differs."""
+"""`instar backends check NAME`: runs the cases on the local backend and on another, and compares them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 OTHER_KERNELS = {"verl": 10.0}
-"""Times the tolerance, where another implementation computes: it sums in another order, and Adam enlarges
-what differs in small gradients. The services' protocols end at the local backend itself."""
+"""Factor on the tolerance for another implementation: it sums in another order, and Adam amplifies
+differences of small gradients. Our protocol servers use the local backend itself."""
 RUN_DEADLINE = 900.0
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Exits with 1 when something differs. ``url``: a server to check against, its key in the environment."""
+    """Print the checks and exit with 1 if one failed. ``url`` is a server to check instead of our own."""
     if dtype not in TOLERANCE:
-        raise ConfigError(f"--dtype: given {dtype!r}; supported: {', '.join(TOLERANCE)}")
+        raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
     console = Console(stderr=as_json)
     with console.status(f"{name}: preparing") as status:
         checks = check_backend(
-            name, url=url, python=python, dtype=dtype, say=lambda text: status.update(f"{name}: {text}")
+            name, url=url, python=python, dtype=dtype, report=lambda text: status.update(f"{name}: {text}")
         )
     failed = sum(not check.passed for check in checks)
     if as_json:
@@ -68,7 +68,7 @@ def check_backend(
     url: str | None = None,
     python: str | None = None,
     dtype: DType = "fp32",
-    say: Say = lambda _: None,
+    report: Report = lambda _: None,
 ) -> list[CheckResult]:
     from instar.conformance.tiny import make_tiny_model
 
@@ -76,31 +76,31 @@ def check_backend(
         folder = Path(scratch)
         make_tiny_model(folder / "model", context=CONTEXT)
         model = ModelConfig(name=str(folder / "model"), dtype=dtype, device="cpu", max_context=CONTEXT)
-        say("the local backend in this process")
-        expected = _expected(model, folder / "expected")
-        with _under_test(name, model, folder, url, python) as (section, server):
-            found = _found(model, section, folder / "found", python, server, say)
-        return compare(expected, found, CONTEXT, TOLERANCE[dtype] * OTHER_KERNELS.get(name, 1.0))
+        report("the local backend in this process")
+        expected = _record_expected(model, folder / "expected")
+        with _prepare_backend(name, model, folder, url, python) as (section, server):
+            actual = _record_actual(model, section, folder / "actual", python, server, report)
+        return compare(expected, actual, CONTEXT, TOLERANCE[dtype] * OTHER_KERNELS.get(name, 1.0))
 
 
-def _expected(model: ModelConfig, folder: Path) -> BackendRecord:
+def _record_expected(model: ModelConfig, folder: Path) -> BackendRecord:
     section: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
     config = RunConfig.model_validate(build_job(model, section, SEED))
     folder.mkdir()
-    shown, arrays = asyncio.run(run_cases(config, folder))
-    return BackendRecord(shown, arrays, _weights(Path(shown.artifacts["five"].path)))
+    result, arrays = asyncio.run(run_cases(config, folder))
+    return BackendRecord(result, arrays, _load_weights(Path(result.artifacts["five"].path)))
 
 
 @contextmanager
-def _under_test(
+def _prepare_backend(
     name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
 ) -> Generator[tuple[Json, ServerProcess | None]]:
-    """The backend's section, and its server where that is ours."""
+    """Provide the backend's config section, and its server if it is ours."""
     if name in ("local", "verl"):
         yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
         return
     if name not in SERVICES:
-        raise ConfigError(f"unknown backend {name!r}; there are local, verl, {', '.join(SERVICES)}")
+        raise ConfigError(f"unknown backend {name!r}; supported: local, verl, {', '.join(SERVICES)}")
     section: Json = {"type": name, "rank": RANK, "python": python, "deadline": 120.0}
     if url is not None:
         yield section | {"base_url": url}, None
@@ -109,50 +109,50 @@ def _under_test(
         yield section | {"base_url": server.url}, server
 
 
-def _found(
+def _record_actual(
     model: ModelConfig,
     section: Json,
     folder: Path,
     python: str | None,
     server: ServerProcess | None,
-    say: Say,
+    report: Report,
 ) -> BackendRecord:
-    """Played in another process, with the backend's own interpreter; its key comes by the environment."""
+    """Run the cases in another process with the backend's interpreter. The key is in its environment."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(build_job(model, section, SEED)))
     env = dict(os.environ)
     if server is not None:
         env[SERVICES[section["type"]].key_env] = server.key
     command = [python or sys.executable, "-m", "instar.conformance.runner"]
-    with (folder / "play.log").open("wb") as log:
+    with (folder / "run.log").open("wb") as log:
         child = subprocess.Popen(
             [*command, str(folder / "job.json"), str(folder)], env=env, stdout=subprocess.PIPE, stderr=log
         )
     try:
         assert child.stdout is not None
         for line in child.stdout:
-            say(line.decode().strip())
+            report(line.decode().strip())
         code = child.wait(RUN_DEADLINE)
     finally:
         child.kill()
         child.wait()
     if code != 0:
-        raise BackendError(f"the check broke off:\n{(folder / 'play.log').read_text()[-2000:]}")
-    shown = msgspec.json.decode((folder / "shown.json").read_bytes(), type=ConformanceResult)
+        raise BackendError(f"the check failed:\n{(folder / 'run.log').read_text()[-2000:]}")
+    result = msgspec.json.decode((folder / "result.json").read_bytes(), type=ConformanceResult)
     with np.load(folder / "arrays.npz") as arrays:
-        return BackendRecord(shown, dict(arrays), _weights_of(shown, server))
+        return BackendRecord(result, dict(arrays), _find_weights(result, server))
 
 
-def _weights_of(shown: ConformanceResult, server: ServerProcess | None) -> dict[str, Any] | None:
-    artifact = shown.artifacts.get("five")
+def _find_weights(result: ConformanceResult, server: ServerProcess | None) -> dict[str, Any] | None:
+    artifact = result.artifacts.get("five")
     if artifact is None:
         return None
     if artifact.kind == "remote":
-        return None if server is None else _weights(server.adapter_folder(artifact.path))
-    return _weights(Path(artifact.path))
+        return None if server is None else _load_weights(server.adapter_folder(artifact.path))
+    return _load_weights(Path(artifact.path))
 
 
-def _weights(folder: Path) -> dict[str, Any]:
+def _load_weights(folder: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     return load_file(folder / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""The losses once more, in float64 and token by token, sharing no code with any backend."""
+"""The losses in float64, token by token, without any code of a backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instar.types import Floats, Sample
 
 
 def reference_loss(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
-    """The sum that `instar.backends.base` defines, from the new logprobs of every trained token."""
+    """Return the loss that `instar.backends.base` defines, from the new logprobs of the trained tokens."""
     total = 0.0
     for sample, new in zip(samples, logprobs, strict=True):
         for i, weight in enumerate(sample.mask.tolist()):

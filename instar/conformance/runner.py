@@ -1,7 +1,8 @@
-"""Plays the scenes on one backend and writes what it showed: ``python -m instar.conformance.runner JOB OUT``.
+"""Runs the conformance cases on one backend and writes the result: ``python -m instar.conformance.runner JOB
+OUT``.
 
-A process of its own, so that a backend whose packages conflict with others is played in its own environment.
-Needs no torch unless the backend does. The service's key comes by the environment.
+It is a separate process, so that a backend whose packages conflict with others runs in its own environment.
+It needs no torch unless the backend does. The service's key comes from the environment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 from instar.backends.base import Backend
 from instar.config import CloudEngineConfig, LocalEngineConfig, ModelConfig, RunConfig
 from instar.conformance.cases import CaseContext, select_cases
-from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.registry import resolve_section
 from instar.types import Artifact, Json
@@ -29,60 +29,64 @@ CASE_DEADLINE = 180.0
 
 
 class ConformanceResult(msgspec.Struct):
-    """What a play left behind, beside its arrays."""
-
     losses: list[str]
     cases: list[str]
     failures: dict[str, str]
-    """Scenes that broke off, and how."""
+    """The errors of the cases that failed."""
     artifacts: dict[str, Artifact]
 
 
 async def run_cases(
-    config: RunConfig, folder: Path, say: Callable[[str], None] = lambda _: None
+    config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
+    """Return the result and the recorded arrays. ``report`` is called with the name of each case."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
-    stage = CaseContext(backend, lambda: _engine(config), folder, config.model.max_context)
-    shown = ConformanceResult(sorted(backend.capabilities.losses), [], {}, stage.artifacts)
+    context = CaseContext(backend, lambda: create_engine(config), folder, config.model.max_context)
+    result = ConformanceResult(sorted(backend.capabilities.losses), [], {}, context.artifacts)
     try:
         await backend.start()
         await backend.save_state(folder / "begin")
-        for name, scene in select_cases(backend).items():
-            say(name)
+        for name, case in select_cases(backend).items():
+            report(name)
             try:
                 async with asyncio.timeout(CASE_DEADLINE):
-                    await stage.restore_initial_state()
-                    await scene(stage)
-            except Exception as error:  # noqa: BLE001 - whatever a scene meets is its result
-                shown.failures[name] = f"{type(error).__name__}: {error}"
+                    await context.restore_initial_state()
+                    await case(context)
+            except Exception as error:  # noqa: BLE001 - any error is the result of the case
+                result.failures[name] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            shown.cases.append(name)
+            result.cases.append(name)
     finally:
         await backend.close()
-    return shown, stage.arrays
-
-
-async def _engine(config: RunConfig) -> Engine:
-    """One that loads what the backend publishes: its service's sampler, or a local one."""
-    return create_engine(config)
+    return result, context.arrays
 
 
 def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
-    """What `main` is given, as JSON."""
-    local = backend["type"] in ("local", "verl")
-    engine: Json = (LocalEngineConfig(max_batch=4, threads=1) if local else CloudEngineConfig()).model_dump()
-    return {"model": model.model_dump(mode="json"), "backend": backend, "engine": engine, "seed": seed}
+    """Return the content of the file JOB."""
+    is_local = backend["type"] in ("local", "verl")
+    engine = LocalEngineConfig(max_batch=4, threads=1) if is_local else CloudEngineConfig()
+    return {
+        "model": model.model_dump(mode="json"),
+        "backend": backend,
+        "engine": engine.model_dump(),
+        "seed": seed,
+    }
+
+
+def _report(name: str) -> None:
+    sys.stdout.write(f"{name}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
-    given, out = Path(sys.argv[1]), Path(sys.argv[2])
-    config = RunConfig.model_validate(json.loads(given.read_text()))
+    job, out = Path(sys.argv[1]), Path(sys.argv[2])
+    config = RunConfig.model_validate(json.loads(job.read_text()))
     (out / "work").mkdir(parents=True, exist_ok=True)
-    shown, arrays = asyncio.run(run_cases(config, out / "work", lambda name: print(name, flush=True)))
+    result, arrays = asyncio.run(run_cases(config, out / "work", _report))
     np.savez(out / "arrays.npz", **arrays)
-    (out / "shown.json").write_bytes(msgspec.json.encode(shown))
+    (out / "result.json").write_bytes(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A protocol server of our own, in a process of its own, for as long as something is checked against it."""
+"""A protocol server of ours in another process, while a backend is checked against it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.errors import InstarError
 START_DEADLINE = 120.0
 STOP_DEADLINE = 20.0
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
-"""What each service's SDK speaks."""
+"""The protocol of each service."""
 
 
 @dataclass
@@ -25,11 +25,11 @@ class ServerProcess:
     url: str
     key: str = field(repr=False)
     folder: Path
-    """Where its checkpoints are."""
+    """The folder of its checkpoints."""
     process: subprocess.Popen[str] = field(repr=False)
 
     def adapter_folder(self, path: str) -> Path:
-        """The adapter's folder behind a sampler's path, in either protocol's form."""
+        """Return the adapter's folder of a sampler path in the form of either protocol."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
@@ -38,20 +38,20 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Up when this is entered; stopped on leaving. Its output goes to ``folder``/server.log."""
+    """Provide a running server. Its output goes to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
     command += ["--device", model.device, "--context", str(model.max_context)]
-    # Some SDKs cannot end a session: what a check is done with stays there.
+    # Some SDKs cannot end a session, so the models of finished cases stay.
     command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]
     log = folder / "server.log"
     with log.open("ab") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
-        said = json.loads(_first_line(process, log))
-        yield ServerProcess(said["url"], said["api_key"], folder / "checkpoints", process)
+        ready = json.loads(_read_first_line(process, log))
+        yield ServerProcess(ready["url"], ready["api_key"], folder / "checkpoints", process)
     finally:
         process.terminate()
         try:
@@ -61,7 +61,7 @@ def run_server(
             process.wait()
 
 
-def _first_line(process: subprocess.Popen[str], log: Path) -> str:
+def _read_first_line(process: subprocess.Popen[str], log: Path) -> str:
     assert process.stdout is not None
     watchdog = threading.Timer(START_DEADLINE, process.kill)
     watchdog.start()
