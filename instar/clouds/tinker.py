@@ -147,7 +147,7 @@ class TinkerConnection:
         threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
             return await self.await_result(what, asyncio.wrap_future(done))
-        except BaseException:
+        except BaseException:  # cancellation included: a late result is discarded
             abandoned.set()
             raise
 

@@ -61,7 +61,7 @@ class TinkerTrainingSession:
             if failure.kind != "refused":
                 self.lost_reason = self.lost_reason or str(failure)
             raise
-        except BaseException:
+        except BaseException:  # cancellation: the call may have reached the service
             self.lost_reason = (
                 self.lost_reason or f"{what} was cancelled, and its effect at the service is unknown"
             )

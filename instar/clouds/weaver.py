@@ -98,7 +98,7 @@ class WeaverClient(AsyncServiceClient):
         self._last_seq = None
         try:
             yield
-        except BaseException:
+        except BaseException:  # cancellation included: the service did not accept the call
             if self._last_seq is not None:
                 self._unused_seq = self._last_seq
             raise

@@ -40,5 +40,5 @@ def convert_errors() -> Generator[None]:
     """Raise every error of the block as a ProtocolError."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # every error is converted
         raise to_protocol_error(error) from error

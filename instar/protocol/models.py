@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,22 +51,28 @@ class ServedLocalBackend(LocalBackend):
             state.save_training(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
 
 
+@dataclass(eq=False, slots=True)
+class ClientSession:
+    session_id: str
+    owner: str
+    last_seen: float
+
+
 class LocalTrainingModel(TrainingModel):
     def __init__(
         self,
         backend: ServedLocalBackend,
         checkpoints: CheckpointStore,
         *,
-        owner: str,
-        session_id: str,
+        session: ClientSession,
         base_model: str,
         adapter: AdapterSpec,
         max_context: int,
         cores: CoreSharing,
     ) -> None:
         self.model_id = new_id("model")
-        self.session_id = session_id
-        self.owner = owner
+        self.session_id = session.session_id
+        self.owner = session.owner
         self.adapter = adapter
         self._backend = backend
         self._checkpoints = checkpoints

@@ -194,7 +194,7 @@ class SamplerPool:
         artifact = Artifact("base") if adapter is None else Artifact("adapter", str(adapter))
         try:
             await pooled.engine.load(Policy("sampler", self._loads, artifact))
-        except BaseException:
+        except BaseException:  # cancellation included: the engine has no usable policy
             await pooled.engine.close()
             raise
         return pooled

@@ -47,7 +47,7 @@ async def serve_protocol(
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     try:
         service = await _start_service(model, folder, base_model, limits, threads)
-    except BaseException:
+    except BaseException:  # cancellation included: the socket must not stay open
         listener.close()
         raise
     operations = LocalOperationScheduler(service.limits)

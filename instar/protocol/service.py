@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config import ModelConfig
@@ -23,7 +22,7 @@ from instar.protocol.base import (
 from instar.protocol.checkpoints import ADAPTER, CheckpointStore
 from instar.protocol.cores import CoreSharing
 from instar.protocol.errors import convert_errors
-from instar.protocol.models import LocalTrainingModel, TrainingModelFactory
+from instar.protocol.models import ClientSession, LocalTrainingModel, TrainingModelFactory
 from instar.protocol.samplers import BASE, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
@@ -31,12 +30,6 @@ EXPIRY_CHECK_SECONDS = 15.0
 """The longest time between two searches for expired sessions and checkpoints."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class _Session:
-    owner: str
-    last_seen: float
 
 
 class LocalTrainingService(TrainingService):
@@ -58,7 +51,7 @@ class LocalTrainingService(TrainingService):
         self._config = model
         self._threads = threads
         self._folder = folder
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, LocalTrainingModel] = {}
         self._models_in_creation = 0
         self._expiry_task: asyncio.Task[None] | None = None
@@ -68,7 +61,7 @@ class LocalTrainingService(TrainingService):
         self._checkpoints = CheckpointStore(self._folder)
         try:
             await self._load()
-        except BaseException:
+        except BaseException:  # cancellation included: the folder must not stay locked
             self._checkpoints.close()
             raise
         self._expiry_task = asyncio.create_task(self._remove_expired())
@@ -91,14 +84,18 @@ class LocalTrainingService(TrainingService):
 
     async def create_session(self, owner: str) -> str:
         session_id = new_id("session")
-        self._sessions[session_id] = _Session(owner, time.monotonic())
+        self._sessions[session_id] = ClientSession(session_id, owner, time.monotonic())
         return session_id
 
     def heartbeat(self, session_id: str, owner: str) -> None:
+        self._find_session(session_id, owner)
+
+    def _find_session(self, session_id: str, owner: str) -> ClientSession:
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise ProtocolError(f"there is no session {session_id}, or it has ended", 404)
         session.last_seen = time.monotonic()
+        return session
 
     async def end_session(self, session_id: str, owner: str) -> None:
         self.heartbeat(session_id, owner)
@@ -118,7 +115,7 @@ class LocalTrainingService(TrainingService):
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        self.heartbeat(session_id, owner)
+        session = self._find_session(session_id, owner)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
         self._models_in_creation += 1
@@ -130,8 +127,7 @@ class LocalTrainingService(TrainingService):
         model = LocalTrainingModel(
             backend,
             self._checkpoints,
-            owner=owner,
-            session_id=session_id,
+            session=session,
             base_model=self.base_model,
             adapter=adapter,
             max_context=self.max_context,

@@ -1,1 +1,1 @@
-"""The pipeline's queueing on a virtual clock: what a run would do, without doing it."""
+"""Simulates the queueing of a run on a virtual clock."""

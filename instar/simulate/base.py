@@ -1,4 +1,4 @@
-"""What is simulated, and what comes out."""
+"""The inputs and the result of a simulation."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from instar.simulate.sessions import SimulatedSession
 
 
 class EngineSpeed:
-    """Tokens per second of one engine by the number of replies at once: straight lines between the points
-    given, through the origin before the first, level after the last."""
+    """Tokens per second of one engine by its number of concurrent replies: linear between the measured
+    points, from the origin to the first one, constant after the last."""
 
     def __init__(self, points: dict[int, float]) -> None:
-        self._at = [0, *sorted(points)]
+        self._sizes = [0, *sorted(points)]
         self._rates = [0.0, *(points[size] for size in sorted(points))]
         self._per_reply: dict[int, float] = {}
 
     def __call__(self, batch: float) -> float:
-        place = bisect_right(self._at, batch)
-        if place == len(self._at):
+        index = bisect_right(self._sizes, batch)
+        if index == len(self._sizes):
             return self._rates[-1]
-        low, high = self._at[place - 1], self._at[place]
+        low, high = self._sizes[index - 1], self._sizes[index]
         share = (batch - low) / (high - low)
-        return self._rates[place - 1] + share * (self._rates[place] - self._rates[place - 1])
+        return self._rates[index - 1] + share * (self._rates[index] - self._rates[index - 1])
 
     def per_reply(self, batch: int) -> float:
-        """Tokens per second of each of so many replies."""
+        """Return the tokens per second of each of ``batch`` replies."""
         rate = self._per_reply.get(batch)
         if rate is None:
             rate = self._per_reply[batch] = self(batch) / batch
@@ -39,18 +39,18 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be done, and how long each piece of it takes."""
+    """The sessions to run, and how long each part of them takes."""
 
     sessions: Sequence[SimulatedSession]
-    """Played in this order, over again when they run out."""
+    """The sessions in this order, repeated when they run out."""
     latency: DistributionConfig
-    """Of a call that has its engine for itself."""
+    """Seconds to the first token of a call that is alone at its engine."""
     speed: EngineSpeed
     train_base: float
     train_per_token: float
     publish: DistributionConfig
     crowding: float = 0.0
-    """Share of itself that the latency is longer by for every further call at the engine."""
+    """Relative increase of the latency for every further call at the engine."""
     pause: float = 0.0
     failures: float = 0.0
     zero_signal: float = 0.0
@@ -58,20 +58,20 @@ class Workload:
     restart: float = 60.0
 
     def latency_factor(self, calls: float) -> float:
-        """How many times longer the latency is with so many calls at an engine."""
+        """Return the factor on the latency with ``calls`` calls at an engine."""
         return 1 + self.crowding * max(0.0, calls - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What does it, and by which rules."""
+    """The engines and the rules of a run."""
 
     engines: int
     max_batch: int
     concurrency: int
     group_size: int
     groups_per_step: int
-    """Those of exported data counted too."""
+    """Groups per step, including those of exported data."""
     steps: int
     max_staleness: int
     group_policy: Literal["keep", "refill", "drop"] = "keep"
@@ -79,18 +79,16 @@ class ClusterSpec:
     retries: int = 2
     timeout: float = 300.0
     failed_counts: bool = False
-    """Whether a failed session has a reward, and is trained on."""
+    """True if a failed session has a reward and is trained on."""
     masks_stale: bool = False
-    """Whether only the tokens that are too old are left out of a sample, instead of all."""
+    """True if only the stale tokens of a sample are masked; otherwise the sample is dropped."""
     versions_per_token: bool = True
-    """Whether a reply goes on under a policy that is loaded meanwhile; else it ends under the one that it
-    began with."""
+    """True if a reply continues under a policy that is loaded meanwhile; otherwise it keeps its policy."""
     live_groups: Callable[[int], int] | None = None
-    """How many groups of the first so many steps agents are run for. Default: all, there is no exported
-    data."""
+    """Returns the number of live groups of the first n steps. None: all groups are live."""
 
     def count_live_groups(self, steps: int) -> int:
-        """Of the first so many steps."""
+        """Return the number of groups of the first ``steps`` steps that agents are run for."""
         return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
 
 
@@ -99,27 +97,27 @@ class SimulationResult:
     seconds: float = 0.0
     steps: int = 0
     samples: int = 0
-    """Trained on."""
+    """Samples trained on."""
     data_samples: int = 0
-    """Those of them that are exported data."""
+    """Samples of exported data among them."""
     generated: int = 0
-    """Tokens, all sessions counted."""
+    """Tokens of all sessions."""
     engines_idle: float = 0.0
-    """Share of the engines' time without any reply to generate."""
+    """Share of the engines' time without a reply to generate."""
     engines_used: float = 0.0
-    """Tokens generated as a share of what the engines could at their best batch."""
+    """Generated tokens as a share of the maximum at the largest batch."""
     trainer_idle: float = 0.0
     in_flight: float = 0.0
-    """Sessions at once, on average."""
+    """Mean number of concurrent sessions."""
     staleness: Counter[int] = field(default_factory=Counter[int])
-    """Samples of the run's own that are trained, by how many versions they were behind."""
+    """Trained samples of live groups by the number of versions that they were behind."""
     dropped: Counter[str] = field(default_factory=Counter[str])
     """Samples not trained on, by reason."""
     crashes: int = 0
     finished: bool = True
-    """Whether the steps were all trained; else nothing went on any more, or it took too long."""
+    """True if all steps were trained; otherwise the run was stuck or took too long."""
     given_up: bool = False
-    """Whether it ended since one group after the other failed as a whole."""
+    """True if the run was stopped because all sessions of several groups in a row failed."""
 
     @property
     def samples_per_hour(self) -> float:
@@ -132,6 +130,6 @@ class SimulationResult:
 
     @property
     def dropped_share(self) -> float:
-        """Of sessions that were run for nothing since they were too old."""
+        """The share of live samples that were dropped as stale."""
         stale = self.dropped["stale"]
         return stale / max(1, stale + self.staleness.total())

@@ -1,4 +1,4 @@
-"""The most that any schedule could get from the same engines, trainer and places for sessions."""
+"""An upper bound on the throughput of any schedule with the same engines, trainer and concurrency."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Limit = Literal["rollout", "trainer"]
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
-    """Samples per hour."""
+    """The bound in samples per hour."""
 
     rollout: float
-    """What the engines can generate for as many sessions at once as there may be."""
+    """The engines' limit at full concurrency."""
     trainer: float
-    """What the trainer can take, without ever waiting."""
+    """The limit of a trainer that never waits."""
 
     @property
     def samples_per_hour(self) -> float:
@@ -31,65 +31,66 @@ class ThroughputBound:
 
 
 class SessionCost(NamedTuple):
-    """What a session takes, on average."""
+    """The mean cost of a session."""
 
     generated: float
-    """Tokens behind the first of each reply."""
+    """Tokens after the first one of each reply."""
     calls: float
     waits: float
-    """Seconds in tools, and before the first call."""
+    """Seconds in tools and before the first call."""
     tokens: float
-    """Of its samples."""
 
 
 class SlotCost(NamedTuple):
-    """A session's place in a group that is trained on, on average."""
+    """The mean cost of a slot of a group that is trained on."""
 
     samples: float
     tokens: float
-    """Of them."""
     cost: SessionCost
-    """Of all sessions that are run for it."""
+    """The cost of all sessions that are run for the slot."""
 
 
-def upper_bound(work: Workload, plant: ClusterSpec) -> ThroughputBound:
-    """Of C sessions at once, those that wait for a tool or a first token generate nothing. At x sessions per
-    second that is x times their mean wait w, so x times their mean tokens is at most what the engines make
-    of C - x·w replies at once; on average too, for a batch's speed is concave in its size, and the wait for
-    a first token grows evenly with the calls at once. And the last step is trained when the last session
-    has ended."""
-    groups = plant.count_live_groups(plant.steps)
-    live = plant.group_size * groups
-    data = plant.group_size * (plant.groups_per_step * plant.steps - groups)
-    slot, mean = expected_slot(work, plant), completed_session_cost(work.sessions)
+def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
+    """Return the bound.
+
+    Of C concurrent sessions, those that wait for a tool or a first token generate nothing. At x sessions per
+    second these are x times the mean wait w, so x times the mean tokens is at most the engines' speed at
+    C - x·w replies. This also holds for means, because the speed is concave in the batch size and the latency
+    is linear in the number of calls. The last step is trained after the last session has ended.
+    """
+    groups = cluster.count_live_groups(cluster.steps)
+    live = cluster.group_size * groups
+    data = cluster.group_size * (cluster.groups_per_step * cluster.steps - groups)
+    slot, mean = expected_slot(workload, cluster), completed_session_cost(workload.sessions)
     if slot is None:
         return ThroughputBound(rollout=0.0, trainer=0.0)
-    taught = 1 - work.zero_signal
-    samples = taught * (slot.samples * live + data)
-    tokens = taught * (slot.tokens * live + mean.tokens * data)
-    step = work.train_base + work.train_per_token * tokens / plant.steps + distribution_mean(work.publish)
-    rolled = live / _slots_per_second(work, plant, slot.cost)
+    with_signal = 1 - workload.zero_signal
+    samples = with_signal * (slot.samples * live + data)
+    tokens = with_signal * (slot.tokens * live + mean.tokens * data)
+    train_seconds = workload.train_base + workload.train_per_token * tokens / cluster.steps
+    step = train_seconds + distribution_mean(workload.publish)
+    rollout_seconds = live / _slots_per_second(workload, cluster, slot.cost)
     return ThroughputBound(
-        rollout=3600 * samples / (rolled + step),
-        trainer=3600 * samples / (plant.steps * step) if step else float("inf"),
+        rollout=3600 * samples / (rollout_seconds + step),
+        trainer=3600 * samples / (cluster.steps * step) if step else float("inf"),
     )
 
 
-def expected_slot(work: Workload, plant: ClusterSpec) -> SlotCost | None:
-    """None where every group has a failure, and is dropped for it."""
-    fails = work.failures
-    if plant.group_policy == "drop":
-        good = (1 - fails) ** plant.group_size
+def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
+    """Return the mean cost of a slot; None if every group has a failure and is dropped."""
+    fails = workload.failures
+    if cluster.group_policy == "drop":
+        good = (1 - fails) ** cluster.group_size
         if not good:
             return None
         completed, failed = (1 - fails) / good, fails / good
         kept, counted = 1.0, 0.0
     else:
-        refills = plant.refills if plant.group_policy == "refill" else 0
+        refills = cluster.refills if cluster.group_policy == "refill" else 0
         lost = fails ** (refills + 1)
         completed, failed = 1 - lost, sum(fails**attempt for attempt in range(1, refills + 2))
-        kept, counted = completed, lost if plant.failed_counts else 0.0
-    ended, cut = completed_session_cost(work.sessions), failed_session_cost(work.sessions)
+        kept, counted = completed, lost if cluster.failed_counts else 0.0
+    ended, cut = completed_session_cost(workload.sessions), failed_session_cost(workload.sessions)
     return SlotCost(
         samples=kept + counted,
         tokens=kept * ended.tokens + counted * cut.tokens,
@@ -98,7 +99,7 @@ def expected_slot(work: Workload, plant: ClusterSpec) -> SlotCost | None:
 
 
 def completed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
-    """A session that does not fail."""
+    """Return the mean cost of a session that does not fail."""
     turns = [turn for session in sessions for turn in session.turns]
     count = len(sessions)
     return SessionCost(
@@ -110,30 +111,30 @@ def completed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
 
 
 def failed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
-    """A session that ends after one of its turns, each as likely as the other."""
+    """Return the mean cost of a session that fails after one of its turns, all equally likely."""
     generated = calls = waits = tokens = 0.0
     for session in sessions:
         turns = session.turns
         waits += session.start
-        for place, turn in enumerate(turns):
-            comes = 1 - place / len(turns)
-            generated += comes * turn.tokens_after_first
-            calls += comes
-            waits += comes * turn.tool_seconds
-            tokens += comes * turn.tokens
+        for index, turn in enumerate(turns):
+            probability = 1 - index / len(turns)
+            generated += probability * turn.tokens_after_first
+            calls += probability
+            waits += probability * turn.tool_seconds
+            tokens += probability * turn.tokens
     count = len(sessions)
     return SessionCost(generated / count, calls / count, waits / count, tokens / count)
 
 
-def _slots_per_second(work: Workload, plant: ClusterSpec, cost: SessionCost) -> float:
-    tokens, latency = max(1e-9, cost.generated), cost.calls * distribution_mean(work.latency)
-    low, high = 0.0, work.speed(plant.max_batch) * plant.engines / tokens
+def _slots_per_second(workload: Workload, cluster: ClusterSpec, cost: SessionCost) -> float:
+    tokens, latency = max(1e-9, cost.generated), cost.calls * distribution_mean(workload.latency)
+    low, high = 0.0, workload.speed(cluster.max_batch) * cluster.engines / tokens
     for _ in range(60):
         middle = (low + high) / 2
-        calling = plant.concurrency - middle * cost.waits
-        generating = calling - middle * latency * work.latency_factor(calling / plant.engines)
-        batch = min(plant.max_batch, max(0.0, generating) / plant.engines)
-        if middle * tokens <= plant.engines * work.speed(batch):
+        calling = cluster.concurrency - middle * cost.waits
+        generating = calling - middle * latency * workload.latency_factor(calling / cluster.engines)
+        batch = min(cluster.max_batch, max(0.0, generating) / cluster.engines)
+        if middle * tokens <= cluster.engines * workload.speed(batch):
             low = middle
         else:
             high = middle

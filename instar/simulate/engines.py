@@ -1,4 +1,4 @@
-"""Engines on the virtual clock: replies share an engine, and the more there are the slower is each."""
+"""Engines on a virtual clock: the more replies share an engine, the slower is each."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from instar.simulate.base import EngineSpeed
 Event = Callable[[], None]
 
 BUSIER, SLACK = 2, 8
-"""As `engines/pool`: when a session leaves its engine for the idlest one."""
+"""The rule of `engines/pool` for moving a session from its engine to the least busy one."""
 
 
 class VirtualClock:
-    """Events in the order of their times; those of one time in the order they were set."""
+    """Runs events in the order of their times; events of the same time in the order they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Event]] = []
-        self._set = 0
+        self._count = 0
 
     def after(self, seconds: float, event: Event) -> None:
-        self._set += 1
-        heapq.heappush(self._events, (self.now + seconds, self._set, event))
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, event))
 
     def step(self) -> bool:
-        """The next event. False: there is none."""
+        """Run the next event. Returns False if there is none."""
         if not self._events:
             return False
         self.now, _, event = heapq.heappop(self._events)
@@ -41,19 +41,19 @@ class VirtualClock:
 class SimulatedRequest:
     tokens: int
     on_begin: Event
-    """Its first token is being sampled."""
+    """Called when the first token is sampled."""
     on_done: Event
     on_crash: Event
-    """Its engine crashed after it had begun."""
+    """Called when the engine crashes after the request began."""
     engine: SimulatedEngine | None = None
-    """Where it is now, or was; None while no engine was up."""
+    """The engine that it was sent to; None while no engine is up."""
     cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """One engine. ``work`` counts the tokens that a reply present from the start would have by now, so
-    a reply that begins at work w ends at w + its tokens, however many share the engine meanwhile."""
+    """An engine. ``work`` is the number of tokens that a reply running from the start would have now, so a
+    reply that begins at work w ends at w + its tokens, however many replies share the engine meanwhile."""
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
@@ -66,140 +66,137 @@ class SimulatedEngine:
     updated_at: float = 0.0
     paused_until: float = 0.0
     busy_seconds: float = 0.0
-    """Seconds with something to generate."""
     tokens: float = 0.0
     next_event: int = 0
-    """Number of the event that ends its next reply; earlier ones are void."""
+    """The number of the event that ends its next reply; events with lower numbers are ignored."""
 
 
 class SimulatedPool:
-    """All engines as one, by the gateway's rules: a session stays with its engine unless that is far busier
-    than others, any other request goes to the idlest."""
+    """All engines, with the gateway's rules: a session stays with its engine unless that is far busier than
+    others; any other request goes to the least busy engine."""
 
     def __init__(self, clock: VirtualClock, engines: int, max_batch: int, speed: EngineSpeed) -> None:
         self.clock = clock
         self.max_batch = max_batch
         self.speed = speed
-        self.engines = [SimulatedEngine(place) for place in range(engines)]
-        self._idlest = [(0, 0, place) for place in range(engines)]
+        self.engines = [SimulatedEngine(index) for index in range(engines)]
+        self._by_load = [(0, 0, index) for index in range(engines)]
         self._count = 0
-        self._homeless: deque[SimulatedRequest] = deque()
-        """Requests while no engine is up."""
+        self._unassigned: deque[SimulatedRequest] = deque()
+        """Requests that wait for an engine to come up."""
 
     def send(self, request: SimulatedRequest, last: SimulatedEngine | None) -> None:
-        """To one of the engines; where none is up, it waits for one."""
-        server = request.engine = self._pick(last)
-        if server is None:
-            self._homeless.append(request)
+        """Send a request to an engine; if none is up, the request waits."""
+        engine = request.engine = self._pick(last)
+        if engine is None:
+            self._unassigned.append(request)
             return
-        server.served += 1
-        self._note(server, 1)
-        if server.active < self.max_batch:
-            self._begin(server, request)
+        engine.served += 1
+        self._change_load(engine, 1)
+        if engine.active < self.max_batch:
+            self._begin(engine, request)
         else:
-            server.waiting.append(request)
+            engine.waiting.append(request)
 
     def cancel(self, request: SimulatedRequest) -> None:
-        """Its session is given up: what it would have generated is not."""
         request.cancelled = True
-        server = request.engine
-        if server is None:
+        engine = request.engine
+        if engine is None:
             return
-        kept = [entry for entry in server.running if entry[2] is not request]
-        if len(kept) < len(server.running):
-            self._settle(server)
+        kept = [entry for entry in engine.running if entry[2] is not request]
+        if len(kept) < len(engine.running):
+            self._update(engine)
             heapq.heapify(kept)
-            server.running = kept
-            self._ended(server)
+            engine.running = kept
+            self._remove(engine)
 
     def pause(self, seconds: float) -> None:
-        for server in self.engines:
-            if server.is_up:
-                self._settle(server)
-                server.paused_until = self.clock.now + seconds
-                self._plan(server)
+        for engine in self.engines:
+            if engine.is_up:
+                self._update(engine)
+                engine.paused_until = self.clock.now + seconds
+                self._schedule_end(engine)
 
-    def crash(self, server: SimulatedEngine, restart: float) -> None:
-        """What had begun is lost, what waited goes elsewhere."""
-        if not server.is_up:
+    def crash(self, engine: SimulatedEngine, restart: float) -> None:
+        """Fail the requests that have begun, and send the waiting ones to other engines."""
+        if not engine.is_up:
             return
-        self._settle(server)
-        server.is_up = False
-        lost = [request for _, _, request in server.running]
-        moved = list(server.waiting)
-        server.running, server.active, server.next_event = [], 0, server.next_event + 1
-        server.waiting.clear()
-        self._note(server, -server.load)
-        self.clock.after(restart, lambda: self._return(server))
-        for request in moved:
+        self._update(engine)
+        engine.is_up = False
+        lost = [request for _, _, request in engine.running]
+        waiting = list(engine.waiting)
+        engine.running, engine.active, engine.next_event = [], 0, engine.next_event + 1
+        engine.waiting.clear()
+        self._change_load(engine, -engine.load)
+        self.clock.after(restart, lambda: self._restart(engine))
+        for request in waiting:
             if not request.cancelled:
                 self.send(request, None)
         for request in lost:
             request.on_crash()
 
     def update_all(self) -> None:
-        """Count the time up to now."""
-        for server in self.engines:
-            self._settle(server)
+        for engine in self.engines:
+            self._update(engine)
 
-    # --- one engine --------------------------------------------------------------------------------
+    # --- one engine -------------------------------------------------------------------------------
 
-    def _return(self, server: SimulatedEngine) -> None:
-        server.is_up, server.updated_at = True, self.clock.now
-        self._note(server, 0)
-        while self._homeless:
-            request = self._homeless.popleft()
+    def _restart(self, engine: SimulatedEngine) -> None:
+        engine.is_up, engine.updated_at = True, self.clock.now
+        self._change_load(engine, 0)
+        while self._unassigned:
+            request = self._unassigned.popleft()
             if not request.cancelled:
                 self.send(request, None)
 
-    def _begin(self, server: SimulatedEngine, request: SimulatedRequest) -> None:
-        self._settle(server)
+    def _begin(self, engine: SimulatedEngine, request: SimulatedRequest) -> None:
+        self._update(engine)
         self._count += 1
-        heapq.heappush(server.running, (server.work + request.tokens, self._count, request))
-        server.active += 1
+        heapq.heappush(engine.running, (engine.work + request.tokens, self._count, request))
+        engine.active += 1
         request.on_begin()
-        self._plan(server)
+        self._schedule_end(engine)
 
-    def _settle(self, server: SimulatedEngine) -> None:
-        """Count the work done since the last change."""
+    def _update(self, engine: SimulatedEngine) -> None:
+        """Add the work done since the last update."""
         now = self.clock.now
-        since = max(server.updated_at, min(server.paused_until, now))
-        if server.active and now > since:
-            work = (now - since) * self.speed.per_reply(server.active)
-            server.work += work
-            server.tokens += work * server.active
-        if server.active:
-            server.busy_seconds += now - server.updated_at
-        server.updated_at = now
+        since = max(engine.updated_at, min(engine.paused_until, now))
+        if engine.active and now > since:
+            work = (now - since) * self.speed.per_reply(engine.active)
+            engine.work += work
+            engine.tokens += work * engine.active
+        if engine.active:
+            engine.busy_seconds += now - engine.updated_at
+        engine.updated_at = now
 
-    def _plan(self, server: SimulatedEngine) -> None:
-        server.next_event += 1
-        if server.running:
-            left = max(0.0, server.running[0][0] - server.work) / self.speed.per_reply(server.active)
-            start = max(0.0, server.paused_until - self.clock.now)
-            number = server.next_event
-            self.clock.after(start + left, lambda: self._end_next(server, number))
+    def _schedule_end(self, engine: SimulatedEngine) -> None:
+        engine.next_event += 1
+        if engine.running:
+            left = max(0.0, engine.running[0][0] - engine.work) / self.speed.per_reply(engine.active)
+            start = max(0.0, engine.paused_until - self.clock.now)
+            number = engine.next_event
+            self.clock.after(start + left, lambda: self._end_next(engine, number))
 
-    def _end_next(self, server: SimulatedEngine, number: int) -> None:
-        if number != server.next_event:
+    def _end_next(self, engine: SimulatedEngine, number: int) -> None:
+        if number != engine.next_event:
             return
-        self._settle(server)
-        _, _, request = heapq.heappop(server.running)
-        self._ended(server)
+        self._update(engine)
+        _, _, request = heapq.heappop(engine.running)
+        self._remove(engine)
         request.on_done()
 
-    def _ended(self, server: SimulatedEngine) -> None:
-        server.active -= 1
-        self._note(server, -1)
-        while server.waiting and server.active < self.max_batch:
-            request = server.waiting.popleft()
+    def _remove(self, engine: SimulatedEngine) -> None:
+        engine.active -= 1
+        self._change_load(engine, -1)
+        while engine.waiting and engine.active < self.max_batch:
+            request = engine.waiting.popleft()
             if request.cancelled:
-                self._note(server, -1)
+                self._change_load(engine, -1)
             else:
-                self._begin(server, request)
-        self._plan(server)
+                self._begin(engine, request)
+        self._schedule_end(engine)
 
-    # --- which engine ------------------------------------------------------------------------------
+    # --- choice of an engine ----------------------------------------------------------------------
 
     def _pick(self, last: SimulatedEngine | None) -> SimulatedEngine | None:
         idlest = self._least_busy()
@@ -208,16 +205,16 @@ class SimulatedPool:
         return last if last.load <= BUSIER * idlest.load + SLACK else idlest
 
     def _least_busy(self) -> SimulatedEngine | None:
-        """Entries of engines that have changed since are void: each change adds one."""
-        while self._idlest:
-            load, served, place = self._idlest[0]
-            server = self.engines[place]
-            if server.is_up and (server.load, server.served) == (load, served):
-                return server
-            heapq.heappop(self._idlest)
+        """Return the least busy engine. Each change of load adds an entry, and outdated ones are dropped."""
+        while self._by_load:
+            load, served, index = self._by_load[0]
+            engine = self.engines[index]
+            if engine.is_up and (engine.load, engine.served) == (load, served):
+                return engine
+            heapq.heappop(self._by_load)
         return None
 
-    def _note(self, server: SimulatedEngine, change: int) -> None:
-        server.load += change
-        if server.is_up:
-            heapq.heappush(self._idlest, (server.load, server.served, server.index))
+    def _change_load(self, engine: SimulatedEngine, change: int) -> None:
+        engine.load += change
+        if engine.is_up:
+            heapq.heappush(self._by_load, (engine.load, engine.served, engine.index))

@@ -1,4 +1,4 @@
-"""What a finished run's store and metrics tell of its times."""
+"""Measures a workload from the store and the metrics of a finished run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from instar.simulate.base import EngineSpeed, Workload
 from instar.simulate.sessions import SimulatedSession, SimulatedTurn
 from instar.store.base import Store
 from instar.types import Call, Channel, Json, Link, SessionStatus
-from instar.types import Session as Recorded
+from instar.types import Session as RecordedSession
 
-MOST_SESSIONS = 5000
-MOST_VALUES = 5000
-"""Of a measured distribution that are kept."""
+MAX_SESSIONS = 5000
+MAX_VALUES = 5000
+"""Values kept of a measured distribution."""
 WARM_UP = 1
-"""Steps left out of the trainer's times: the first one compiles, allocates, fills caches."""
+"""Steps excluded from the trainer's times: the first one compiles, allocates and fills caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTiming:
-    """One call: when it was asked, began and ended, and its tokens."""
-
     sent: float
     began: float
     ended: float
@@ -35,9 +33,9 @@ class CallTiming:
 async def measure(
     store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
 ) -> Workload:
-    """The work of a run: its sessions as they were, and fits to the speed of its ``engines`` and to the
-    time of its steps. ``records`` are its training steps in metrics.jsonl."""
-    rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MOST_SESSIONS)
+    """Return the workload of a run: its sessions, and fits of its engines' speed and its step times.
+    ``records`` are the training steps in metrics.jsonl."""
+    rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MAX_SESSIONS)
     ended = [
         row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
     ]
@@ -45,12 +43,12 @@ async def measure(
     timed: list[CallTiming] = []
     for session in ended:
         calls = [call for call in await store.calls(session.session_id) if len(call.sampled_ids)]
-        timed += [_timed(call) for call in calls]
+        timed += [_measure_call(call) for call in calls]
         if calls and session.status is SessionStatus.COMPLETED:
             sessions.append(to_simulated_session(session, calls))
     if not sessions or not records:
         raise ConfigError(
-            f"run {run_id}: nothing to measure, it has no completed session or no training step"
+            f"run {run_id}: cannot be measured, it has no completed session or no training step"
         )
     failed = sum(session.status is SessionStatus.FAILED for session in ended)
     base, per_token = fit_training(records)
@@ -74,9 +72,9 @@ def with_sessions(work: Workload, sessions: Sequence[SimulatedSession]) -> Workl
     return replace(work, sessions=sessions)
 
 
-def to_simulated_session(session: Recorded, calls: Sequence[Call]) -> SimulatedSession:
-    """Calls that ran side by side are told apart only by what they waited for, which was nothing. A call that
-    does not go on where another ended, or where one goes on already, begins a sample of its own."""
+def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> SimulatedSession:
+    """Return the session as turns. Concurrent calls become turns without a wait. A call that does not
+    continue another one, or continues one that another call continues already, begins a sample of its own."""
     after = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     return SimulatedSession(
         tuple(
@@ -92,7 +90,7 @@ def to_simulated_session(session: Recorded, calls: Sequence[Call]) -> SimulatedS
 
 
 def _added(calls: Sequence[Call]) -> list[int]:
-    """Per call, the tokens that its prompt adds to the session's samples."""
+    """Return the tokens that the prompt of each call adds to the session's samples."""
     ends = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
     added: list[int] = []
     for call in calls:
@@ -101,15 +99,15 @@ def _added(calls: Sequence[Call]) -> list[int]:
     return added
 
 
-def _timed(call: Call) -> CallTiming:
+def _measure_call(call: Call) -> CallTiming:
     began = call.first_token_at if call.first_token_at is not None else call.started_at
     return CallTiming(call.started_at, began, call.ended_at, len(call.sampled_ids))
 
 
 def _empirical(values: Sequence[float]) -> DistributionConfig:
     kept = sorted(values)
-    if len(kept) > MOST_VALUES:
-        kept = kept[:: len(kept) // MOST_VALUES + 1]
+    if len(kept) > MAX_VALUES:
+        kept = kept[:: len(kept) // MAX_VALUES + 1]
     return DistributionConfig(values=[max(0.0, value) for value in kept])
 
 
@@ -118,14 +116,13 @@ def _warm(records: Sequence[Json]) -> Sequence[Json]:
 
 
 def fit_training(records: Sequence[Json]) -> tuple[float, float]:
-    """(seconds of a step without tokens, further seconds per token of its samples), by least squares; all in
-    the first where the steps differ too little in size to tell. What counts is the tokens that the backend
-    computed, where it tells: of what samples begin with in common, one copy. The share that is computed is
-    taken to be the same in all steps."""
+    """Return (seconds of a step without tokens, seconds per token) by least squares; the second is 0 if the
+    steps differ too little in size. The fit is over the tokens that the backend computed, if it reports them:
+    common prefixes count once. The computed share is assumed to be the same in all steps."""
     used = _warm(records)
     seconds = np.array([record["train_seconds"] for record in used], float)
     sampled = np.array([record.get("sequence_tokens", 0) for record in used], float)
-    tokens = np.array([_computed(record) for record in used], float)
+    tokens = np.array([_count_computed(record) for record in used], float)
     computed = float(tokens.sum() / sampled.sum()) if sampled.any() else 1.0
     if len(used) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
         slope = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))
@@ -135,56 +132,56 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
     return float(seconds.mean()), 0.0
 
 
-def _computed(record: Json) -> float:
-    """Tokens of a step, as its time depends on them."""
+def _count_computed(record: Json) -> float:
+    """Return the tokens that a step's time depends on."""
     return float(record.get("distinct_tokens", record.get("sequence_tokens", 0)))
 
 
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
-    """A token takes an engine c + d · (replies at once - 1) seconds: fitted over all calls, each with the
-    mean number that it shared its engine with."""
+    """Fit the seconds per token as c + d · (concurrent replies - 1) over all calls, each with the mean number
+    of replies that shared its engine."""
     used = [call for call in calls if call.tokens > 1 and call.ended > call.began]
     if not used:
-        whole = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
-        used = [replace(call, began=call.sent) for call in whole]
+        timed = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
+        used = [replace(call, began=call.sent) for call in timed]
     spans = np.array([(call.began, call.ended) for call in used])
-    shared = _shared(spans, spans) / engines
+    shared = _mean_concurrency(spans, spans) / engines
     tokens = np.array([max(1, call.tokens - 1) for call in used], float)
     seconds = np.array([call.ended - call.began for call in used])
-    beside = np.maximum(0.0, shared - 1)
-    # seconds = c · tokens + d · tokens · beside, long replies counting for more.
-    design = np.stack([tokens, tokens * beside], axis=1)
+    others = np.maximum(0.0, shared - 1)
+    # seconds = c · tokens + d · tokens · others, so long replies count more.
+    design = np.stack([tokens, tokens * others], axis=1)
     each, more = (float(value) for value in np.linalg.lstsq(design, seconds, rcond=None)[0])
     if more < 0 or each <= 0:
         each, more = float(seconds.sum() / tokens.sum()), 0.0
-        # No slower in company than alone, as far as was seen.
+        # The calls do not show that sharing an engine slows a reply.
     sizes = [size for power in range(16) if (size := 2**power) < max_batch] + [max_batch]
     return EngineSpeed({size: size / (each + more * (size - 1)) for size in sizes})
 
 
 def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
-    """(latencies as if each call had its engine for itself, how much a further call there adds): fitted over
-    all calls, each with the mean number that were under way while it waited."""
+    """Return (latencies of calls that are alone at their engine, relative increase per further call), fitted
+    over all calls, each with the mean number of calls in progress while it waited."""
     seconds = np.array([max(0.0, call.began - call.sent) for call in calls])
     within = np.array([(call.sent, call.began) for call in calls])
-    under_way = _shared(np.array([(call.sent, call.ended) for call in calls]), within) / engines
-    beside = np.maximum(0.0, under_way - 1)
+    concurrent = _mean_concurrency(np.array([(call.sent, call.ended) for call in calls]), within) / engines
+    others = np.maximum(0.0, concurrent - 1)
     crowding = 0.0
-    if beside.std() > 0:
-        more = float(np.cov(beside, seconds)[0, 1] / beside.var(ddof=1))
-        alone = max(float(seconds.mean() - more * beside.mean()), float(seconds.min()))
+    if others.std() > 0:
+        more = float(np.cov(others, seconds)[0, 1] / others.var(ddof=1))
+        alone = max(float(seconds.mean() - more * others.mean()), float(seconds.min()))
         if more > 0 and alone > 0:
             crowding = more / alone
-    return _empirical((seconds / (1 + crowding * beside)).tolist()), crowding
+    return _empirical((seconds / (1 + crowding * others)).tolist()), crowding
 
 
-def _shared(spans: np.ndarray, within: np.ndarray) -> np.ndarray:
-    """The mean number of ``spans`` that go on, for each of the times from and to in ``within``."""
+def _mean_concurrency(spans: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """Return the mean number of ``spans`` in progress during each of the time ranges ``within``."""
     times = spans.T.ravel()
     order = np.argsort(times, kind="stable")
     change = np.repeat([1.0, -1.0], len(spans))[order]
     at = times[order]
-    # The integral of the number over time, known at every change.
+    # The integral of the number of spans over time, at every change.
     integral = np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(at))])
     began, ended = within.T
     seconds = np.maximum(ended - began, 1e-9)

@@ -1,4 +1,4 @@
-"""Which number of engines and which `max_staleness` a run should have."""
+"""Recommends the number of engines and `max_staleness` of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.pipeline import simulate
 
 GOOD_ENOUGH = 0.95
-"""Of the best throughput found; what gets there with less is taken."""
-MOST_DROPPED = 0.02
-"""Share of samples that may be lost to staleness: it is the long sessions that are."""
-WORTH_KEEPING = 0.5
-"""Of the best throughput, below which more may be."""
+"""Share of the best throughput that is enough to prefer fewer engines or less staleness."""
+MAX_DROPPED = 0.02
+"""Share of samples that may be dropped as stale: these are the long sessions."""
+MIN_THROUGHPUT = 0.5
+"""Share of the best throughput below which more samples may be dropped."""
 STEPS = 24
-"""Of a simulation that is one of many."""
+"""Steps of each of the simulations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +43,36 @@ def recommend(
     seed: int = 0,
     on_trial: Callable[[str], None] = lambda _: None,
 ) -> Recommendation | None:
-    """Staleness first, with engines enough; then engines, with that staleness; then staleness again, with
-    those engines. ``sync`` mode has no staleness to choose. None: nothing is trained, whatever is tried."""
+    """Choose the staleness for the most engines, then the engines for that staleness, then the staleness for
+    those engines. In ``sync`` mode the staleness is 0. Returns None if no choice trains anything."""
     brief = replace(cluster, steps=min(cluster.steps, max(STEPS, 3 * (most_staleness + 1))))
-    tried: dict[tuple[int, int], SimulationTrial] = {}
+    trials: dict[tuple[int, int], SimulationTrial] = {}
 
     def attempt(engines: int, staleness: int) -> SimulationTrial:
-        found = tried.get((engines, staleness))
-        if found is None:
+        trial = trials.get((engines, staleness))
+        if trial is None:
             on_trial(f"{engines} engines, max_staleness {staleness}")
             outcome = simulate(workload, replace(brief, engines=engines, max_staleness=staleness), seed=seed)
-            found = tried[engines, staleness] = SimulationTrial(engines, staleness, outcome)
-        return found
+            trial = trials[engines, staleness] = SimulationTrial(engines, staleness, outcome)
+        return trial
 
     def staleness_for(engines: int) -> SimulationTrial:
         if sync:
             return attempt(engines, 0)
-        return _least([attempt(engines, k) for k in _doubling(0, most_staleness)], "max_staleness")
+        return _choose_smallest([attempt(engines, k) for k in _doubling(0, most_staleness)], "max_staleness")
 
     counts = sorted({*_doubling(1, most_engines), cluster.engines})
-    ahead = staleness_for(counts[-1]).max_staleness
-    fitting = _least([attempt(count, ahead) for count in counts], "engines")
+    staleness = staleness_for(counts[-1]).max_staleness
+    fitting = _choose_smallest([attempt(count, staleness) for count in counts], "engines")
     chosen = staleness_for(fitting.engines)
     attempt(cluster.engines, cluster.max_staleness)
-    if not _best(list(tried.values())):
+    if not _best(list(trials.values())):
         return None
     return Recommendation(
         engines=chosen.engines,
         max_staleness=chosen.max_staleness,
-        reason=_why(chosen, cluster, list(tried.values())),
-        trials=tuple(sorted(tried.values(), key=lambda one: (one.engines, one.max_staleness))),
+        reason=_explain(chosen, cluster, list(trials.values())),
+        trials=tuple(sorted(trials.values(), key=lambda one: (one.engines, one.max_staleness))),
     )
 
 
@@ -85,38 +85,38 @@ def _doubling(first: int, most: int) -> list[int]:
     return sorted({*values, most})
 
 
-def _least(tried: Sequence[SimulationTrial], by: str) -> SimulationTrial:
-    """The smallest that is good enough: near the best throughput, and losing little to staleness unless that
-    would cost half of it."""
-    best = _best(tried)
-    frugal = [one for one in tried if one.result.dropped_share <= MOST_DROPPED]
-    if frugal and _best(frugal) >= WORTH_KEEPING * best:
-        tried, best = frugal, _best(frugal)
-    good = [one for one in tried if one.result.samples_per_hour >= GOOD_ENOUGH * best]
+def _choose_smallest(trials: Sequence[SimulationTrial], by: str) -> SimulationTrial:
+    """Return the smallest trial that is near the best throughput and drops few stale samples, unless that
+    would cost half of the throughput."""
+    best = _best(trials)
+    fresh = [one for one in trials if one.result.dropped_share <= MAX_DROPPED]
+    if fresh and _best(fresh) >= MIN_THROUGHPUT * best:
+        trials, best = fresh, _best(fresh)
+    good = [one for one in trials if one.result.samples_per_hour >= GOOD_ENOUGH * best]
     return min(good, key=lambda one: getattr(one, by))
 
 
-def _best(tried: Sequence[SimulationTrial]) -> float:
-    return max((one.result.samples_per_hour for one in tried), default=0.0)
+def _best(trials: Sequence[SimulationTrial]) -> float:
+    return max((one.result.samples_per_hour for one in trials), default=0.0)
 
 
-def _why(chosen: SimulationTrial, plant: ClusterSpec, tried: Sequence[SimulationTrial]) -> str:
+def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[SimulationTrial]) -> str:
     outcome = chosen.result
-    best = _best(tried)
+    best = _best(trials)
     parts = [
         f"{outcome.samples_per_hour / best:.0%} of the best found, "
-        f"{outcome.dropped_share:.1%} of samples lost to staleness"
+        f"{outcome.dropped_share:.1%} of samples dropped as stale"
     ]
     now = next(
-        (o for o in tried if (o.engines, o.max_staleness) == (plant.engines, plant.max_staleness)), None
+        (o for o in trials if (o.engines, o.max_staleness) == (cluster.engines, cluster.max_staleness)), None
     )
     if now is not None and now is not chosen and now.result.samples_per_hour:
         change = outcome.samples_per_hour / now.result.samples_per_hour
-        parts.append(f"{change:.2f} times what the settings given get")
+        parts.append(f"{change:.2f} times the throughput of the current settings")
     if outcome.trainer_idle < 0.1:
-        parts.append("the trainer is the limit: it is busy all the time, so more engines would not help")
-    elif outcome.in_flight > 0.9 * plant.concurrency:
-        parts.append("rollout.concurrency is the limit: that many sessions run all the time")
+        parts.append("the trainer is the limit: it is always busy, so more engines would not help")
+    elif outcome.in_flight > 0.9 * cluster.concurrency:
+        parts.append("rollout.concurrency is the limit: that many sessions always run")
     elif outcome.engines_used > 0.8:
         parts.append("the engines are the limit")
     else:

@@ -1,4 +1,4 @@
-"""What a simulated session does: calls of given lengths, and waits between them."""
+"""Simulated sessions: calls of certain lengths and the waits between them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DrawValue = Callable[[], float]
 
 class SimulatedTurn(NamedTuple):
     prompt: int
-    """Tokens that the call's prompt adds to what is trained on; all of it where a session branches, for what
-    goes before is in both samples then."""
+    """Tokens that the prompt adds to the trained samples; all of the prompt if the session branches, because
+    both samples contain what comes before."""
     generated: int
     tool_seconds: float
-    """Seconds until the next call, or the session's end."""
+    """Seconds until the next call or the end of the session."""
 
     @property
     def tokens_after_first(self) -> int:
-        """Tokens behind the first, which is there when the call's latency is over."""
+        """The number of tokens after the first one, whose time is the call's latency."""
         return max(0, self.generated - 1)
 
     @property
@@ -51,16 +51,16 @@ class SimulatedSession:
 
     @property
     def tokens(self) -> int:
-        """Of its samples: prompts and replies."""
+        """The tokens of its samples: prompts and replies."""
         return self.count_tokens(len(self.turns))
 
     def count_tokens(self, replies: int) -> int:
-        """When it has ended after so many of them."""
+        """Return the tokens of its samples if it ends after so many replies."""
         return sum(turn.tokens for turn in self.turns[:replies])
 
 
 def make_draw(config: DistributionConfig, rng: random.Random) -> DrawValue:
-    """Draws from the distribution, one value a call."""
+    """Return a function that draws a value from the distribution."""
     if config.value is not None:
         value = config.value
         return lambda: value
@@ -81,19 +81,19 @@ def distribution_mean(config: DistributionConfig) -> float:
     mu, sigma, most = math.log(config.median), config.sigma, config.most or math.inf
     if sigma == 0:
         return min(config.median, most)
-    whole = config.median * math.exp(sigma**2 / 2)
+    mean = config.median * math.exp(sigma**2 / 2)
     if most == math.inf:
-        return whole
+        return mean
     below = NormalDist(mu, sigma).cdf
-    # The mean of what is below the cut, and the cut itself for all that is above.
-    return whole * below(math.log(most) - sigma**2) + most * (1 - below(math.log(most)))
+    # The mean of the values below the maximum, and the maximum for all values above it.
+    return mean * below(math.log(most) - sigma**2) + most * (1 - below(math.log(most)))
 
 
 def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[SimulatedSession]:
-    """Sessions whose every turn is drawn for itself."""
+    """Return sessions whose turns are drawn independently."""
     turns, prompt, generated, tool, start = (
-        make_draw(given, rng)
-        for given in (config.turns, config.prompt, config.generated, config.tool, config.start)
+        make_draw(distribution, rng)
+        for distribution in (config.turns, config.prompt, config.generated, config.tool, config.start)
     )
     return [
         SimulatedSession(
@@ -108,7 +108,7 @@ def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> lis
 
 
 def read_workload(path: Path) -> list[SimulatedSession]:
-    """The sessions of a workload file."""
+    """Return the sessions of a workload file. Raises ConfigError for an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -117,24 +117,26 @@ def read_workload(path: Path) -> list[SimulatedSession]:
         _parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not sessions:
-        raise ConfigError(f"{path}: no session in it")
+        raise ConfigError(f"{path} contains no session")
     return sessions
 
 
 def _parse(line: str, where: str) -> SimulatedSession:
     try:
-        given: Any = json.loads(line)
-        turns = cast(Sequence[Sequence[float]], given["turns"])
+        fields: Any = json.loads(line)
+        turns = cast(Sequence[Sequence[float]], fields["turns"])
         session = SimulatedSession(
             tuple(
                 SimulatedTurn(int(prompt), int(generated), float(tool)) for prompt, generated, tool in turns
             ),
-            float(given.get("start", 0.0)),
+            float(fields.get("start", 0.0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f'{where}: expected {{"turns": [[prompt, generated, tool], ...]}}') from error
     if not session.turns or any(t.prompt < 0 or t.generated < 1 or t.tool_seconds < 0 for t in session.turns):
-        raise ConfigError(f"{where}: a session has turns, each of 1 token or more, and no negative number")
+        raise ConfigError(
+            f"{where}: a session needs a turn, a turn generates at least 1 token, and no number is negative"
+        )
     return session
 
 
