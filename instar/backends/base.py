@@ -1,7 +1,7 @@
-"""What a training backend is. Every variant passes tests/unit/backends/conformance.py.
+"""The interface of training backends. Every variant passes tests/unit/backends/conformance.py.
 
-Losses are plain sums over tokens; whatever normalises or reweights them is in the sample's
-``advantages`` already, so that every backend computes the same number:
+Losses are plain sums over tokens. Normalization and weights are already part of the samples' ``advantages``,
+so that every backend computes the same number:
 
     cross_entropy        -Σ mask · A · lp
     importance_sampling  -Σ mask · A · r                       r = exp(lp - logprobs)
@@ -9,13 +9,14 @@ Losses are plain sums over tokens; whatever normalises or reweights them is in t
     cispo                -Σ mask · stop_gradient(clip(r, low, high)) · A · lp
     dro                  -Σ mask · (A · lp - beta/2 · (lp - logprobs)²)
 
-where lp is the new logprob of token i given the tokens before it.
+Here lp is the new logprob of a token given the tokens before it.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,27 +30,27 @@ if TYPE_CHECKING:
 
 DEFAULT_BETA = 0.05
 DEFAULT_CLIP: dict[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
-
-
+LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
+NO_GRADIENT = "optim_step without a gradient: nothing was trained on since the last step"
 ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"})
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """What a backend computes. What is not named here is refused at start."""
+    """The features of a backend. A run that needs others is rejected at start."""
 
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
-    """Kinds of artifact that ``publish`` makes."""
+    """The kinds of artifact that ``publish`` creates."""
     full_finetuning: bool = False
     optimizer: frozenset[str] = ADAM_FIELDS
-    """Fields of the optimizer that it honours; another one must have its neutral value."""
+    """The optimizer settings that the backend supports; others must have their neutral value."""
     reference: bool = False
-    """Whether ``reference_logprobs`` works."""
+    """True if ``reference_logprobs`` is supported."""
     live: bool = False
-    """Whether ``tensors`` works."""
+    """True if ``tensors`` is supported."""
     grad_norm: bool = True
-    """Whether ``optim_step`` reports it; NaN otherwise."""
+    """True if ``optim_step`` returns the gradient norm; it is NaN otherwise."""
 
 
 def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
@@ -58,87 +59,107 @@ def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
 
 
 def is_mergeable(lora: LoraConfig | None) -> bool:
-    """Whether `Backend.tensors` can hand out one set of weights: an adapter on an output layer that is tied
-    to the input's cannot be merged."""
+    """True if the adapter can be merged into the weights. One on an output layer that is tied to the input
+    embedding cannot."""
     return lora is None or "lm_head" not in lora.targets
+
+
+def torch_capabilities(lora: LoraConfig | None, *, reference: bool, live: bool) -> BackendCapabilities:
+    """Return the capabilities of a backend that trains with Instar's own losses in torch."""
+    return BackendCapabilities(
+        losses=LOSSES,
+        artifacts=frozenset({"weights" if lora is None else "adapter"}),
+        full_finetuning=True,
+        reference=reference,
+        live=live,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardResult:
     loss: float
-    """The sum over tokens."""
+    """The sum over trained tokens."""
     logprobs: list[Floats]
-    """Per sample, the new logprob of every trained token; NaN elsewhere."""
+    """Per sample, the new logprob of every trained token, and NaN elsewhere."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResult:
     grad_norm: float
-    """Before clipping; NaN where the backend does not say."""
+    """The norm before clipping; NaN if the backend does not return it."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def from_norm(
+        cls, adam: AdamConfig, grad_norm: float, metrics: Mapping[str, float] | None = None
+    ) -> OptimStepResult:
+        result = {**(metrics or {}), "lr": adam.lr}
+        if not math.isnan(grad_norm):
+            result["grad_clipped"] = float(0.0 < adam.grad_clip_norm < grad_norm)
+        return cls(grad_norm, result)
 
 
 class Backend(ABC):
-    """Calls may be pipelined: they take effect in the order they were made, whether or not the one before
-    was awaited. Any of them may raise BackendUnavailable after its retries, and BackendLost when the session
-    is gone: then `load_state`, or `start` where nothing was saved, begins another one."""
+    """Calls may be pipelined: they take effect in the order in which they were made, also if earlier ones
+    were not awaited. Any of them may raise BackendUnavailable after its retries, and BackendLost if the
+    session is gone; `load_state`, or `start` if nothing was saved, then starts another one."""
 
     @property
     @abstractmethod
     def capabilities(self) -> BackendCapabilities: ...
 
-    async def start(self) -> None:  # noqa: B027 - a backend may be ready once it is made
-        """Begin a session on the base model with a fresh adapter, drawn from the seed. One under way is given
-        up. Called before anything else, and after BackendLost."""
+    async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
+        """Start a session on the base model with a new adapter, initialized from the seed, and abandon the
+        current session. Called before anything else, and after BackendLost."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """As `forward`, under the base model: the adapter off, or the weights that training began with."""
+        """Return the logprobs under the base model, without the adapter or with the initial weights."""
         raise BackendError("this backend does not compute the base model's logprobs")
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Per sample, the logprob of every token given those before; NaN at index 0."""
+        """Return per sample the logprob of every token given those before, and NaN at index 0."""
 
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        """Add the loss's gradient to what is accumulated. Raises NonFiniteError, with nothing added, when the
-        loss is not finite, and BackendError when a trained token lacks an advantage, or a logprob that the
-        loss asks for."""
+        """Add the gradient of the loss to the accumulated one. Raise NonFiniteError, without adding anything,
+        if the loss is not finite, and BackendError if a trained token lacks an advantage or a logprob that
+        the loss needs."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        """Apply the accumulated gradient and clear it. ``adam.lr`` is the rate of this very step. Raises
-        NonFiniteError, with weights and moments untouched and the gradient cleared, when it is not finite."""
+        """Apply the accumulated gradient and clear it. ``adam.lr`` is the learning rate of this step. If the
+        gradient is not finite, raise NonFiniteError with the gradient cleared, and weights and moments
+        unchanged."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
-        """Make the current weights something that engines can load: an adapter folder or full weights at
-        ``path``, or a sampler at a service, named after it."""
+        """Export the current weights for engines: as an adapter folder or full weights at ``path``, or as a
+        sampler at a service, named after it."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """The weights an engine would serve, one after another: named and shaped as in the model's own files,
-        an adapter merged in from full precision, in the model's dtype, whole on this process where they are
-        sharded. Each is valid until the next is asked for. No other call may be under way meanwhile."""
-        raise BackendError("this backend does not hand out its weights")
+        """Yield the weights that an engine would serve, named and shaped as in the model's files, with an
+        adapter merged in full precision, in the model's dtype and gathered if they are sharded. Each is valid
+        until the next one is requested. No other call may run meanwhile."""
+        raise BackendError("this backend does not export its weights as tensors")
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
-        """Write weights, optimizer and RNG so that ``load_state`` continues bit for bit. Atomic: ``path``
-        exists only when it is complete and on disk. A service keeps the state
-        itself, and ``path`` says where."""
+        """Write weights, optimizer and RNG so that ``load_state`` continues bit for bit. ``path`` exists only
+        when it is complete and on disk. A service keeps the state itself, and ``path`` refers to it."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        """Continue from a saved state; gradients not yet applied are given up. At a service this begins a new
-        session, so that what an earlier process left in the old one does not count."""
+        """Continue from a saved state, without gradients that were not yet applied. At a service this starts
+        a new session, so that what an earlier process left in the old one has no effect."""
 
-    async def discard_state(self, path: Path) -> None:  # noqa: B027 - most keep it all in the folder
-        """Free what a saved state takes beyond its folder, which is removed afterwards."""
+    async def discard_state(self, path: Path) -> None:  # noqa: B027 - most store nothing elsewhere
+        """Delete what a saved state stores outside of its folder, which the caller removes."""
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Compute on so many CPU cores from the next call on. Backends elsewhere ignore it."""
+        """Use this many CPU cores from the next call on. Remote backends ignore it."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of it. What was saved or published stays, and so does a session that could be resumed."""
+        """Release all resources. Saved states, published artifacts and resumable sessions remain."""

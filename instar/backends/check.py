@@ -1,4 +1,4 @@
-"""What is refused about samples before anything is computed, naming the sample and the index."""
+"""Checks of samples before anything is computed, and the selection of those that are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ import numpy as np
 
 from instar.config import LossConfig
 from instar.errors import BackendError
-from instar.types import Sample
+from instar.types import Floats, Sample
+
+
+def nan_logprobs(samples: Sequence[Sample]) -> list[Floats]:
+    return [np.full(len(sample), np.nan, np.float32) for sample in samples]
+
+
+def select_trained(samples: Sequence[Sample]) -> list[int]:
+    """Return the indices of the samples that have a trained token; the others are not part of the loss."""
+    return [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
+
+
+def select_scorable(samples: Sequence[Sample]) -> list[int]:
+    """Return the indices of the samples with more than one token; a single token has no logprob."""
+    return [index for index, sample in enumerate(samples) if len(sample) > 1]
 
 
 def check_samples(
@@ -17,11 +31,12 @@ def check_samples(
     max_tokens: int | None,
     loss: LossConfig | None = None,
 ) -> None:
-    """With a loss, what is trained on is checked too. None: not known here."""
+    """Raise BackendError naming the sample and the index. A limit of None is unknown; without a loss, the
+    fields for training are not checked."""
     for sample in samples:
         _check_tokens(sample, vocab_size, max_tokens)
         if loss is not None:
-            _check_trained(sample, loss)
+            _check_training_fields(sample, loss)
 
 
 def _check_tokens(sample: Sample, vocab_size: int | None, max_tokens: int | None) -> None:
@@ -41,7 +56,7 @@ def _check_tokens(sample: Sample, vocab_size: int | None, max_tokens: int | None
         )
 
 
-def _check_trained(sample: Sample, loss: LossConfig) -> None:
+def _check_training_fields(sample: Sample, loss: LossConfig) -> None:
     for name in ("mask", "logprobs", "advantages"):
         if len(getattr(sample, name)) != len(sample):
             raise BackendError(
@@ -49,14 +64,14 @@ def _check_trained(sample: Sample, loss: LossConfig) -> None:
                 f"{len(sample)} tokens"
             )
     if np.isnan(sample.mask).any():
-        raise BackendError(f"sample {sample.sample_key}: the mask has a NaN")
+        raise BackendError(f"sample {sample.sample_key}: the mask contains NaN")
     trained = sample.mask > 0
     if len(sample) and trained[0]:
-        raise BackendError(f"sample {sample.sample_key}: index 0 is trained, but nothing stands before it")
-    needed = {"advantage": sample.advantages}
+        raise BackendError(f"sample {sample.sample_key}: index 0 is trained, but no token precedes it")
+    required = {"advantage": sample.advantages}
     if loss.name != "cross_entropy":
-        needed["logprob"] = sample.logprobs
-    for name, values in needed.items():
+        required["logprob"] = sample.logprobs
+    for name, values in required.items():
         missing = np.flatnonzero(trained & np.isnan(values))
         if len(missing):
             raise BackendError(f"sample {sample.sample_key}: no {name} for the token trained at {missing[0]}")

@@ -1,9 +1,8 @@
-"""Trains at Weaver, or at whatever serves its protocol. Every session there has one model."""
+"""Trains at Weaver, or at another server of its protocol. Every session there has one model."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,11 +20,11 @@ from instar.backends.base import (
     OptimStepResult,
     cloud_capabilities,
 )
-from instar.backends.check import check_samples
-from instar.backends.folders import write_folder
+from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
 from instar.backends.loss_values import compute_loss
+from instar.backends.service import NO_SESSION, read_state, start_session, write_state
 from instar.backends.weaver_model import WeaverModel
-from instar.clouds.base import MAX_SESSION_STARTS, SERVICES, CloudAccess, resolve_access
+from instar.clouds.base import SERVICES, CloudAccess, resolve_access
 from instar.clouds.errors import CloudError
 from instar.clouds.weaver import (
     WeaverCallPolicy,
@@ -42,11 +41,10 @@ from instar.types import Artifact, Floats, Sample
 
 T = TypeVar("T")
 
-FORMAT = 1
-META = "state.json"
+STATE_FORMAT = 1
 REFERENCE_IN_FLIGHT = 16
 END_TIMEOUT = 5.0
-"""Seconds that a session which is given up may take to be told so."""
+"""Seconds for the service to end a session that is abandoned."""
 
 
 class WeaverBackend(Backend):
@@ -55,9 +53,9 @@ class WeaverBackend(Backend):
         self._max_tokens = model.max_context
         self._seed = seed
         self._access: CloudAccess = resolve_access(section, model)
-        self._patience = WeaverCallPolicy(self._access)
+        self._call_policy = WeaverCallPolicy(self._access)
         self._session_lock = asyncio.Lock()
-        """Held while one session takes the place of another: calls wait for it, in their order."""
+        """Held while one session replaces another; calls wait for it in their order."""
         self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
         self._closed = False
@@ -68,7 +66,7 @@ class WeaverBackend(Backend):
 
     @property
     def model_id(self) -> str | None:
-        """The service's name for the model in training."""
+        """The service's id of the trained model."""
         return None if self._model is None else self._model.client.model_id
 
     async def start(self) -> None:
@@ -79,7 +77,7 @@ class WeaverBackend(Backend):
         model = await self._get_model()
         check_samples(samples, None, self._max_tokens)
         results = nan_logprobs(samples)
-        sent = [index for index, sample in enumerate(samples) if len(sample) > 1]
+        sent = select_scorable(samples)
         if sent:
             data = [build_forward_datum(samples[index]) for index in sent]
             result = await model.call(
@@ -95,7 +93,7 @@ class WeaverBackend(Backend):
         model = await self._get_model()
         check_samples(samples, None, self._max_tokens, loss)
         results = nan_logprobs(samples)
-        sent = [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
+        sent = select_trained(samples)
         if sent:
             data = [build_training_datum(samples[index], loss) for index in sent]
             with model.count_gradient():
@@ -105,8 +103,8 @@ class WeaverBackend(Backend):
             for index, row in zip(
                 sent, model.parse_result(lambda: extract_logprobs(data, result)), strict=True
             ):
-                taken = samples[index].mask > 0
-                results[index][taken] = row[taken[1:]]
+                trained = samples[index].mask > 0
+                results[index][trained] = row[trained[1:]]
         value, metrics = compute_loss(loss, samples, results)
         if not math.isfinite(value):
             model.end("the gradient at the service is not finite")
@@ -127,55 +125,40 @@ class WeaverBackend(Backend):
             grad_clip_norm=adam.grad_clip_norm,
         )
         result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
-        found = extract_metrics(result)
-        norm = found.get("grad_norm", math.nan)
-        if math.isinf(norm):
+        grad_norm = extract_metrics(result).get("grad_norm", math.nan)
+        if math.isinf(grad_norm):
             model.end("a gradient that is not finite may have been applied at the service")
-            raise NonFiniteError(f"the gradient norm is {norm}")
-        metrics = {"lr": adam.lr}
-        if not math.isnan(norm):
-            metrics["grad_clipped"] = float(0.0 < adam.grad_clip_norm < norm)
-        return OptimStepResult(norm, metrics)
+            raise NonFiniteError(f"the gradient norm is {grad_norm}")
+        return OptimStepResult.from_norm(adam, grad_norm)
 
     async def publish(self, path: Path) -> Artifact:
         model = await self._get_model()
-        asked, name, ttl = time.time(), model.fresh_name(path.name), math.ceil(self._section.sampler_ttl)
+        started, name, ttl = time.time(), model.make_name(path.name), math.ceil(self._section.sampler_ttl)
         result = await model.call(
             "publish",
             lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False),
         )
-        found = cast(dict[str, Any], result) if isinstance(result, dict) else {}
-        if not (place := found.get("model_path") or found.get("path")):
-            raise BackendError("publish: Weaver does not say where the sampler is")
-        return Artifact("remote", str(place), expires_at=asked + ttl)
+        fields = cast(dict[str, Any], result) if isinstance(result, dict) else {}
+        if not (sampler := fields.get("model_path") or fields.get("path")):
+            raise BackendError("publish: Weaver's response has neither model_path nor path")
+        return Artifact("remote", str(sampler), expires_at=started + ttl)
 
     async def save_state(self, path: Path) -> None:
         model = await self._get_model()
-        name = model.fresh_name("state")
+        name = model.make_name("state")
         saved = await model.call_exclusively(
             "save_state",
             lambda: model.client.save_state(name=name, checkpoint_type="weight_and_optimizer"),
         )
-        meta = {
-            "format": FORMAT,
-            "service": "weaver",
-            "path": saved.path,
-            "base_model": self._access.base_model,
-            "rank": self._section.rank,
-        }
-
-        def fill(folder: Path) -> None:
-            (folder / META).write_text(json.dumps(meta, indent=2) + "\n")
-
-        await asyncio.to_thread(write_folder, path, fill)
+        await write_state(path, {"path": saved.path, **self._state_settings()})
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        place = self._read_state(path)
+        saved = read_state(path, "path", self._state_settings())
         async with self._session_lock:
             model = await self._replace_model()
             try:
-                await model.load(place, optimizer=optimizer)
-            except BaseException:
+                await model.load(saved, optimizer=optimizer)
+            except BaseException:  # cancellation too: the service should not keep the model
                 await _end_model(model)
                 raise
             self._model = model
@@ -212,13 +195,13 @@ class WeaverBackend(Backend):
                 await self._model.service.aclose()
                 self._model = None
 
-    # --- the session ---------------------------------------------------------------------------
+    # --- sessions ----------------------------------------------------------------------------------
 
     async def _get_model(self) -> WeaverModel:
         async with self._session_lock:
             self._check_open()
             if self._model is None:
-                raise BackendLost("there is no training session: start one, or load a state")
+                raise BackendLost(NO_SESSION)
             return self._model
 
     def _check_open(self) -> None:
@@ -226,19 +209,12 @@ class WeaverBackend(Backend):
             raise BackendError("the backend is closed")
 
     async def _replace_model(self) -> WeaverModel:
-        """In a session of its own, when the one under way has been given up."""
+        """Abandon the current session and return a model in a new one."""
         self._check_open()
-        old, self._model, self._reference = self._model, None, None
-        if old is not None:
-            await _end_model(old)
-        lost = ""
-        for _ in range(MAX_SESSION_STARTS):
-            try:
-                return await self._create_model()
-            except BackendLost as error:
-                lost = str(error)
-        # So many sessions in a row are not lost: the service lacks what was asked for.
-        raise BackendError(lost)
+        previous, self._model, self._reference = self._model, None, None
+        if previous is not None:
+            await _end_model(previous)
+        return await start_session(self._create_model)
 
     async def _create_model(self) -> WeaverModel:
         service, section = WeaverClient(self._access), self._section
@@ -252,48 +228,41 @@ class WeaverBackend(Backend):
 
         async def create() -> AsyncTrainingClient:
             await service.connect()
-            # Always the first of its session: asked for again, it is the same one.
+            # The id is always the first of the session, so that a repeated request creates no second model.
             return await service.create_model(
                 base_model=self._access.base_model, model_seq_id=1, lora_config=lora
             )
 
         try:
-            return WeaverModel(service, await self._call("start", create), self._patience)
-        except BaseException:
+            return WeaverModel(service, await self._call("start", create), self._call_policy)
+        except BaseException:  # cancellation too: the connection must not stay open
             await service.aclose()
             raise
 
-    def _read_state(self, path: Path) -> str:
-        try:
-            meta: dict[str, Any] = dict(json.loads((path / META).read_text()))
-            place = str(meta["path"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise BackendError(f"{path} is not a saved state: {error}") from error
-        wanted = {"service": "weaver", "base_model": self._access.base_model, "rank": self._section.rank}
-        for name, value in {"format": FORMAT, **wanted}.items():
-            if meta.get(name) != value:
-                raise BackendError(f"{path} was saved with {name} {meta.get(name)!r}, not {value!r}")
-        return place
+    def _state_settings(self) -> dict[str, Any]:
+        """The settings that a state must share with the run that loads it."""
+        return {
+            "format": STATE_FORMAT,
+            "service": "weaver",
+            "base_model": self._access.base_model,
+            "rank": self._section.rank,
+        }
 
     async def _call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         try:
-            return await self._patience.call(what, work)
-        except CloudError as failure:
-            raise failure.to_backend_error() from None
+            return await self._call_policy.call(what, work)
+        except CloudError as error:
+            raise error.to_backend_error() from None
 
 
 async def _end_model(model: WeaverModel) -> None:
-    """Of a model that nothing will be asked of any more: the service need not keep it."""
+    """Let the service delete a model that is no longer used."""
     try:
         async with asyncio.timeout(END_TIMEOUT):
             await model.service.end_training(model.client.model_id)
-    except Exception:  # noqa: BLE001 - it may be gone, or out of reach: nothing is lost by that
+    except Exception:  # noqa: BLE001 - the model may be gone or the service unreachable, which does not matter
         pass
     await model.service.aclose()
-
-
-def nan_logprobs(samples: Sequence[Sample]) -> list[Floats]:
-    return [np.full(len(sample), np.nan, np.float32) for sample in samples]
 
 
 def _name_non_finite_samples(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:

@@ -1,4 +1,4 @@
-"""The base model as the reference: the backend that trains tells its logprobs."""
+"""The base model as the reference, whose logprobs the training backend computes."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ class BackendReference(Reference):
         return await self._backend.reference_logprobs(samples)
 
     async def close(self) -> None:
-        """Nothing: the backend is the trainer's."""
+        """Do nothing: the trainer closes the backend."""

@@ -1,4 +1,4 @@
-"""What a reference is: it tells the logprobs that a model other than the policy gives to samples' tokens."""
+"""The interface of references: models other than the policy that score the tokens of samples."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from instar.types import Floats, Ids, Sample
 
 
 class Reference(ABC):
-    async def start(self) -> None:  # noqa: B027 - most have nothing to look at
-        """Raise ConfigError where it can be known before the first batch that it will not do."""
+    async def start(self) -> None:  # noqa: B027 - most have nothing to check
+        """Raise ConfigError if it is known before the first batch that the reference cannot be used."""
 
     @abstractmethod
     async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Per sample, the logprob of every trained token given those before; of others, or NaN."""
+        """Return per sample the logprob of every trained token given those before; others may be NaN."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
 
 class PerSequenceReference(Reference):
-    """A reference elsewhere, that is asked about one sequence at a time, several times at once."""
+    """A remote reference that scores one sequence per request, with several requests in flight."""
 
     def __init__(self, max_in_flight: int) -> None:
-        self._at_once = max_in_flight
+        self._max_in_flight = max_in_flight
 
     @abstractmethod
     async def score(self, token_ids: Ids) -> Floats:
-        """The logprob of every token given those before; NaN at index 0."""
+        """Return the logprob of every token given those before, and NaN at index 0."""
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """The first that fails ends the others."""
-        gate = asyncio.Semaphore(self._at_once)
+        """Return the logprobs. The first request that fails cancels the others."""
+        slots = asyncio.Semaphore(self._max_in_flight)
 
-        async def told(sample: Sample) -> Floats:
-            async with gate:
-                return await self._score(sample)
+        async def score(sample: Sample) -> Floats:
+            async with slots:
+                return await self._score_sample(sample)
 
-        tasks = [asyncio.ensure_future(told(sample)) for sample in samples]
+        tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -49,8 +49,8 @@ class PerSequenceReference(Reference):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _score(self, sample: Sample) -> Floats:
-        """Up to the last trained token: what follows is not asked for."""
+    async def _score_sample(self, sample: Sample) -> Floats:
+        """Score the sample up to its last trained token."""
         values = np.full(len(sample), np.nan, np.float32)
         trained = np.flatnonzero(sample.mask > 0)
         if len(trained):

@@ -1,18 +1,17 @@
-"""A teacher that an engine runs."""
+"""A teacher that runs in an engine."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable
+from instar.http.retry import RetryPolicy
 from instar.reference.base import PerSequenceReference
 from instar.types import Floats, Ids
 
 MAX_IN_FLIGHT = 16
 UNAVAILABLE_TIMEOUT = 300.0
-"""Seconds to wait for an engine that cannot be reached: it is started again, and loads its model."""
+"""Seconds to wait for an unreachable engine, which may be restarting and loading its model."""
+RETRY_POLICY = RetryPolicy(first_delay=0.1, max_delay=5.0, jitter=(1.0, 1.0))
 
 
 class EngineReference(PerSequenceReference):
@@ -24,16 +23,9 @@ class EngineReference(PerSequenceReference):
         self._timeout = timeout
 
     async def score(self, token_ids: Ids) -> Floats:
-        deadline = time.monotonic() + self._timeout
-        pause = 0.1
-        while True:
-            try:
-                return await self._engine.logprobs(token_ids)
-            except EngineUnavailable:
-                if time.monotonic() + pause > deadline:
-                    raise
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        return await RETRY_POLICY.run(
+            lambda: self._engine.logprobs(token_ids), retry_on=EngineUnavailable, seconds=self._timeout
+        )
 
     async def close(self) -> None:
         await self._engine.close()

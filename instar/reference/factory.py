@@ -1,4 +1,4 @@
-"""The reference that a run's config names."""
+"""Creates the reference that a run's config names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from instar.reference.penalty import ReferencePenalty
 
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
-    """None where the reference's weight is 0: then nothing is asked or loaded. ``teacher`` is the engine of a
-    reference that has one."""
+    """Return None if the reference's weight is 0. ``teacher`` is the engine of an engine reference."""
     section = config.trainer.reference
     if section.weight == 0:
         return None
@@ -24,20 +23,20 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         from instar.reference.engine import MAX_IN_FLIGHT, EngineReference
 
         assert teacher is not None, "the composer starts the teacher"
-        # What is computed together changes the last bits; a run in sync mode repeats to the bit.
+        # Batching changes the last bits, and a run in sync mode is reproducible to the bit.
         reference = EngineReference(
             teacher, max_in_flight=1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT
         )
     elif isinstance(section, CompletionsReferenceConfig):
         from instar.reference.completions import CompletionsReference
 
-        reference = CompletionsReference(section, config.model, _key(section))
+        reference = CompletionsReference(section, config.model, _read_key(section))
     else:
         reference = BackendReference(backend)
     return ReferencePenalty(reference, section.weight)
 
 
-def _key(section: CompletionsReferenceConfig) -> str | None:
+def _read_key(section: CompletionsReferenceConfig) -> str | None:
     if section.api_key_env is None:
         return None
     if not (key := os.environ.get(section.api_key_env)):

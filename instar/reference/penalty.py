@@ -1,8 +1,8 @@
-"""A token's log-ratio to the reference, as a penalty in its advantage.
+"""Adds a penalty for the log-ratio to the reference to the advantages.
 
-For a trained token, ``-weight · (logprob at sampling - reference logprob)`` is added, scaled as the step
-scales its advantages. In expectation over what the policy samples this is the gradient of the reverse KL:
-with rewards, it holds the policy to the reference; without, it is on-policy distillation.
+For a trained token, ``-weight · (logprob at sampling - reference logprob)`` is added, scaled like the step's
+advantages. In expectation over the policy's samples this is the gradient of the reverse KL: with rewards, it
+keeps the policy close to the reference; without, it is on-policy distillation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instar.reference.base import Reference
 from instar.types import Floats, Json, Sample
 
 AUX_KEY = "reference"
-"""Under this name a sample keeps the reference's logprobs."""
+"""The name of the reference's logprobs in a sample's ``aux``."""
 
 
 class ReferencePenalty:
@@ -30,26 +30,24 @@ class ReferencePenalty:
         await self._reference.start()
 
     async def apply(self, samples: Sequence[Sample], scales: Sequence[Floats]) -> tuple[list[Sample], Json]:
-        """The samples with the penalty in their advantages, and what to report. The same samples and the same
-        reference make the same advantages."""
-        began = time.monotonic()
-        told = await self._reference.logprobs(samples)
-        for sample, logprobs in zip(samples, told, strict=True):
-            _require(sample, logprobs)
-        penalised = [
+        """Return the samples with the penalty in their advantages, and metrics. The result is deterministic
+        for the same samples and reference."""
+        started = time.monotonic()
+        scored = list(zip(samples, await self._reference.logprobs(samples), strict=True))
+        for sample, logprobs in scored:
+            _check_logprobs(sample, logprobs)
+        penalized = [
             replace(
                 sample,
                 advantages=sample.advantages + self._penalty(sample, logprobs, scale),
                 aux={**sample.aux, AUX_KEY: logprobs},
             )
-            for sample, logprobs, scale in zip(samples, told, scales, strict=True)
+            for (sample, logprobs), scale in zip(scored, scales, strict=True)
         ]
-        ratios = np.concatenate(
-            [_log_ratio(sample, logprobs) for sample, logprobs in zip(samples, told, strict=True)]
-        )
-        return penalised, {
+        ratios = np.concatenate([_log_ratio(sample, logprobs) for sample, logprobs in scored])
+        return penalized, {
             "reference_kl": float(ratios.mean()),
-            "reference_seconds": time.monotonic() - began,
+            "reference_seconds": time.monotonic() - started,
         }
 
     def _penalty(self, sample: Sample, logprobs: Floats, scale: Floats) -> Floats:
@@ -63,16 +61,16 @@ class ReferencePenalty:
 
 
 def _log_ratio(sample: Sample, logprobs: Floats) -> Floats:
-    """Of the trained tokens: how much likelier the policy found them."""
+    """Return log(policy / reference) of the trained tokens."""
     trained = sample.mask > 0
     return sample.logprobs[trained] - logprobs[trained]
 
 
-def _require(sample: Sample, logprobs: Floats) -> None:
+def _check_logprobs(sample: Sample, logprobs: Floats) -> None:
     if logprobs.shape != sample.token_ids.shape:
         raise InstarError(
-            f"sample {sample.sample_key}: the reference told {len(logprobs)} logprobs for {len(sample)} "
-            "tokens"
+            f"sample {sample.sample_key}: the reference returned {len(logprobs)} logprobs for "
+            f"{len(sample)} tokens"
         )
     for name, values in (("reference's ", logprobs), ("", sample.logprobs)):
         missing = np.flatnonzero((sample.mask > 0) & ~np.isfinite(values))

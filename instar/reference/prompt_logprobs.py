@@ -1,4 +1,4 @@
-"""The two ways in which a server of ``/v1/completions`` tells the logprobs of a prompt."""
+"""The formats in which servers of ``/v1/completions`` return the logprobs of a prompt."""
 
 from __future__ import annotations
 
@@ -12,81 +12,77 @@ import numpy as np
 from instar.errors import EngineError
 from instar.types import Floats, Ids, Json
 
-IMPOSSIBLE = -9999.0
-"""What vLLM writes for a probability of 0."""
+ZERO_PROBABILITY = -9999.0
+"""The logprob that vLLM writes for a probability of 0."""
 
 
 class PromptLogprobsUnsupported(EngineError):
-    """The server does not answer this form of the question."""
+    """The server does not return prompt logprobs in this format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
     logprobs: Floats
     texts: Sequence[str | None]
-    """What each token reads as, where the server says."""
+    """The text of each token, if the server returns it."""
 
 
 class PromptLogprobsFormat(ABC):
-    def __init__(self, name: str, asks: Json) -> None:
+    def __init__(self, name: str, request_fields: Json) -> None:
+        """``request_fields``: the fields of the request in addition to model and prompt."""
         self.name = name
-        self.asks = asks
-        """What the request says beside its prompt."""
+        self.request_fields = request_fields
 
     @abstractmethod
-    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
+    def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
         """Raise PromptLogprobsUnsupported if there are no logprobs, EngineError if they belong to other
         tokens."""
 
 
 class VllmFormat(PromptLogprobsFormat):
-    """As vLLM does it: keyed by token id."""
+    """vLLM's ``prompt_logprobs``, keyed by token id."""
 
     def __init__(self) -> None:
         super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
 
-    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
-        entries = _choice(answer, ids).get("prompt_logprobs")
+    def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
+        entries = _first_choice(response, ids).get("prompt_logprobs")
         if not isinstance(entries, list) or not entries:
-            raise PromptLogprobsUnsupported("the answer has no prompt_logprobs")
-        given = cast(list[Mapping[str, Json] | None], entries)
-        _check_length(len(given), ids)
+            raise PromptLogprobsUnsupported("the response has no prompt_logprobs")
+        positions = cast(list[Mapping[str, Json] | None], entries)
+        _check_length(len(positions), ids)
         values = np.full(len(ids), np.nan, np.float32)
         texts: list[str | None] = [None] * len(ids)
-        for position, (token, entry) in enumerate(zip(ids.tolist(), given, strict=True)):
+        for position, (token, candidates) in enumerate(zip(ids.tolist(), positions, strict=True)):
             if position == 0:
                 continue
-            if entry is None or (told := entry.get(str(token))) is None:
-                there = "nothing" if entry is None else ", ".join(entry)
-                raise EngineError(
-                    f"the teacher was given token {token} at {position} and tells the logprob of {there}"
-                )
-            values[position] = _number(told.get("logprob"))
-            texts[position] = told.get("decoded_token")
+            if candidates is None or (candidate := candidates.get(str(token))) is None:
+                raise _wrong_token(token, position, ", ".join(candidates or ()) or "nothing")
+            values[position] = _logprob(candidate.get("logprob"))
+            texts[position] = candidate.get("decoded_token")
         return ScoredPrompt(values, texts)
 
 
 class EchoFormat(PromptLogprobsFormat):
-    """As OpenAI did it: in front of the logprobs of what is sampled. Some servers take ``logprobs: 0`` for
-    none at all, others know only those of the chosen tokens; some sample a token in any case."""
+    """OpenAI's ``echo``: the prompt's logprobs come before those of the sampled tokens. Some servers treat
+    ``logprobs: 0`` as none, others know only those of the chosen tokens, and some always sample a token."""
 
     def __init__(self, *, logprobs: int, max_tokens: int) -> None:
-        asks = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
-        super().__init__(", ".join(f"{name} {value}" for name, value in asks.items()), asks)
+        fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
+        super().__init__(", ".join(f"{name} {value}" for name, value in fields.items()), fields)
 
-    def read(self, answer: Any, ids: Ids) -> ScoredPrompt:
-        choice = _choice(answer, ids)
-        told = choice.get("logprobs")
-        values = told.get("token_logprobs") if isinstance(told, dict) else None
+    def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
+        logprobs = _first_choice(response, ids).get("logprobs")
+        values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         if not isinstance(values, list) or not values:
-            raise PromptLogprobsUnsupported("the answer has no token_logprobs")
+            raise PromptLogprobsUnsupported("the response has no token_logprobs")
         numbers = cast(list[float | None], values)
         if len(numbers) < len(ids):
-            raise PromptLogprobsUnsupported(f"the answer has {len(numbers)} logprobs for {len(ids)} tokens")
-        # One token may be sampled behind them.
+            raise PromptLogprobsUnsupported(f"the response has {len(numbers)} logprobs for {len(ids)} tokens")
+        # One sampled token may follow them.
         _check_length(max(len(ids), len(numbers) - 1), ids)
-        prompt = [_number(value) for value in numbers[: len(ids)]]
-        texts = _texts(cast(Json, told).get("tokens"), ids)
+        prompt = [_logprob(value) for value in numbers[: len(ids)]]
+        texts = _token_texts(cast(Json, logprobs).get("tokens"), ids)
         return ScoredPrompt(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
 
 
@@ -97,42 +93,45 @@ FORMATS: tuple[PromptLogprobsFormat, ...] = (
 )
 
 
-def _choice(answer: Any, ids: Ids) -> Json:
+def _first_choice(response: Any, ids: Ids) -> Json:
     try:
-        choice: Json = answer["choices"][0]
-        usage: Json = answer.get("usage") or {}
+        choice: Json = response["choices"][0]
+        usage: Json = response.get("usage") or {}
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise EngineError("the teacher's answer has no choices") from error
-    read = usage.get("prompt_tokens")
-    if isinstance(read, int) and read != len(ids):
+        raise EngineError("the teacher's response has no choices") from error
+    count = usage.get("prompt_tokens")
+    if isinstance(count, int) and count != len(ids):
         raise EngineError(
-            f"the teacher was given {len(ids)} tokens and read {read}: it must take token ids as they are"
+            f"the teacher received {len(ids)} tokens and read {count}; it must use token ids as they are"
         )
     return choice
 
 
 def _check_length(length: int, ids: Ids) -> None:
     if length != len(ids):
-        raise EngineError(f"the teacher told the logprobs of {length} tokens; {len(ids)} were given")
+        raise EngineError(f"the teacher returned logprobs of {length} tokens for a prompt of {len(ids)}")
 
 
-def _texts(tokens: Any, ids: Ids) -> list[str | None]:
-    """Servers may name tokens by their ids instead; then those are compared at once."""
+def _token_texts(tokens: Any, ids: Ids) -> list[str | None]:
+    """Return the tokens' texts. Servers may return token ids instead, which are compared here."""
     if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
         return [None] * len(ids)
     texts: list[str | None] = []
-    for position, (token, text) in enumerate(
+    for position, (token, entry) in enumerate(
         zip(ids.tolist(), cast(list[Any], tokens)[: len(ids)], strict=True)
     ):
-        named = str(text).removeprefix("token_id:")
-        if named != str(text) and named != str(token):
-            raise EngineError(
-                f"the teacher was given token {token} at {position} and tells the logprob of {named}"
-            )
-        texts.append(None if position == 0 or named != str(text) else str(text))
+        text = str(entry)
+        token_id = text.removeprefix("token_id:")
+        if token_id != text and token_id != str(token):
+            raise _wrong_token(token, position, token_id)
+        texts.append(None if position == 0 or token_id != text else text)
     return texts
 
 
-def _number(value: Any) -> float:
-    """NaN where it is missing, or no probability at all."""
-    return float(value) if isinstance(value, int | float) and value > IMPOSSIBLE else np.nan
+def _wrong_token(token: int, position: int, actual: str) -> EngineError:
+    return EngineError(f"the teacher returned the logprob of {actual} instead of token {token} at {position}")
+
+
+def _logprob(value: Any) -> float:
+    """Return NaN if the value is missing or stands for a probability of 0."""
+    return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY else np.nan

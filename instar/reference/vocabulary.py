@@ -1,4 +1,4 @@
-"""Whether a teacher reads token ids as the model does."""
+"""Checks that a teacher has the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from instar.models import load_tokenizer, resolve_model
 
 
 def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise ConfigError naming a token of the model's that the teacher does not have, or elsewhere. The
-    teacher may have further ones."""
+    """Raise ConfigError if the teacher lacks a token of the model or has it under another id. The teacher may
+    have additional tokens."""
     ours: dict[str, int] = load_tokenizer(resolve_model(model.name)).get_vocab()
     theirs: dict[str, int] = load_tokenizer(resolve_model(teacher.name)).get_vocab()
-    different = [(place, token) for token, place in ours.items() if theirs.get(token) != place]
+    different = [(token_id, token) for token, token_id in ours.items() if theirs.get(token) != token_id]
     if not different:
         return
-    place, token = min(different)
-    there = f"token {theirs[token]} there" if token in theirs else "not there"
+    token_id, token = min(different)
+    difference = f"token {theirs[token]} in the teacher" if token in theirs else "missing in the teacher"
     raise ConfigError(
         f"trainer.reference.model.name: {teacher.name} has another vocabulary than {model.name}: "
-        f"{token!r} is token {place} here and {there}, so its logprobs would be of other tokens"
+        f"{token!r} is token {token_id} in the model and {difference}"
     )

@@ -1,45 +1,46 @@
 """Trains with torch on this machine: a LoRA adapter, or all weights.
 
-All work runs in one thread, in the order it was asked for, so the event loop stays free and calls may
-be pipelined. On a CPU the same calls with the same seed and threads give the same bits.
+On a CPU, the same calls with the same seed and threads give the same bits.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from instar.backends.base import Backend, BackendCapabilities, ForwardBackwardResult, OptimStepResult
-from instar.backends.check import check_samples
+from instar.backends.base import (
+    NO_GRADIENT,
+    BackendCapabilities,
+    ForwardBackwardResult,
+    OptimStepResult,
+    torch_capabilities,
+)
+from instar.backends.check import check_samples, nan_logprobs, select_trained
 from instar.backends.local import losses, state
 from instar.backends.local.memory import keep_freed_pages
 from instar.backends.local.model import TrainedModel, load_frozen, load_model
 from instar.backends.local.pack import PackedRow, pack, split_micro_batches
+from instar.backends.threaded import ThreadedBackend
 from instar.backends.weight_export import has_adapter_on_tied_head, iterate_served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
 from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
-T = TypeVar("T")
-
 CHUNK_BYTES = 128 * 2**20
-"""Bytes of weights that are handed out at once."""
+"""Bytes of weights that `tensors` exports at once."""
 RNG_LOCK = threading.Lock()
-"""Torch's generator is one for the process: backends beside each other draw and restore in turn."""
+"""Torch has one generator per process, which backends in the same process use in turn."""
 
 
-class LocalBackend(Backend):
-    """``weights``, from `load_base`, are the base model's: backends with adapters may share them."""
+class LocalBackend(ThreadedBackend):
+    """``weights``, from `load_base`, are those of the base model, which backends with adapters may share."""
 
     def __init__(
         self,
@@ -50,14 +51,13 @@ class LocalBackend(Backend):
         weights: PreTrainedModel | None = None,
     ) -> None:
         keep_freed_pages()
+        super().__init__("instar-backend")
         self._config = config
         self._base = model
         self._frozen: TrainedModel | None = None
-        self._closed = False
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instar-backend")
         try:
             self._pool.submit(self._start, model, seed, weights).result()
-        except BaseException:
+        except BaseException:  # also an interrupt: the thread must not stay
             self._pool.shutdown(wait=False)
             raise
 
@@ -65,39 +65,30 @@ class LocalBackend(Backend):
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         with RNG_LOCK:
-            # Torch starts from a random one, and what a checkpoint holds has to be the run's own.
+            # Torch starts from a random seed, but the RNG state in a checkpoint must be reproducible.
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, weights)
         self._parameters = self._model.parameters
-        # Every field is set again at each step; fused is the fastest on CPU and GPU alike.
+        # Every field is set again at each step; fused is the fastest on both CPU and GPU.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
         self._optim_steps = 0
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        if self._closed:
-            raise BackendError("the backend is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     def use_cores(self, count: int) -> None:
-        """The config's own number, where it gives one, stays."""
+        # A number of threads in the config has priority.
         if self._config.threads is None and not self._closed:
             self._pool.submit(torch.set_num_threads, count)
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return BackendCapabilities(
-            losses=losses.LOSSES,
-            artifacts=frozenset({"weights" if self._config.lora is None else "adapter"}),
-            full_finetuning=True,
-            reference=True,
-            live=not has_adapter_on_tied_head(self._model.causal),
+        return torch_capabilities(
+            self._config.lora, reference=True, live=not has_adapter_on_tied_head(self._model.causal)
         )
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         weights = await self._run(lambda: iterate_served_weights(self._model.causal, self._model.dtype))
-        # Many at a time: going to the thread and back costs more than merging a small layer on a GPU.
-        while part := await self._run(lambda: _take_chunk(weights, CHUNK_BYTES)):
-            for named in part:
+        # In chunks, because switching to the thread costs more than merging a small layer on a GPU.
+        while chunk := await self._run(lambda: _take_chunk(weights, CHUNK_BYTES)):
+            for named in chunk:
                 yield named
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -106,48 +97,26 @@ class LocalBackend(Backend):
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         return await self._run(lambda: self._reference(samples))
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        return await self._run(lambda: self._forward_backward(samples, loss))
+    # --- called in the thread ----------------------------------------------------------------------
 
-    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        return await self._run(lambda: self._optim_step(adam))
-
-    async def publish(self, path: Path) -> Artifact:
-        return await self._run(lambda: self._publish(path))
-
-    async def save_state(self, path: Path) -> None:
-        await self._run(lambda: self._save_state(path))
-
-    async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        await self._run(lambda: self._load_state(path, optimizer))
-
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._free)
-        self._pool.shutdown(wait=True)
-
-    def _free(self) -> None:
+    def _release(self) -> None:
         del self._model, self._parameters, self._optimizer
         self._frozen = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    # --- in the thread -------------------------------------------------------------------------
-
     def _forward(self, samples: Sequence[Sample], model: TrainedModel) -> list[Floats]:
         check_samples(samples, model.vocab_size, model.max_tokens)
-        results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
+        results = nan_logprobs(samples)
         sequences = [sample.token_ids for sample in samples]
         for members in split_micro_batches(sequences, self._config.micro_batch_tokens):
             packed = pack([sequences[i] for i in members])
-            wanted = np.flatnonzero(packed.previous >= 0)
-            if len(wanted) == 0:
+            positions = np.flatnonzero(packed.previous >= 0)
+            if len(positions) == 0:
                 continue
             with torch.no_grad():
-                values = model.logprobs(packed, wanted)
-            _scatter(packed, wanted, values, [results[i] for i in members])
+                values = model.logprobs(packed, positions)
+            _scatter(packed, positions, values, [results[i] for i in members])
         return results
 
     def _reference(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -160,9 +129,8 @@ class LocalBackend(Backend):
 
     def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)
-        results = [np.full(len(sample), np.nan, np.float32) for sample in samples]
-        # A sample without trained tokens has no part in the loss, so it is not computed.
-        trained = [i for i, sample in enumerate(samples) if (sample.mask > 0).any()]
+        results = nan_logprobs(samples)
+        trained = select_trained(samples)
         sequences = [samples[i].token_ids for i in trained]
         before = {name: p.grad for name, p in self._parameters.items()}
         for parameter in self._parameters.values():
@@ -172,20 +140,20 @@ class LocalBackend(Backend):
             for chosen in split_micro_batches(sequences, self._config.micro_batch_tokens):
                 members = [trained[i] for i in chosen]
                 packed = pack([samples[i].token_ids for i in members])
-                wanted = _trained_positions(packed, [samples[i] for i in members])
-                values = self._model.logprobs(packed, wanted)
-                value, sums = self._micro_loss(packed, wanted, values, [samples[i] for i in members], loss)
+                positions = _trained_positions(packed, [samples[i] for i in members])
+                values = self._model.logprobs(packed, positions)
+                value, sums = self._micro_loss(packed, positions, values, [samples[i] for i in members], loss)
                 value.backward()
-                _scatter(packed, wanted, values.detach(), [results[i] for i in members])
+                _scatter(packed, positions, values.detach(), [results[i] for i in members])
                 total += float(value.detach())
                 distinct += len(packed)
                 parts.append(sums)
-        except BaseException:
+        except BaseException:  # also an interrupt: nothing may be added
             self._restore(before)
             raise
         self._accumulate(before)
         for sample, result in zip(samples, results, strict=True):
-            # A token that another sample trains is computed for this one too, but not asked for.
+            # A token that another sample trains was computed for this one too, but is not returned.
             result[sample.mask <= 0] = np.nan
         metrics = losses.metrics(loss, parts)
         metrics["distinct_tokens"] = float(distinct)
@@ -195,14 +163,14 @@ class LocalBackend(Backend):
     def _micro_loss(
         self,
         packed: PackedRow,
-        wanted: np.ndarray[tuple[int], np.dtype[np.int64]],
+        positions: np.ndarray[tuple[int], np.dtype[np.int64]],
         values: Tensor,
         samples: Sequence[Sample],
         loss: LossConfig,
     ) -> tuple[Tensor, losses.LossSums]:
-        """Raises NonFiniteError, naming the samples, before any gradient is taken."""
-        places = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
-        index = torch.from_numpy(np.searchsorted(wanted, np.concatenate(places)))
+        """Raise NonFiniteError, naming the samples, before any gradient is computed."""
+        trained = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
+        index = torch.from_numpy(np.searchsorted(positions, np.concatenate(trained)))
 
         def gather(arrays: Sequence[Floats]) -> Tensor:
             flat = [array[sample.mask > 0] for array, sample in zip(arrays, samples, strict=True)]
@@ -224,7 +192,7 @@ class LocalBackend(Backend):
             parameter.grad = before[name]
 
     def _accumulate(self, before: dict[str, Tensor | None]) -> None:
-        """This call's gradient on top of what was there."""
+        """Add this call's gradient to the earlier one."""
         for name, parameter in self._parameters.items():
             old = before[name]
             if old is not None:
@@ -233,7 +201,7 @@ class LocalBackend(Backend):
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not gradients:
-            raise BackendError("optim_step without a gradient: nothing was trained on since the last step")
+            raise BackendError(NO_GRADIENT)
         norm = torch.nn.utils.get_total_norm(gradients)
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
@@ -248,8 +216,7 @@ class LocalBackend(Backend):
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._optim_steps += 1
-        clipped = 0.0 < adam.grad_clip_norm < grad_norm
-        return OptimStepResult(grad_norm, {"lr": adam.lr, "grad_clipped": float(clipped)})
+        return OptimStepResult.from_norm(adam, grad_norm)
 
     def _publish(self, path: Path) -> Artifact:
         state.write_folder(path, self._model.write)
@@ -268,30 +235,30 @@ class LocalBackend(Backend):
 def _trained_positions(
     packed: PackedRow, samples: Sequence[Sample]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where the trained tokens stand in the row, each once, ascending."""
-    places = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
-    return np.unique(np.concatenate(places))
+    """Return the distinct positions of the trained tokens in the row, in ascending order."""
+    trained = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
+    return np.unique(np.concatenate(trained))
 
 
 def _scatter(
     packed: PackedRow,
-    wanted: np.ndarray[tuple[int], np.dtype[np.int64]],
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
     values: Tensor,
     results: Sequence[Floats],
 ) -> None:
-    """Write packed logprobs to every sample that has the token."""
+    """Write the logprobs of packed tokens to every sample that contains the token."""
     row = np.full(len(packed), np.nan, np.float32)
-    row[wanted] = values.float().cpu().numpy()
+    row[positions] = values.float().cpu().numpy()
     for path, result in zip(packed.paths, results, strict=True):
         result[:] = row[path]
 
 
-def _take_chunk(weights: Iterator[tuple[str, Tensor]], most: int) -> list[tuple[str, Tensor]]:
-    """The next ones, of so many bytes or little more; none at the end."""
-    found: list[tuple[str, Tensor]] = []
+def _take_chunk(weights: Iterator[tuple[str, Tensor]], size: int) -> list[tuple[str, Tensor]]:
+    """Return the next weights of about ``size`` bytes; none at the end."""
+    chunk: list[tuple[str, Tensor]] = []
     for named in weights:
-        found.append(named)
-        most -= named[1].nbytes
-        if most <= 0:
+        chunk.append(named)
+        size -= named[1].nbytes
+        if size <= 0:
             break
-    return found
+    return chunk

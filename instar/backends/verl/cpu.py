@@ -1,10 +1,10 @@
-"""The CPU as a platform of verl.
+"""A verl platform for the CPU.
 
-verl 0.9.1 ships platforms for CUDA, ROCm and NPU only and takes others through `set_platform`. Where it is
-asked for a device's memory or to wait for a device, a CPU has nothing to say, so those are no-ops.
+verl 0.9.1 has platforms for CUDA, ROCm and NPU, and accepts others through `set_platform`. Memory queries and
+device synchronization are no-ops on a CPU.
 """
 
-# verl lives in an environment of its own.
+# verl is installed in a separate environment.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        """What tensors are moved to; verl takes an index here, which torch would read as a GPU's."""
+        """Return the device that tensors are moved to. Torch would take verl's usual index for a GPU."""
         return "cpu"
 
     def device_count(self) -> int:
@@ -87,7 +87,7 @@ class PlatformCPU(PlatformBase):
 
 
 class _CpuModule(ModuleType):
-    """torch.cpu, and what verl asks of torch.cuda beside it while it builds and trains a model."""
+    """torch.cpu with the functions of torch.cuda that verl calls while it builds and trains a model."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -112,5 +112,5 @@ _CPU = _CpuModule("torch.cpu")
 
 @cache
 def use_cpu() -> None:
-    """To be called before anything else of verl is imported: its modules ask for the device at import."""
+    """Select the CPU. Must be called before other modules of verl are imported, which read the platform."""
     set_platform(PlatformCPU())

@@ -1,6 +1,6 @@
-"""What a rank is told, and the same in verl's words."""
+"""The settings of a rank, and their translation to verl's config."""
 
-# verl lives in an environment of its own.
+# verl is installed in a separate environment.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from instar.config import LoraConfig
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     folder: str
-    """Of the base model."""
+    """The folder of the base model."""
     device: str
     dtype: str
-    """Of the computation: `fp32` or `bf16`. Weights are held in fp32, sharded."""
+    """The dtype of the computation, `fp32` or `bf16`. The sharded weights are fp32."""
     lora: LoraConfig | None
     ranks: int
     deadline: float
@@ -24,7 +24,7 @@ class WorkerSettings:
 
 
 def training_config(settings: WorkerSettings) -> Any:
-    """verl's TrainingWorkerConfig."""
+    """Return verl's TrainingWorkerConfig."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import (
         FSDPEngineConfig,
@@ -43,15 +43,15 @@ def training_config(settings: WorkerSettings) -> Any:
         model_config=HFModelConfig(
             path=settings.folder,
             load_tokenizer=False,
-            # Packing without padding needs FlashAttention, which not every GPU has and no CPU.
+            # Packing without padding needs FlashAttention, which CPUs and some GPUs do not have.
             use_remove_padding=False,
             override_config={"attn_implementation": "sdpa"},
             **adapter,
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
-            # Said explicitly, or verl leaves the root's weights gathered after a forward pass, and the next
-            # one would not see the step in between.
+            # Without this, verl leaves the root's weights gathered after a forward pass, and the next pass
+            # would not use the weights of a step in between.
             fsdp_size=settings.ranks,
             model_dtype="fp32",
             mixed_precision={"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},

@@ -1,4 +1,4 @@
-"""A batch dealt out to the ranks, and their answers put back into its order."""
+"""Distributes a batch over the ranks, and gathers their results in its order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """A sample, as far as a rank needs it. Aligned as `instar.types.Sample` is."""
+    """The fields of a sample that a rank needs, aligned like those of `instar.types.Sample`."""
 
     token_ids: Ids
     mask: Floats
@@ -27,27 +27,25 @@ class RankSample:
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    rows: list[list[RankSample]]
-    """By rank; as many for each, for verl's ranks go through as many micro-batches as one another."""
-    places: list[list[int]]
-    """By rank, the sample that each row is; rows beyond are filling."""
+    samples: list[list[RankSample]]
+    """The samples by rank, equally many each, because all ranks run the same number of micro-batches."""
+    indices: list[list[int]]
+    """The index of each sample in the batch, by rank; samples beyond these are padding."""
     max_tokens: int
-    """In one micro-batch of a rank."""
+    """The largest number of tokens in one micro-batch of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What a rank made of its rows."""
-
-    finite: bool
-    """Whether the loss was, on every rank; otherwise nothing was added."""
+    is_finite: bool
+    """True if the loss was finite on every rank; otherwise no gradient was added."""
     logprobs: list[Floats]
     micro_batches: int
 
 
 @dataclass(frozen=True, slots=True)
 class SerializedWeight:
-    """A weight on its way from rank 0, as bytes."""
+    """A weight that rank 0 sends as bytes."""
 
     name: str
     dtype: str
@@ -57,35 +55,37 @@ class SerializedWeight:
     def tensor(self) -> Tensor:
         import torch
 
-        # A copy: what comes out of Ray's object store can only be read.
+        # A copy, because arrays in Ray's object store are read-only.
         return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
 def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
-    """Longest first and back and forth, so that ranks have about as many tokens as one another."""
-    places: list[list[int]] = [[] for _ in range(ranks)]
+    """Distribute the samples in alternating directions, longest first, to balance the tokens of the ranks."""
+    indices: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
     for turn, i in enumerate(by_length):
-        lap, seat = divmod(turn, ranks)
-        places[seat if lap % 2 == 0 else ranks - 1 - seat].append(i)
-    filling = _untrained(samples[by_length[-1]])
-    height = max(len(mine) for mine in places)
-    rows = [[_row(samples[i]) for i in mine] + [filling] * (height - len(mine)) for mine in places]
-    return RankShares(rows, places, max(micro_batch_tokens, len(samples[by_length[0]])))
+        lap, rank = divmod(turn, ranks)
+        indices[rank if lap % 2 == 0 else ranks - 1 - rank].append(i)
+    padding = _make_padding(samples[by_length[-1]])
+    size = max(len(own) for own in indices)
+    shares = [[_rank_sample(samples[i]) for i in own] + [padding] * (size - len(own)) for own in indices]
+    return RankShares(shares, indices, max(micro_batch_tokens, len(samples[by_length[0]])))
 
 
-def gather(share: RankShares, found: Sequence[Sequence[Floats]], samples: Sequence[Sample]) -> list[Floats]:
+def gather_logprobs(
+    shares: RankShares, logprobs: Sequence[Sequence[Floats]], samples: Sequence[Sample]
+) -> list[Floats]:
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
-    for mine, answers in zip(share.places, found, strict=True):
-        for i, answer in zip(mine, answers, strict=False):
-            results[i] = answer
+    for own, values in zip(shares.indices, logprobs, strict=True):
+        for i, value in zip(own, values, strict=False):
+            results[i] = value
     return results
 
 
-def _row(sample: Sample) -> RankSample:
+def _rank_sample(sample: Sample) -> RankSample:
     return RankSample(sample.token_ids, sample.mask, sample.advantages, sample.logprobs)
 
 
-def _untrained(sample: Sample) -> RankSample:
-    nothing = np.zeros(len(sample), np.float32)
-    return RankSample(sample.token_ids, nothing, nothing, nothing)
+def _make_padding(sample: Sample) -> RankSample:
+    zeros = np.zeros(len(sample), np.float32)
+    return RankSample(sample.token_ids, zeros, zeros, zeros)

@@ -1,11 +1,11 @@
-"""One rank: verl's training worker, with Instar's losses, samples and files. Runs in a Ray actor.
+"""One rank: verl's training worker with Instar's losses, samples and files. Runs in a Ray actor.
 
-Model, sharding, forward, backward, clipping, optimizer and checkpoints are verl's. What is Instar's: losses
-are sums over the tokens of all ranks (verl would average over ranks), a call whose loss is not finite leaves
-no gradient behind, and policies are written as engines read them.
+Model, sharding, forward, backward, clipping, optimizer and checkpoints are verl's. Instar's additions: losses
+are sums over the tokens of all ranks (verl averages over ranks), a call whose loss is not finite adds no
+gradient, and policies are written in the format that engines load.
 """
 
-# verl lives in an environment of its own.
+# verl is installed in a separate environment.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class InstarWorker(TinkerTrainingWorker):
         super().__init__(training_config(settings))
         self._settings = settings
 
-    def begin(self, seed: int) -> None:
-        """The base model with a fresh adapter, drawn from the seed on rank 0."""
+    def start(self, seed: int) -> None:
+        """Reset to the base model with a new adapter, initialized from the seed on rank 0."""
         torch.manual_seed(seed)
         self.reset()
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                # The sum over ranks. Gloo knows no average, and no loss here is one.
+                # Gradients are summed over ranks: Gloo has no average, and the losses are sums.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Dropout):
@@ -69,35 +69,35 @@ class InstarWorker(TinkerTrainingWorker):
     def _module(self) -> nn.Module:
         return cast(nn.Module, self.engine.module)
 
-    # --- what the backend asks for -------------------------------------------------------------
+    # --- called by the backend -----------------------------------------------------------------------
 
-    def logprobs(self, rows: Sequence[RankSample], max_tokens: int, base: bool) -> list[Floats]:
-        """Per row, the logprob of every token given those before; NaN at index 0. ``base``: under the
-        base model, the adapter off."""
-        data = _make_tensordict(rows, max_tokens)
+    def logprobs(self, samples: Sequence[RankSample], max_tokens: int, base: bool) -> list[Floats]:
+        """Return per sample the logprob of every token given those before, and NaN at index 0. With ``base``,
+        the adapter is disabled."""
+        data = _make_tensordict(samples, max_tokens)
         tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=base)
-        return _aligned(self.infer_batch(data)["log_probs"])
+        return _unshift(self.infer_batch(data)["log_probs"])
 
-    def train(self, rows: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Add the gradient. Nothing is added when the loss of any rank is not finite."""
+    def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
+        """Add the gradient, unless the loss of any rank is not finite."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        output = self.forward_backward(_make_tensordict(rows, max_tokens))
+        output = self.forward_backward(_make_tensordict(samples, max_tokens))
         losses_finite: list[bool] = tu.get(output, "finite")
-        finite = _all_ranks(all(losses_finite))
+        is_finite = _all_ranks(all(losses_finite))
         for parameter, old in zip(parameters, before, strict=True):
-            if not finite:
+            if not is_finite:
                 parameter.grad = old
             elif old is not None:
                 parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        return RankResult(finite, _aligned(output["log_probs"]), len(losses_finite))
+        return RankResult(is_finite, _unshift(output["log_probs"]), len(losses_finite))
 
     def step(self, adam: AdamConfig) -> float:
-        """The gradient's norm before clipping. verl skips the update when it is not finite, and clears the
-        gradient in any case."""
+        """Return the gradient's norm before clipping. verl skips the update if it is not finite, and always
+        clears the gradient."""
         self.engine.optimizer_config.clip_grad = adam.grad_clip_norm or math.inf
         settings = {
             "lr": adam.lr,
@@ -118,7 +118,7 @@ class InstarWorker(TinkerTrainingWorker):
         self.load_checkpoint(folder)
 
     def publish(self, folder: str) -> None:
-        """Rank 0 writes; every rank takes part, for the shards are gathered."""
+        """Write the weights on rank 0. Every rank takes part, because the shards are gathered."""
         tensors, adapter = self.engine.get_per_tensor_param(base_sync_done=True)
         if adapter is None:
             self._publish_weights(tensors, Path(folder))
@@ -129,7 +129,7 @@ class InstarWorker(TinkerTrainingWorker):
         dist.barrier()
 
     def _publish_weights(self, tensors: Any, folder: Path) -> None:
-        # Tied weights are one tensor under two names, and written under the first.
+        # Tied weights are one tensor with two names and are written under the first.
         distinct = dict(self._module.named_parameters())
         names = dict(self._module.named_parameters(remove_duplicate=False))
         dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
@@ -140,52 +140,55 @@ class InstarWorker(TinkerTrainingWorker):
         if self.rank == 0:
             write_weights(weights, Path(self._settings.folder), folder, dtype)
 
-    def next_weights(self, begin: bool, most_bytes: int) -> tuple[list[SerializedWeight], bool]:
-        """The next weights that an engine would serve, about so many bytes of them, and whether there are
-        more. Every rank takes part, for the shards are gathered; rank 0 has them."""
-        if begin:
-            self._module.state_dict()  # shards again what a pass has gathered, which may be of an old state
+    def next_weights(self, is_first: bool, max_bytes: int) -> tuple[list[SerializedWeight], bool]:
+        """Return the next weights that an engine would serve, about ``max_bytes`` of them, and True if there
+        are more. Every rank takes part, because the shards are gathered; rank 0 returns them."""
+        if is_first:
+            self._module.state_dict()  # discards weights that an earlier pass gathered and that may be old
             trained: Any = self._module
             dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
             causal = trained.base_model.model if hasattr(trained, "peft_config") else trained
             self._weight_iterator = iterate_served_weights(causal, dtype)
-        found: list[SerializedWeight] = []
+        weights: list[SerializedWeight] = []
         size = 0
         for name, tensor in self._weight_iterator:
             size += tensor.nbytes
             if self.rank == 0:
                 content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 dtype_name = str(tensor.dtype).removeprefix("torch.")
-                found.append(SerializedWeight(name, dtype_name, list(tensor.shape), content))
-            if size >= most_bytes:
-                return found, True
-        return found, False
+                weights.append(SerializedWeight(name, dtype_name, list(tensor.shape), content))
+            if size >= max_bytes:
+                return weights, True
+        return weights, False
 
-    # --- verl's hook ---------------------------------------------------------------------------
+    # --- called by verl ------------------------------------------------------------------------------
 
     def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
-        """verl's own averages the loss over ranks and gathers figures about memory and speed."""
+        """Replace verl's method, which averages the loss over ranks and gathers memory and speed metrics."""
         finite = output["metrics"].get("finite", [])
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
 
 
-def ray_group(settings: WorkerSettings, environment: dict[str, str]) -> Any:
-    """The ranks as verl's RayWorkerGroup, made by the process that drives them."""
+def create_worker_group(settings: WorkerSettings, environment: dict[str, str]) -> Any:
+    """Create the ranks as verl's RayWorkerGroup, in the process that controls them."""
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-    cuda = settings.device == "cuda"
-    pool = RayResourcePool([settings.ranks], use_gpu=cuda, max_colocate_count=1)
-    made = RayClassWithInitArgs(cls=ray.remote(InstarWorker), settings=settings)
+    uses_gpu = settings.device == "cuda"
+    pool = RayResourcePool([settings.ranks], use_gpu=uses_gpu, max_colocate_count=1)
+    worker_class = RayClassWithInitArgs(cls=ray.remote(InstarWorker), settings=settings)
     return RayWorkerGroup(
-        resource_pool=pool, ray_cls_with_init=made, device_name=settings.device, worker_env=environment
+        resource_pool=pool,
+        ray_cls_with_init=worker_class,
+        device_name=settings.device,
+        worker_env=environment,
     )
 
 
 def _sum_loss(
     *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, bool]]:
-    """verl calls it once for each micro-batch. Position i speaks of token i + 1, here and in the batch."""
+    """Return the loss of a micro-batch. Position i refers to token i + 1, here and in the batch."""
     new = model_output["log_probs"].values().float()
     mask = data["loss_mask"].values()
     trained = mask > 0
@@ -198,57 +201,57 @@ def _sum_loss(
     return loss, {"finite": math.isfinite(float(loss.detach()))}
 
 
-def _make_tensordict(rows: Sequence[RankSample], max_tokens: int) -> Any:
-    """The TensorDict that verl's engine takes: jagged, shifted so that position i speaks of token i + 1."""
+def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
+    """Return the jagged TensorDict of verl's engine, shifted so that position i refers to token i + 1."""
 
     def jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         return torch.nested.as_nested_tensor(
             [torch.from_numpy(array).to(dtype) for array in arrays], layout=torch.jagged
         )
 
-    def ahead(array: Floats) -> Floats:
+    def shift(array: Floats) -> Floats:
         return np.append(array[1:], np.float32(0))
 
     tensors = {
-        "input_ids": jagged([row.token_ids for row in rows], torch.int64),
-        "position_ids": jagged([np.arange(len(row.token_ids)) for row in rows], torch.int64),
-        "loss_mask": jagged([ahead(row.mask) for row in rows], torch.float32),
-        "advantages": jagged([ahead(row.advantages) for row in rows], torch.float32),
-        "old_log_probs": jagged([ahead(row.logprobs) for row in rows], torch.float32),
+        "input_ids": jagged([sample.token_ids for sample in samples], torch.int64),
+        "position_ids": jagged([np.arange(len(sample.token_ids)) for sample in samples], torch.int64),
+        "loss_mask": jagged([shift(sample.mask) for sample in samples], torch.float32),
+        "advantages": jagged([shift(sample.advantages) for sample in samples], torch.float32),
+        "old_log_probs": jagged([shift(sample.logprobs) for sample in samples], torch.float32),
     }
     settings = {"temperature": 1.0, "max_token_len_per_gpu": max_tokens, "use_dynamic_bsz": True}
     return tu.get_tensordict(tensors, settings)
 
 
-def _aligned(log_probs: Tensor) -> list[Floats]:
-    """Back to where index i speaks of token i."""
+def _unshift(log_probs: Tensor) -> list[Floats]:
+    """Undo the shift, so that index i refers to token i."""
     rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
 
 
 def _init_process_group(settings: WorkerSettings) -> None:
-    """verl takes a process group that is there. Its own would listen on every interface, wait as long as
-    torch likes, and on a CPU ask for the backend "cpu:gloo,cpu:gloo", which torch refuses."""
+    """Create the process group that verl uses. Its own would listen on every interface, use torch's timeouts
+    and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=settings.deadline)
-    listening = socket.create_server((host, port)) if rank == 0 else None
+    server = socket.create_server((host, port)) if rank == 0 else None
     store = create_tcp_store(
-        host, port, listening, world_size=world, is_master=rank == 0, timeout=timeout, use_libuv=True
+        host, port, server, world_size=world, is_master=rank == 0, timeout=timeout, use_libuv=True
     )
     backend = "gloo" if settings.device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _all_ranks(flag: bool) -> bool:
-    held = torch.tensor([int(flag)])
-    dist.all_reduce(held, op=dist.ReduceOp.MIN)
-    return bool(held.item())
+    tensor = torch.tensor([int(flag)])
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return bool(tensor.item())
 
 
 def _allow_checkpoints() -> None:
-    """verl loads its checkpoints with pickle. TORCH_FORCE_WEIGHTS_ONLY_LOAD, which the backend sets for its
-    workers, makes torch load tensors and plain values alone; verl's also hold NumPy's random state."""
+    """Allow NumPy's random state in verl's checkpoints. They are loaded with pickle, and the backend sets
+    TORCH_FORCE_WEIGHTS_ONLY_LOAD so that torch loads only tensors, plain values and what is allowed here."""
     from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportPrivateUsage]
 
     torch.serialization.add_safe_globals(

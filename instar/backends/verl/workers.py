@@ -1,6 +1,6 @@
-"""The ranks as processes on Ray: begun, called with a deadline, ended. Everything here blocks."""
+"""Starts the ranks as processes on Ray, calls them with a deadline and ends them. All functions block."""
 
-# verl and Ray live in an environment of their own.
+# verl and Ray are installed in a separate environment.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from instar.backends.verl.settings import WorkerSettings
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 
 STORE_BYTES = 256 * 2**20
-"""Of Ray's object store: tokens and logprobs pass through it, never weights."""
+"""The size of Ray's object store, which transfers tokens, logprobs and chunks of exported weights."""
 CONNECT_TIMEOUT = 10.0
-"""Seconds for a Ray cluster to take a connection."""
+"""Seconds for a Ray cluster to accept a connection."""
 PEER_FAILURE_GRACE = 5.0
-"""Seconds to learn whether a rank failed by itself or because another one died."""
+"""Seconds to find out whether a rank failed because another one died."""
+NO_WORKERS = "verl's workers are gone"
 
 
 class RayWorkers:
-    """A rank failing, dying or being late ends all: FSDP cannot go on with fewer."""
+    """If a rank fails, dies or is late, all are ended, because FSDP cannot continue with fewer."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -30,37 +31,37 @@ class RayWorkers:
         self._started_ray = False
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._group is not None
 
-    def begin(self) -> None:
-        """Raises BackendUnavailable when Ray cannot be reached or has no room within the deadline."""
+    def start(self) -> None:
+        """Raise BackendUnavailable if Ray is unreachable or has no free resources within the deadline."""
         self._start_ray()
         self._wait_for_resources()
         if self._settings.device == "cpu":
             from instar.backends.verl.cpu import use_cpu
 
             use_cpu()
-        from instar.backends.verl.worker import ray_group
+        from instar.backends.verl.worker import create_worker_group
 
-        self._group = ray_group(self._settings, self._environment())
+        self._group = create_worker_group(self._settings, self._environment())
 
     def call(self, method: str, *arguments: Any, shares: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method on every rank, with the rank's own share before what all are given; their results by
-        rank. Raises BackendLost, the ranks ended, when one died or was late."""
+        """Call a method on every rank with the rank's share and the common arguments, and return the results
+        by rank. If a rank died or was late, end all and raise BackendLost."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
         if self._group is None:
-            raise BackendLost("verl's workers are gone")
+            raise BackendLost(NO_WORKERS)
         ranks = self._settings.ranks
-        given = [[argument] * ranks for argument in arguments]
+        by_rank = [[argument] * ranks for argument in arguments]
         if shares is not None:
-            given = [list(shares), *given]
-        references = self._group.execute_all_async(method, *given)
-        waiting, end = list(references), time.monotonic() + self._settings.deadline
+            by_rank = [list(shares), *by_rank]
+        references = self._group.execute_all_async(method, *by_rank)
+        waiting, deadline = list(references), time.monotonic() + self._settings.deadline
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.end()
                 raise BackendLost(
@@ -71,19 +72,18 @@ class RayWorkers:
             except RayActorError as error:
                 self.end()
                 if error.actor_init_failed:
-                    # Another try would fail alike. The reason is at the end of the traceback in its text.
+                    # Not lost, because a retry would fail too. The reason is the last line of the traceback.
                     reason = str(error).strip().splitlines()[-1]
-                    raise BackendError(f"a worker of verl does not start: {reason}") from error
+                    raise BackendError(f"a worker of verl failed to start: {reason}") from error
                 raise BackendLost(f"a worker of verl died in {method}: {_first_line(error)}") from error
             except RayTaskError as error:
-                died = self._has_dead_peer(waiting)
+                error_class = BackendLost if self._has_dead_peer(waiting) else BackendError
                 self.end()
-                text = f"verl failed in {method}: {_first_line(error.cause or error)}"
-                raise (BackendLost if died else BackendError)(text) from error
+                raise error_class(f"verl failed in {method}: {_first_line(error.cause or error)}") from error
         return ray.get(references)
 
     def end(self) -> None:
-        """The processes are killed: what they hold is saved, or given up."""
+        """Kill the processes; their unsaved state is lost."""
         if self._group is None:
             return
         import ray
@@ -98,7 +98,7 @@ class RayWorkers:
             remove_placement_group(placement)
 
     def close(self) -> None:
-        """End the ranks, and Ray where it was begun here."""
+        """End the ranks, and Ray if it was started here."""
         self.end()
         if self._started_ray:
             import ray
@@ -110,7 +110,7 @@ class RayWorkers:
         address = os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not address:
-            # Ray's servers then listen on loopback alone. Read when Ray is imported.
+            # Ray's servers then listen on loopback only. Ray reads this when it is imported.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -127,14 +127,14 @@ class RayWorkers:
                 "num_gpus": None if cuda else 0,
                 "include_dashboard": False,
                 "object_store_memory": STORE_BYTES,
-                # By default Ray lets its workers run only when nothing else wants a core.
+                # By default, Ray gives its workers a lower priority than other processes.
                 "_system_config": {"worker_niceness": 0},
             }
         try:
             ray.init(**options)
         except (RuntimeError, OSError) as error:
-            where = f"the Ray cluster at {address} cannot be joined" if address else "Ray does not start"
-            raise BackendUnavailable(f"{where}: {_first_line(error)}") from error
+            problem = f"cannot join the Ray cluster at {address}" if address else "Ray does not start"
+            raise BackendUnavailable(f"{problem}: {_first_line(error)}") from error
         self._started_ray = True
 
     def _wait_for_resources(self) -> None:
@@ -142,13 +142,13 @@ class RayWorkers:
 
         resource = "GPU" if self._settings.device == "cuda" else "CPU"
         ranks = self._settings.ranks
-        if (whole := ray.cluster_resources().get(resource, 0)) < ranks:
+        if (total := ray.cluster_resources().get(resource, 0)) < ranks:
             raise ConfigError(
-                f"backend.ranks: {ranks} ranks need {ranks} {resource}s, and Ray has {whole:.0f}"
+                f"backend.ranks: {ranks} ranks need {ranks} {resource}s, and Ray has {total:.0f}"
             )
-        end = time.monotonic() + self._settings.deadline
+        deadline = time.monotonic() + self._settings.deadline
         while (free := ray.available_resources().get(resource, 0)) < ranks:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise BackendUnavailable(
                     f"Ray has {free:.0f} of the {ranks} {resource}s free that verl needs"
                 )
@@ -156,18 +156,18 @@ class RayWorkers:
 
     def _environment(self) -> dict[str, str]:
         env = {
-            # verl's checkpoints are torch files: load tensors and plain values from them, nothing that runs.
+            # verl's checkpoints are pickled: load only tensors and plain values, no code.
             "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
             "INSTAR_VERL_DEVICE": self._settings.device,
             "TOKENIZERS_PARALLELISM": "false",
         }
         if self._settings.device == "cpu":
-            # verl registers its FSDP engine for GPUs, and lets the environment choose another device's.
+            # verl registers its FSDP engine only for GPUs; this selects that one.
             env["VERL_ENGINE_DEVICE"] = "cuda"
         return env
 
     def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
-        """A rank whose peer died fails too, and may be seen to fail first."""
+        """True if another rank died. Its peers fail too, and their failure may arrive first."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -181,23 +181,23 @@ class RayWorkers:
                 ray.get(reference)
             except RayActorError:
                 return True
-            except Exception:  # noqa: BLE001 - any other failure of a peer is told by the first one
+            except Exception:  # noqa: BLE001 - other failures of peers are consequences of the first one
                 continue
         return False
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would wait for minutes. Addresses such as `auto` are left to it."""
+    """Raise BackendUnavailable early, because Ray would wait for minutes. Skips addresses such as `auto`."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:
-        raise BackendUnavailable(f"the Ray cluster at {address} cannot be reached: {error}") from error
+        raise BackendUnavailable(f"the Ray cluster at {address} is unreachable: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:
-    """What went wrong, without the traceback that Ray puts around it."""
+    """Return the error without the traceback that Ray adds."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

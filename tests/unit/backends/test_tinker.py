@@ -136,7 +136,7 @@ async def test_the_state_says_where_the_service_keeps_it(
     other = TinkerBackend(model, section(url, rank=4))
     with pytest.raises(BackendError, match="rank 8, not 4"):
         await other.load_state(tmp_path / "state")
-    with pytest.raises(BackendError, match="holds no state"):
+    with pytest.raises(BackendError, match="does not contain a saved state"):
         await other.load_state(tmp_path)
     told["state"] = "tinker://model-that-never-was/weights/gone"
     (tmp_path / "state" / "state.json").write_text(json.dumps(told))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from instar.backends.verl.backend import VerlBackend, check_version
-from instar.backends.verl.sharding import distribute_samples, gather
+from instar.backends.verl.sharding import distribute_samples, gather_logprobs
 from instar.config import ModelConfig, VerlBackendConfig
 from instar.errors import ConfigError
 from instar.types import Sample
@@ -40,19 +40,23 @@ def test_only_versions_that_were_tried_are_taken(
 def test_every_sample_is_dealt_once_and_comes_back_in_its_place(ranks: int, count: int) -> None:
     samples = tree_samples()[:count]
     share = distribute_samples(samples, ranks, 64)
-    assert sorted(i for mine in share.places for i in mine) == list(range(count))
-    assert len({len(rows) for rows in share.rows}) == 1, "every rank has as many rows"
-    filling = [row for rows, mine in zip(share.rows, share.places, strict=True) for row in rows[len(mine) :]]
+    assert sorted(i for mine in share.indices for i in mine) == list(range(count))
+    assert len({len(rows) for rows in share.samples}) == 1, "every rank has as many rows"
+    filling = [
+        row for rows, mine in zip(share.samples, share.indices, strict=True) for row in rows[len(mine) :]
+    ]
     assert all(not row.mask.any() for row in filling)
-    answers = [[row.token_ids.astype(np.float32) for row in rows] for rows in share.rows]
-    for sample, found in zip(samples, gather(share, answers, samples), strict=True):
+    answers = [[row.token_ids.astype(np.float32) for row in rows] for rows in share.samples]
+    for sample, found in zip(samples, gather_logprobs(share, answers, samples), strict=True):
         np.testing.assert_array_equal(found, sample.token_ids)
 
 
 def test_ranks_have_about_as_many_tokens() -> None:
     rng = np.random.default_rng(0)
     samples: list[Sample] = [make_sample(str(n), [5] * int(n), 1) for n in rng.integers(2, 400, 64)]
-    tokens = [sum(len(row.token_ids) for row in rows) for rows in distribute_samples(samples, 4, 8192).rows]
+    tokens = [
+        sum(len(row.token_ids) for row in rows) for rows in distribute_samples(samples, 4, 8192).samples
+    ]
     assert max(tokens) < 1.05 * min(tokens)
 
 

@@ -77,13 +77,13 @@ async def test_so_many_requests_at_once_and_no_more(teacher: TeacherServer, mode
         (
             "llama",
             ConfigError,
-            r"base_url: .*does not tell.*prompt_logprobs: .*logprobs 1, max_tokens 1: .*1 logprobs",
+            r"base_url: .*does not return.*prompt_logprobs: .*logprobs 1, max_tokens 1: .*1 logprobs",
         ),
         ("bos", EngineError, "read .* as they are"),
-        ("other", EngineError, "was given token .* tells the logprob of"),
+        ("other", EngineError, "returned the logprob of .* instead of token"),
         ("foreign", ConfigError, r"trainer\.reference\.model: foreign has another vocabulary"),
         ("denied", EngineError, "401"),
-        ("garbage", EngineError, "no JSON"),
+        ("garbage", EngineError, "did not return JSON"),
     ],
 )
 async def test_what_will_not_do_is_said_at_start(
