@@ -1,6 +1,7 @@
-"""What an engine is: tokens in, tokens out. Every variant passes tests/unit/engines/conformance.py.
+"""The interface of engines: token ids in, token ids out. Every variant passes
+tests/unit/engines/conformance.py.
 
-Each engine is a process of its own behind `instar.engines.server`; others reach it through
+Each engine runs in its own process behind `instar.engines.server`. Other processes use it through
 `instar.engines.remote.RemoteEngine`, which is an Engine too.
 """
 
@@ -17,59 +18,58 @@ from instar.errors import EngineError
 from instar.types import ArtifactKind, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
 Prompt = Sequence[int] | Ids
-"""Token ids. An int32 array is passed on as it is."""
-
+"""Token ids. An int32 array is used without a copy."""
 
 LiveRoute = Literal["ipc", "nccl", "ray"]
-"""How weights reach an engine without files."""
+"""A route by which weights reach an engine without files."""
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A part of a policy's weights, or a word about how they come, on the way to an engine."""
+    """A message of a live route: some of a policy's weights, or how they will arrive."""
 
     policy: Policy
     route: LiveRoute
     body: Json
-    """What the two ends of the route have agreed on: `instar.sync` writes it, the engine's end reads it."""
+    """The route's own content, written by `instar.sync` and read by the engine."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine can do; fixed for its lifetime."""
+    """The capabilities of an engine. They do not change while it runs."""
 
     kind: str
     model: str
     vocab_size: int
     max_context: int
     artifacts: tuple[ArtifactKind, ...]
-    """Kinds of policy that ``load`` takes."""
+    """The kinds of policy that ``load`` accepts."""
     streams: bool = True
-    """False: a reply comes as one chunk."""
+    """False if a reply arrives as one chunk."""
     versions_per_token: bool = True
-    """False: a whole reply is stamped with one version."""
+    """False if all tokens of a reply have the same version."""
     scores: bool = False
-    """Whether ``logprobs`` works."""
+    """True if ``logprobs`` is implemented."""
     routes: tuple[LiveRoute, ...] = ()
-    """Ways that ``stage`` takes weights on."""
+    """The routes by which ``stage`` accepts weights."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
     version: int
-    """-1: nothing is served until something is loaded, for a change of the weights has failed."""
+    """-1 if a weight change failed: no request is served until a policy is loaded."""
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
-    """Since start."""
+    """Tokens generated since the start."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were reused."""
     draining: bool = False
-    """Whether it only ends the replies under way and takes no further request."""
+    """True if the engine finishes its current replies and rejects new requests."""
 
 
 class Engine(ABC):
-    async def bring_up(self, log_path: Path, say: Callable[[str], None]) -> None:  # noqa: B027 - most need none
-        """Bring it up: called once, before anything else. ``log`` is the file that its process writes to; a
-        process that it starts itself has one beside it. ``say`` writes a line."""
+    async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
+        """Start the engine; called once before any other method. ``log_path`` is the log file of this
+        process: a child process logs to a file beside it. ``report`` writes a log line."""
 
     @property
     @abstractmethod
@@ -77,47 +77,47 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a reply. The last chunk, and only that, has a ``finish_reason``. Closing the
-        iterator (``aclose``) or cancelling its consumer cancels the request. Tokens that are there
-        together may come as one chunk."""
+        """Stream a reply. Only the last chunk has a ``finish_reason``; a chunk may hold several tokens.
+        Closing the iterator (``aclose``) or cancelling its consumer cancels the request."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        """The logprob of every token given those before, under the policy that is served; NaN at index 0. As
-        many tokens as the context holds. Cancelling the caller gives it up."""
-        raise EngineError(f"the {self.info.kind} engine does not tell the logprobs of given tokens")
+        """Return the logprob of every token given the tokens before it, under the served policy; NaN at index
+        0. At most ``max_context`` tokens are accepted."""
+        raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of given tokens.")
 
     def for_session(self, session: str) -> Engine:
-        """What should sample for this session: one that has computed its earlier turns, if any has."""
+        """Return the engine to use for a session, preferably one that has its earlier turns cached."""
         return self
 
     async def refresh(self) -> EngineInfo:
-        """``info``, asked for again: what is behind an address may have been replaced."""
+        """Return ``info``, fetched again: the engine behind an address may have been replaced."""
         return self.info
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
-        """Serve this policy from the next token on. Requests in flight go on under it; keys and
-        values computed under the old weights are never read by a request that begins later."""
+        """Serve this policy from the next token on. Requests in flight continue under it. Requests that begin
+        later never use keys and values computed under the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
-        """The policy as the engine can load it: files on a machine that it does not see are sent to it."""
+        """Send the policy's files to an engine that cannot read them here; return the policy with their path
+        at the engine."""
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        """Take in a part of a policy's weights beside those that are served; requests notice nothing. Parts
-        of another policy that were staged before are given up. Returns what the sender is to know."""
-        raise EngineError(f"the {self.info.kind} engine does not take weights over {transfer.route}")
+        """Receive some of a policy's weights without affecting requests. Staged weights of another policy are
+        dropped. Returns the response for the sender."""
+        raise EngineError(f"The {self.info.kind} engine does not accept weights over {transfer.route}.")
 
     async def commit(self, policy: Policy) -> None:
-        """Serve what was staged, in the way of ``load``. On an error the engine serves what it did before,
-        and where that is gone nothing at all until something is loaded; ``status`` is true either way."""
-        raise EngineError(f"the {self.info.kind} engine has no weights staged")
+        """Serve the staged weights, as ``load`` does. On an error the engine serves its previous policy, or
+        none (version -1) if its weights are lost."""
+        raise EngineError(f"The {self.info.kind} engine has no staged weights.")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Compute on so many CPU cores from the next step on. Engines that do not compute here ignore it."""
+        """Compute on ``count`` CPU cores from the next step on, if this engine computes in this process."""
 
     @abstractmethod
     async def close(self) -> None: ...

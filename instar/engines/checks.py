@@ -1,4 +1,4 @@
-"""What every engine refuses before it begins."""
+"""Checks of requests, made by every engine before it starts one."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ INT32 = np.iinfo(np.int32)
 
 
 def to_ids(prompt: Prompt) -> Ids:
-    """The prompt as an array; itself, where it is one. Raises EngineError where a number does not fit."""
+    """Return the prompt as an int32 array, without a copy if it is one. Raises EngineError for larger ids."""
     if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32:
         return prompt
     try:
         wide = np.asarray(prompt, np.int64)
     except OverflowError as error:
-        raise EngineError("token ids must fit into 32 bits") from error
+        raise EngineError("Token ids must fit into 32 bits.") from error
     if len(wide) and (wide.min() < INT32.min or wide.max() > INT32.max):
-        raise EngineError("token ids must fit into 32 bits")
+        raise EngineError("Token ids must fit into 32 bits.")
     return wide.astype(np.int32)
 
 
 def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> None:
-    """Raise EngineError, or PromptTooLong where the context has no room for a single new token."""
+    """Raise EngineError, or PromptTooLong if the context has no room for one new token."""
     _check_ids(info, prompt_ids)
     if params.max_tokens < 1:
-        raise EngineError(f"max_tokens must be at least 1, not {params.max_tokens}")
+        raise EngineError(f"max_tokens must be at least 1, not {params.max_tokens}.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise EngineError(f"temperature must be 0 or greater, not {params.temperature}")
+        raise EngineError(f"temperature must be 0 or greater, not {params.temperature}.")
     if not 0 < params.top_p <= 1:
-        raise EngineError(f"top_p must be above 0 and at most 1, not {params.top_p}")
+        raise EngineError(f"top_p must be above 0 and at most 1, not {params.top_p}.")
     if params.top_k < 0:
-        raise EngineError(f"top_k must be 0 or greater, not {params.top_k}")
+        raise EngineError(f"top_k must be 0 or greater, not {params.top_k}.")
     if "" in params.stop:
-        raise EngineError("a stop string is empty")
+        raise EngineError("A stop string is empty; send only non-empty strings.")
     if len(prompt_ids) >= info.max_context:
         raise PromptTooLong(
-            f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {info.max_context}"
+            f"A prompt of {len(prompt_ids)} tokens leaves no room in a context of {info.max_context}."
         )
 
 
 def check_score_request(info: EngineInfo, token_ids: Ids) -> None:
-    """Raise EngineError, or PromptTooLong, for tokens whose logprobs cannot be told."""
+    """Raise EngineError, or PromptTooLong, for tokens that cannot be scored."""
     _check_ids(info, token_ids)
     if len(token_ids) > info.max_context:
-        raise PromptTooLong(f"{len(token_ids)} tokens do not fit into a context of {info.max_context}")
+        raise PromptTooLong(f"{len(token_ids)} tokens do not fit into a context of {info.max_context}.")
 
 
 def _check_ids(info: EngineInfo, ids: Ids) -> None:
     if len(ids) == 0:
-        raise EngineError("the prompt is empty")
+        raise EngineError("The prompt is empty; send at least one token id.")
     if ids.min() < 0 or ids.max() >= info.vocab_size:
-        raise EngineError(f"token ids must be from 0 to {info.vocab_size - 1}")
+        raise EngineError(f"Token ids must be from 0 to {info.vocab_size - 1}.")

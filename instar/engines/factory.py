@@ -1,4 +1,4 @@
-"""The engine a run's config names, and the way to engines that run elsewhere."""
+"""Creates the engine of a run's config, and clients of engines in other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
-    """Call its ``bring_up`` before anything else."""
+    """Create the engine; call its ``bring_up`` before any other method."""
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
@@ -25,7 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """With what follows from the rest of the run: how policies come, and what else is on the GPU."""
+    """Fill in the settings that depend on the run: how policies are loaded, and what else uses the GPU."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -45,14 +45,14 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """What is behind these addresses, as one engine. Waits until one of them answers. ``newest`` is the
-    policy that an engine which was away is given when it returns."""
+    """Return the engines at these addresses as one; wait until one of them responds. ``newest_policy``: see
+    EnginePool."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)
     try:
         await pool.start(timeout)
-    except BaseException:  # cancelled too: nobody else would close it
+    except BaseException:  # also when cancelled: no one else would close it
         await pool.close()
         raise
     return pool

@@ -1,9 +1,9 @@
 """Several engines as one.
 
-A session stays with the engine that it used last, which has its earlier turns in its cache, as long as that
-one is healthy and not far busier than the others; any other request goes to the least busy. An engine that
-cannot be reached is left out until it answers again and serves the newest policy. A request that it had not
-begun to answer goes to another one.
+A session stays with the engine that it used last, which has its earlier turns cached, while that engine is
+healthy and not much busier than the others. Other requests go to the least busy engine. An unreachable engine
+is skipped until it responds again and serves the newest policy. A request that it had not begun to answer is
+sent to another engine.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.connection import CONNECT_RETRY
 from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError
 from instar.types import Floats, Policy, SamplingParams, TokenChunk
 
 PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
-"""Health checks in a row that an engine may miss before it is left out."""
 MAX_SESSIONS = 65_536
-"""Sessions whose engine is remembered; the ones that were silent longest are forgotten."""
+"""Sessions whose engine is remembered; the least recently used are forgotten."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
-"""A session leaves its engine where that has more than BUSIER times the requests of the idlest, and SLACK."""
+"""A session leaves an engine with more than LOAD_FACTOR times the requests of the idlest, plus LOAD_SLACK."""
+
+SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
 
 
 @dataclass(eq=False, slots=True)
@@ -35,21 +39,19 @@ class PoolMember:
     engine: Engine
     index: int
     healthy: bool = False
-    reason: str = "it has not answered yet"
-    """Why it is not healthy."""
-    failures: int = 0
+    reason: str = "it has not responded yet"
+    missed_checks: int = 0
     draining: bool = False
-    """Whether it takes no further request, healthy as it is."""
+    """True if it is healthy and rejects new requests."""
     in_flight: int = 0
     other_requests: int = 0
-    """Requests that others have there, as of the last check."""
+    """Requests of other clients, as of the last check."""
     total_requests: int = 0
     loaded_version: int | None = None
-    """The version that the pool itself made it serve."""
+    """The version that the pool itself loaded."""
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    """Something failed: it is to be looked at now."""
+    """Set after a failure, so that the next health check happens immediately."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
-    """Requests that wait for their first token."""
 
     @property
     def load(self) -> int:
@@ -65,14 +67,26 @@ class PoolMember:
         self.check_requested.set()
 
     def release_waiting(self) -> None:
-        """What it has not begun to answer is for others."""
+        """Let requests without a first token go to other engines."""
         while self.first_token_timeouts:
             self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
+    @contextlib.contextmanager
+    def request(self) -> Generator[None]:
+        """Count a request; mark the engine as unhealthy if it turns out to be unavailable."""
+        self.in_flight += 1
+        try:
+            yield
+        except EngineUnavailable as error:
+            self.mark_unhealthy(str(error))
+            raise
+        finally:
+            self.in_flight -= 1
+
 
 class EnginePool(Engine):
-    """Call ``start`` first. ``newest`` tells which policy is to be served, where others than the pool load
-    policies; a returning engine is given it before it serves. Closing the pool closes its engines."""
+    """Call ``start`` first; closing the pool closes its engines. ``newest_policy`` returns the policy to
+    serve if others than the pool load policies: a returning engine loads it before it serves."""
 
     def __init__(
         self,
@@ -82,43 +96,38 @@ class EnginePool(Engine):
         timeout: float = 3.0,
         newest_policy: PolicySource | None = None,
     ) -> None:
-        """``period``: seconds between two health checks of an engine. ``timeout``: deadline of one."""
-        self.members = [PoolMember(engine, place) for place, engine in enumerate(engines)]
+        """``period`` is the time between two health checks of an engine, ``timeout`` that of one check."""
+        self.members = [PoolMember(engine, index) for index, engine in enumerate(engines)]
         self._period = period
         self._timeout = timeout
-        self._newest = newest_policy
+        self._newest_policy = newest_policy
         self._policy: Policy | None = None
         self._info: EngineInfo | None = None
         self._sessions: OrderedDict[str, PoolMember] = OrderedDict()
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
-        """Those who look after each member, once the pool is started."""
 
     async def start(self, timeout: float = 60.0) -> None:
-        """Wait until an engine answers, at most ``timeout`` seconds. Raises ConfigError where two that
-        answer do not serve the same model."""
+        """Wait at most ``timeout`` seconds until an engine responds. Raises ConfigError if two engines serve
+        different models."""
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._stop)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
-                    await self._first_answers()
+                    await CONNECT_RETRY.run(self._check_all, retry_on=EngineUnavailable, seconds=timeout)
             self._pick(())
             self._watchers = {member: asyncio.create_task(self._watch(member)) for member in self.members}
             undo.pop_all()
 
-    async def _first_answers(self) -> None:
-        pause = 0.05
-        while True:
-            await asyncio.gather(*(self._check(member) for member in self.members))
-            self._refuse_mixed()
-            if any(member.healthy for member in self.members):
-                return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 1.0)
+    async def _check_all(self) -> None:
+        await asyncio.gather(*(self._check(member) for member in self.members))
+        self._require_same_model()
+        if not any(member.healthy for member in self.members):
+            raise self._none_available()
 
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise EngineUnavailable("no engine has answered yet")
+            raise EngineUnavailable("No engine has responded yet.")
         return self._info
 
     def for_session(self, session: str) -> Engine:
@@ -134,40 +143,32 @@ class EnginePool(Engine):
         while True:
             member = self._pick(tried, session)
             tried.append(member)
-            member.in_flight += 1
             member.total_requests += 1
-            began = False
+            has_begun = False
             try:
-                async with aclosing(member.engine.generate(prompt_ids, params)) as chunks:
-                    first = await self._first(member, chunks)
-                    began = True
-                    yield first
-                    async for chunk in chunks:
-                        yield chunk
+                with member.request():
+                    async with aclosing(member.engine.generate(prompt_ids, params)) as chunks:
+                        first = await self._first_chunk(member, chunks)
+                        has_begun = True
+                        yield first
+                        async for chunk in chunks:
+                            yield chunk
                 return
-            except EngineUnavailable as error:
-                member.mark_unhealthy(str(error))
-                if began:
+            except EngineUnavailable:
+                if has_begun:
                     raise
-            finally:
-                member.in_flight -= 1
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         tried: list[PoolMember] = []
         while True:
             member = self._pick(tried)
             tried.append(member)
-            member.in_flight += 1
-            try:
+            with contextlib.suppress(EngineUnavailable), member.request():
                 return await member.engine.logprobs(token_ids)
-            except EngineUnavailable as error:
-                member.mark_unhealthy(str(error))
-            finally:
-                member.in_flight -= 1
 
     async def load(self, policy: Policy) -> None:
-        """Into every healthy engine; the others are given it when they return. Raises what an engine says
-        that refuses it, and EngineUnavailable where none could be reached."""
+        """Load the policy into every healthy engine; the others load it when they return. Raises the error of
+        an engine that rejects it, and EngineUnavailable if none could be reached."""
         before, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.healthy]
         outcomes = await asyncio.gather(
@@ -180,17 +181,17 @@ class EnginePool(Engine):
         self._pick(())
 
     async def replace(self, engines: Sequence[Engine]) -> None:
-        """From now on the pool is of these; a new one serves once it has answered. Those that are no longer
-        of it are closed: a reply that one had begun breaks off, any other goes to another engine."""
-        gone = [member for member in self.members if member.engine not in engines]
+        """Use these engines from now on; a new one serves once it has responded. Removed engines are closed:
+        replies in progress break off, requests that wait for their first token go to other engines."""
+        removed = [member for member in self.members if member.engine not in engines]
         known = {member.engine for member in self.members}
-        place = max((member.index for member in self.members), default=-1)
-        self.members = [member for member in self.members if member not in gone]
+        index = max((member.index for member in self.members), default=-1)
+        self.members = [member for member in self.members if member not in removed]
         for engine in engines:
             if engine not in known:
-                place += 1
-                self._add(PoolMember(engine, place))
-        for member in gone:
+                index += 1
+                self._add(PoolMember(engine, index))
+        for member in removed:
             await self._remove(member)
 
     def _add(self, member: PoolMember) -> None:
@@ -204,24 +205,20 @@ class EnginePool(Engine):
             watcher = self._watchers.pop(member)
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-        member.healthy, member.reason = False, "it is no longer there"
+        member.healthy, member.reason = False, "it was removed from the pool"
         member.release_waiting()
         await member.engine.close()
 
     async def status(self) -> EngineStatus:
-        """The sum over those that answer; the version is the lowest of them."""
+        """Return the sums over all engines that respond, and the lowest of their versions."""
         healthy = [member for member in self.members if member.healthy]
-        statuses = await asyncio.gather(*map(self._ask, healthy), return_exceptions=True)
-        answers = [status for status in statuses if isinstance(status, EngineStatus)]
-        if not answers:
-            raise self._nobody()
+        outcomes = await asyncio.gather(*map(self._status, healthy), return_exceptions=True)
+        statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
+        if not statuses:
+            raise self._none_available()
         return EngineStatus(
-            version=min(status.version for status in answers),
-            running=sum(status.running for status in answers),
-            waiting=sum(status.waiting for status in answers),
-            generated_tokens=sum(status.generated_tokens for status in answers),
-            prompt_tokens=sum(status.prompt_tokens for status in answers),
-            cached_tokens=sum(status.cached_tokens for status in answers),
+            version=min(status.version for status in statuses),
+            **{name: sum(getattr(status, name) for status in statuses) for name in SUMMED_FIELDS},
         )
 
     async def close(self) -> None:
@@ -236,50 +233,50 @@ class EnginePool(Engine):
 
     # --- one request -------------------------------------------------------------------------------
 
-    def _pick(self, tried: Iterable[PoolMember], session: str | None = None) -> PoolMember:
-        open_to = [member for member in self.members if member.is_open and member not in tried]
-        if not open_to:
-            raise self._nobody()
-        idlest = min(open_to, key=lambda member: (member.load, member.total_requests, member.index))
+    def _pick(self, tried: Collection[PoolMember], session: str | None = None) -> PoolMember:
+        candidates = [member for member in self.members if member.is_open and member not in tried]
+        if not candidates:
+            raise self._none_available()
+        idlest = min(candidates, key=lambda member: (member.load, member.total_requests, member.index))
         if session is None:
             return idlest
-        used = self._sessions.get(session)
-        chosen = used if used in open_to and used.load <= LOAD_FACTOR * idlest.load + LOAD_SLACK else idlest
-        self._sessions[session] = chosen
+        last = self._sessions.get(session)
+        stays = last in candidates and last.load <= LOAD_FACTOR * idlest.load + LOAD_SLACK
+        self._sessions[session] = chosen = last if last is not None and stays else idlest
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return chosen
 
-    async def _first(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
-        """Raises EngineUnavailable also where the engine is left out meanwhile, or has been started again
-        and does not serve what it was given."""
+    async def _first_chunk(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
+        """Raises EngineUnavailable also if the engine is marked unhealthy meanwhile, or was restarted and
+        does not serve the policy that the pool loaded."""
         expected = member.loaded_version
-        waiting = asyncio.timeout(None)
+        timeout = asyncio.timeout(None)
         try:
-            async with waiting:
-                member.first_token_timeouts.add(waiting)
+            async with timeout:
+                member.first_token_timeouts.add(timeout)
                 chunk = await anext(chunks)
         except TimeoutError:
-            if not waiting.expired():
+            if not timeout.expired():
                 raise
             raise EngineUnavailable(member.reason) from None
         except StopAsyncIteration:
-            raise EngineUnavailable("the engine ended a reply before its first token") from None
+            raise EngineUnavailable("The engine ended a reply before its first token.") from None
         finally:
-            member.first_token_timeouts.discard(waiting)
+            member.first_token_timeouts.discard(timeout)
         if expected is not None and chunk.versions and chunk.versions[0] < expected:
-            raise EngineUnavailable(f"it serves version {chunk.versions[0]} and was given {expected}")
+            raise EngineUnavailable(f"The engine serves version {chunk.versions[0]} instead of {expected}.")
         return chunk
 
-    def _nobody(self) -> EngineUnavailable:
+    def _none_available(self) -> EngineUnavailable:
         reasons = "; ".join(
             f"engine {member.index}: {'it is being drained' if member.healthy else member.reason}"
             for member in self.members
             if not member.is_open
         )
         count = len(self.members)
-        return EngineUnavailable(f"none of the {count} engines can answer ({reasons or 'all were tried'})")
+        return EngineUnavailable(f"None of the {count} engines can answer ({reasons or 'all were tried'}).")
 
     # --- health ------------------------------------------------------------------------------------
 
@@ -293,46 +290,46 @@ class EnginePool(Engine):
 
     async def _check(self, member: PoolMember) -> None:
         try:
-            status = await self._ask(member)
+            status = await self._status(member)
             member.draining = status.draining
             if member.loaded_version is not None and status.version < member.loaded_version:
                 member.healthy = False
             if not member.healthy:
                 await self._admit(member)
         except InstarError as error:
-            member.failures += 1
-            if not member.healthy or member.failures >= MAX_MISSED_CHECKS:
+            member.missed_checks += 1
+            if not member.healthy or member.missed_checks >= MAX_MISSED_CHECKS:
                 member.healthy = False
                 member.reason = str(error)
                 member.release_waiting()
             return
-        member.failures = 0
+        member.missed_checks = 0
         member.other_requests = max(0, status.running + status.waiting - member.in_flight)
 
-    async def _ask(self, member: PoolMember) -> EngineStatus:
+    async def _status(self, member: PoolMember) -> EngineStatus:
         try:
             async with asyncio.timeout(self._timeout):
                 return await member.engine.status()
         except TimeoutError as error:
-            raise EngineUnavailable(f"it did not answer within {self._timeout:g} s") from error
+            raise EngineUnavailable(f"The engine did not respond within {self._timeout:g} s.") from error
 
     async def _admit(self, member: PoolMember) -> None:
-        """Healthy again, once it serves what the others do."""
+        """Mark a member healthy once it serves the same model and policy as the others."""
         info = await member.engine.refresh()
         if self._info is None:
             self._info = info
-        elif _served(info) != _served(self._info):
-            raise EngineError(f"it serves {_told(info)}, the others {_told(self._info)}")
+        elif _served_model(info) != _served_model(self._info):
+            raise EngineError(f"It serves {_describe(info)}, the others {_describe(self._info)}.")
         else:
-            self._info = _together(info, self._info)
+            self._info = _common_info(info, self._info)
         while True:
-            # The status first: a policy is known as the newest before an engine can serve it.
-            status = await self._ask(member)
-            policy = await self._newest() if self._newest else self._policy
+            # The status comes first: a policy is known as the newest before an engine can serve it.
+            status = await self._status(member)
+            policy = await self._newest_policy() if self._newest_policy else self._policy
             if policy is None or status.version == policy.version:
                 break
             if policy.artifact.kind == "live":
-                raise EngineUnavailable(f"the trainer has yet to bring it version {policy.version}")
+                raise EngineUnavailable(f"The trainer has not sent it version {policy.version} yet.")
             await self._load(member, policy)
         member.healthy = True
 
@@ -342,17 +339,21 @@ class EnginePool(Engine):
         except EngineUnavailable as error:
             member.mark_unhealthy(str(error))
             raise
-        if self._newest is None:
+        if self._newest_policy is None:
             member.loaded_version = policy.version
 
-    def _refuse_mixed(self) -> None:
-        infos = [info for member in self.members if (info := _info_of(member)) is not None]
-        if len({_served(info) for info in infos}) > 1:
-            raise ConfigError(f"engines of one pool differ: {' and '.join(sorted(set(map(_told, infos))))}")
+    def _require_same_model(self) -> None:
+        infos: list[EngineInfo] = []
+        for member in self.members:
+            with contextlib.suppress(EngineUnavailable):
+                infos.append(member.engine.info)
+        if len({_served_model(info) for info in infos}) > 1:
+            models = " and ".join(sorted(set(map(_describe, infos))))
+            raise ConfigError(f"The engines of a pool must serve the same model, not {models}.")
 
 
 class _SessionEngine(Engine):
-    """The pool, as one session sees it."""
+    """The pool with the requests of one session."""
 
     def __init__(self, pool: EnginePool, session: str) -> None:
         self._pool = pool
@@ -375,37 +376,25 @@ class _SessionEngine(Engine):
         return await self._pool.status()
 
     async def close(self) -> None:
-        """Nothing: the pool is for others too."""
+        """Do nothing: other sessions use the pool too."""
 
 
-def _info_of(member: PoolMember) -> EngineInfo | None:
-    try:
-        return member.engine.info
-    except EngineUnavailable:
-        return None
-
-
-def _served(info: EngineInfo) -> tuple[str, int, int]:
-    """What engines of one pool have in common, of whatever kind they are."""
+def _served_model(info: EngineInfo) -> tuple[str, int, int]:
     return info.model, info.vocab_size, info.max_context
 
 
-def _together(one: EngineInfo, other: EngineInfo) -> EngineInfo:
-    """What can be asked of either."""
-    if one == other:
-        return one
-    return EngineInfo(
+def _describe(info: EngineInfo) -> str:
+    return f"{info.model} (a vocabulary of {info.vocab_size} tokens, a context of {info.max_context})"
+
+
+def _common_info(one: EngineInfo, other: EngineInfo) -> EngineInfo:
+    """Return the capabilities that both engines have."""
+    return msgspec.structs.replace(
+        one,
         kind=one.kind if one.kind == other.kind else "mixed",
-        model=one.model,
-        vocab_size=one.vocab_size,
-        max_context=one.max_context,
         artifacts=tuple(kind for kind in one.artifacts if kind in other.artifacts),
         streams=one.streams and other.streams,
         versions_per_token=one.versions_per_token and other.versions_per_token,
         scores=one.scores and other.scores,
         routes=tuple(route for route in one.routes if route in other.routes),
     )
-
-
-def _told(info: EngineInfo) -> str:
-    return f"{info.model} ({info.vocab_size} tokens in its vocabulary, a context of {info.max_context})"

@@ -1,7 +1,7 @@
-"""An engine that plays given replies, token by token, through the model's real tokenizer.
+"""An engine that returns scripted replies, token by token, through the model's real tokenizer.
 
-It is deterministic: the logprob of a token is made from the ids up to it and the seed. Policies are
-accepted and stamped without being read.
+It is deterministic: the logprob of a token depends on the ids up to it and on the seed. Policies are accepted
+without being read; only their version is used.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
 MAX_BURST_TOKENS = 64
-"""Tokens played without a pause, where no delay is asked for; then others have their turn."""
-KEPT_REPLIES = 256
-"""Replies of a function whose tokens are kept at hand."""
+"""Tokens sent without yielding to other tasks, if there is no delay."""
+MAX_CACHED_REPLIES = 256
 
 
 class ScriptedEngine(Engine):
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
         self._tokenizer: Any = load_tokenizer(resolve_model(model.name))
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"model.name: the tokenizer of {model.name} has no end-of-sequence token")
+            raise ConfigError(
+                f"model.name: the tokenizer of {model.name} has no end-of-sequence token; use a model that has one."
+            )
         if not config.replies and config.function is None:
-            raise ConfigError("engine.replies: give at least one reply, or a function")
+            raise ConfigError("engine.replies: give at least one reply, or set engine.function.")
         self._config = config
         self._script = cast(Script, load_object(config.function)) if config.function else None
         self._eos: int = self._tokenizer.eos_token_id
-        self._encoded = lru_cache(KEPT_REPLIES)(self._encode)
+        self._encoded = lru_cache(MAX_CACHED_REPLIES)(self._encode)
         self._reply_ids = [self._encode(reply) for reply in config.replies]
-        self._written_replies = [np.asarray(ids, np.int32).tobytes() for ids in self._reply_ids]
+        self._reply_bytes = [np.asarray(ids, np.int32).tobytes() for ids in self._reply_ids]
         self._info = EngineInfo(
             kind="scripted",
             model=model.name,
@@ -64,13 +65,9 @@ class ScriptedEngine(Engine):
         check_request(self._info, prompt, params)
         self._check_open()
         stop = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
-        written = prompt.tobytes()
-        reply = self._reply(prompt, written, params.seed)
-        state, truncates, delay = (
-            _state(written, params.seed),
-            params.modifies_distribution,
-            self._config.delay,
-        )
+        prompt_bytes = prompt.tobytes()
+        reply = self._reply(prompt, prompt_bytes, params.seed)
+        state, delay = _state(prompt_bytes, params.seed), self._config.delay
         self._prompted += len(prompt)
         self._running += 1
         try:
@@ -86,7 +83,7 @@ class ScriptedEngine(Engine):
                     token_ids=[token],
                     logprobs=[logprob],
                     versions=[self._version],
-                    behavior_logprobs=[logprob] if truncates else None,
+                    behavior_logprobs=[logprob] if params.modifies_distribution else None,
                     finish_reason=reason,
                     stop=stop_string,
                 )
@@ -109,7 +106,7 @@ class ScriptedEngine(Engine):
     async def load(self, policy: Policy) -> None:
         if policy.artifact.kind not in self._info.artifacts:
             raise EngineError(
-                f"the scripted engine takes base, adapter and weights, not {policy.artifact.kind}"
+                f"The scripted engine loads base, adapter and weights, not {policy.artifact.kind}."
             )
         self._version = policy.version
 
@@ -126,32 +123,32 @@ class ScriptedEngine(Engine):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineUnavailable("the engine is closed")
+            raise EngineUnavailable("The engine is closed.")
 
-    def _reply(self, prompt: Ids, written: bytes, seed: int | None) -> list[int]:
-        """The reply of this turn: a conversation that holds n ended replies of ours is at turn n.
-        A reply is played again from the first one when they run out."""
+    def _reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
+        """Return the reply of this turn: a prompt that contains n of our replies is at turn n. After the last
+        reply they begin again with the first."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
             return self._encoded(self._script(text, seed))
-        return self._reply_ids[_turns(written, self._written_replies) % len(self._reply_ids)]
+        return self._reply_ids[_count_turns(prompt_bytes, self._reply_bytes) % len(self._reply_ids)]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return [*ids, self._eos]
 
 
-def _turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """How many replies were played before: found in order, whole, in the prompt. Ids take 4 bytes each."""
+def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
+    """Count the replies that the prompt contains, in order. Ids are 4 bytes each."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]
-        found = prompt.find(reply, start)
-        while found >= 0 and found % 4:
-            found = prompt.find(reply, found + 1)
-        if found < 0:
+        position = prompt.find(reply, start)
+        while position >= 0 and position % 4:
+            position = prompt.find(reply, position + 1)
+        if position < 0:
             return turns
-        turns, start = turns + 1, found + len(reply)
+        turns, start = turns + 1, position + len(reply)
 
 
 def _state(prompt: bytes, seed: int | None) -> int:
@@ -159,10 +156,10 @@ def _state(prompt: bytes, seed: int | None) -> int:
 
 
 def _next_state(state: int, token: int) -> int:
-    """Knuth's linear congruential step, over 64 bits."""
+    """Return the next state of Knuth's 64-bit linear congruential generator."""
     return (state * 6364136223846793005 + 2 * token + 1) & (2**64 - 1)
 
 
 def _logprob(state: int) -> float:
-    """From -3 to 0, both excluded."""
+    """Return a value between -3 and 0, both excluded."""
     return -3.0 * ((state >> 16) + 1) / (2**48 + 1)

@@ -1,26 +1,25 @@
-"""Any engine behind HTTP: tokens in, tokens out.
+"""An HTTP server for any engine: token ids in, token ids out.
 
     POST /generate  params + prompt ids   → one JSON TokenChunk per line, as they are sampled
     POST /logprobs  token ids             → their logprobs
     POST /load      {policy}              → {}
-    POST /stage     Transfer              → what the sender is to know
+    POST /stage     WeightTransfer        → the response for the sender
     POST /commit    {policy}              → {}
-    POST /seen, /upload                     policies' folders, see `uploads`
+    POST /seen, /upload                     policy folders, see `uploads`
     GET  /info, /status, /healthz
 
-The body of /generate is, one after the other: 4 bytes, little-endian, the length of what follows; the
-SamplingParams as JSON; the ids of the prompt as 4-byte integers, little-endian, to the end of the body.
-A line holds all tokens that were ready when it was sent. A missing logprob is null.
-The body of /logprobs is such ids alone, the answer 4-byte floats, little-endian, the first one NaN.
+All integers and floats are 4 bytes, little-endian. The body of /generate is the length of the params, the
+SamplingParams as JSON, and the prompt ids. A line of the response holds all tokens that were ready when it
+was sent. A missing logprob is null. The body of /logprobs is token ids, its response floats, the first one
+NaN.
 
-An error is ``{"error": {"type": <class in instar.errors>, "message"}}``, as the body of a failed
-response or, once a reply has begun, as its last line. Closing the connection cancels the request.
+An error is ``{"error": {"type": <class in instar.errors>, "message"}}``, either the body of a failed response
+or the last line of a reply that has begun. Closing the connection cancels the request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import aclosing, contextmanager
 from typing import TypeVar
@@ -38,6 +37,7 @@ from instar.engines.checks import check_request, check_score_request
 from instar.engines.uploads import UploadStore
 from instar.engines.wire import encode_line, join_chunks, pack_floats, unpack_ids, unpack_request
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
+from instar.http.auth import has_bearer_token
 from instar.types import Policy, TokenChunk
 
 MAX_BODY = 16 * 1024 * 1024
@@ -59,13 +59,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class DrainGate:
-    """Through it go the requests that sample or score. Closed, it lets no more in; ``empty`` is set once it
-    is closed and all are out."""
+    """Counts the requests that sample or score. When closed it rejects new ones; ``drained`` is set once it
+    is closed and the last request has ended."""
 
     def __init__(self) -> None:
         self.closed = False
         self.drained = asyncio.Event()
-        self._inside = 0
+        self._active = 0
 
     def close(self) -> None:
         self.closed = True
@@ -74,43 +74,43 @@ class DrainGate:
     @contextmanager
     def admit(self) -> Generator[None]:
         if self.closed:
-            raise EngineUnavailable("it is being drained and takes no further request")
-        self._inside += 1
+            raise EngineUnavailable("The engine is being drained and accepts no new requests.")
+        self._active += 1
         try:
             yield
         finally:
             self._leave(1)
 
     def _leave(self, count: int) -> None:
-        self._inside -= count
-        if self.closed and not self._inside:
+        self._active -= count
+        if self.closed and not self._active:
             self.drained.set()
 
 
 def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate | None = None) -> Starlette:
-    """The app. With a token, every route but /healthz asks for it as a bearer token."""
+    """Return the app. With a token, every route except /healthz requires it as a bearer token."""
     gate = gate or DrainGate()
     uploads = UploadStore()
-    routes = _Handlers(engine, gate, uploads)
+    handlers = _Handlers(engine, gate, uploads)
     return Starlette(
         routes=[
             Route("/generate", _GenerateEndpoint(engine, gate), methods=["POST"]),
-            Route("/logprobs", _answer(routes.logprobs), methods=["POST"]),
-            Route("/load", _answer(routes.load), methods=["POST"]),
-            Route("/stage", _answer(routes.stage), methods=["POST"]),
-            Route("/commit", _answer(routes.commit), methods=["POST"]),
-            Route("/seen", _answer(uploads.check_folder), methods=["POST"]),
-            Route("/upload", _answer(uploads.receive_folder), methods=["POST"]),
-            Route("/info", _answer(routes.info)),
-            Route("/status", _answer(routes.status)),
-            Route("/healthz", _answer(routes.healthz)),
+            Route("/logprobs", _handle_errors(handlers.logprobs), methods=["POST"]),
+            Route("/load", _handle_errors(handlers.load), methods=["POST"]),
+            Route("/stage", _handle_errors(handlers.stage), methods=["POST"]),
+            Route("/commit", _handle_errors(handlers.commit), methods=["POST"]),
+            Route("/seen", _handle_errors(uploads.check_folder), methods=["POST"]),
+            Route("/upload", _handle_errors(uploads.receive_folder), methods=["POST"]),
+            Route("/info", _handle_errors(handlers.info)),
+            Route("/status", _handle_errors(handlers.status)),
+            Route("/healthz", _handle_errors(handlers.healthz)),
         ],
-        middleware=[Middleware(_BearerToken, token=token)] if token else [],
+        middleware=[Middleware(_RequireToken, token=token)] if token else [],
     )
 
 
 class _GenerateEndpoint:
-    """A plain ASGI app: what Starlette's responses would add costs more than playing a short reply."""
+    """A plain ASGI app, because Starlette's responses cost more time than a short scripted reply."""
 
     def __init__(self, engine: Engine, gate: DrainGate) -> None:
         self._engine = engine
@@ -127,42 +127,41 @@ class _GenerateEndpoint:
             return
         try:
             with self._gate.admit():
-                refused = await _ReplyStream(self._engine.generate(prompt, params), receive, send).run()
+                failure = await _ReplyStream(self._engine.generate(prompt, params), receive, send).run()
         except EngineUnavailable as error:
-            refused = error
-        if refused is not None:
-            await _error(_status_of(refused), refused)(scope, receive, send)
+            failure = error
+        if failure is not None:
+            await _error(_status_of(failure), failure)(scope, receive, send)
 
 
 class _ReplyStream:
-    """One reply on its way: what the engine has sampled while the last line was sent goes out as the next
-    one. A client that goes away, also one that still waits for its first token, closes the engine's iterator.
-    """
+    """One reply in progress. The tokens that the engine sampled while a line was sent become the next line.
+    If the client disconnects, even before its first token, the engine's iterator is closed."""
 
     def __init__(self, chunks: AsyncGenerator[TokenChunk, None], receive: Receive, send: Send) -> None:
         self._chunks = chunks
         self._receive = receive
         self._send = send
         self._ready: list[TokenChunk] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
-        """Returns the error that came in the place of a first token."""
+        """Send the reply; return the error that occurred before its first token."""
         sampling = self._start(self._sample())
-        leaving = self._start(_disconnected(self._receive))
-        began = False
+        disconnect = self._start(_wait_for_disconnect(self._receive))
+        has_begun = False
         try:
             while True:
-                await self._news.wait()
-                self._news.clear()
-                if leaving.done():
+                await self._changed.wait()
+                self._changed.clear()
+                if disconnect.done():
                     return None
                 ended = sampling.done()
                 error = sampling.result() if ended else None
-                if error is not None and not began and not self._ready:
+                if error is not None and not has_begun and not self._ready:
                     return error
-                if not began:
-                    began = True
+                if not has_begun:
+                    has_begun = True
                     await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 await self._send(
                     {"type": "http.response.body", "body": self._take(error), "more_body": not ended}
@@ -171,12 +170,12 @@ class _ReplyStream:
                     return None
         finally:
             sampling.cancel()
-            leaving.cancel()
-            await asyncio.gather(sampling, leaving, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(sampling, disconnect, return_exceptions=True)
 
     def _start(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._news.set())
+        task.add_done_callback(lambda _: self._changed.set())
         return task
 
     async def _sample(self) -> InstarError | None:
@@ -184,7 +183,7 @@ class _ReplyStream:
             async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
                     self._ready.append(chunk)
-                    self._news.set()
+                    self._changed.set()
         except InstarError as error:
             return error
         return None
@@ -195,7 +194,7 @@ class _ReplyStream:
         return lines if error is None else lines + msgspec.json.encode(_error_body(error)) + b"\n"
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -207,19 +206,19 @@ class _Handlers:
         self._uploads = uploads
 
     async def load(self, request: Request) -> Response:
-        body = await _decoded(request, LoadRequest)
+        body = await _decode_body(request, LoadRequest)
         if body.policy.artifact.kind not in self._engine.info.artifacts:
-            taken = ", ".join(self._engine.info.artifacts)
-            return _error(400, EngineError(f"this engine loads {taken}, not {body.policy.artifact.kind}"))
+            kinds = ", ".join(self._engine.info.artifacts)
+            return _error(400, EngineError(f"This engine loads {kinds}, not {body.policy.artifact.kind}."))
         await self._engine.load(body.policy)
         self._uploads.loaded_path = body.policy.artifact.path
         return _json({})
 
     async def stage(self, request: Request) -> Response:
-        return _json(await self._engine.stage(await _decoded(request, WeightTransfer)))
+        return _json(await self._engine.stage(await _decode_body(request, WeightTransfer)))
 
     async def commit(self, request: Request) -> Response:
-        await self._engine.commit((await _decoded(request, LoadRequest)).policy)
+        await self._engine.commit((await _decode_body(request, LoadRequest)).policy)
         return _json({})
 
     async def logprobs(self, request: Request) -> Response:
@@ -253,36 +252,36 @@ async def _read_body(receive: Receive) -> bytes | bytearray:
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > MAX_BODY:
-            raise _BadBody(f"the body is larger than {MAX_BODY} bytes")
+            raise _BadRequest(f"The body is larger than {MAX_BODY} bytes.")
     return body
 
 
-async def _decoded(request: Request, kind: type[T]) -> T:
+async def _decode_body(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await _read_body(request.receive), type=kind)
     except msgspec.DecodeError as error:
-        raise _BadBody(str(error)) from error
+        raise _BadRequest(str(error)) from error
 
 
-class _BadBody(EngineError):
-    """The request cannot be read; the message is for the client."""
+class _BadRequest(EngineError):
+    """The request cannot be read."""
 
 
-def _answer(
+def _handle_errors(
     handler: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         try:
             return await handler(request)
         except InstarError as error:
             return _error(_status_of(error), error)
 
-    return answer
+    return handle
 
 
 def _status_of(error: InstarError) -> int:
     match error:
-        case _BadBody() | PromptTooLong():
+        case _BadRequest() | PromptTooLong():
             return 400
         case EngineUnavailable():
             return 503
@@ -295,7 +294,7 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 def _error_body(error: InstarError) -> ErrorBody:
-    kind = EngineError if isinstance(error, _BadBody) else type(error)
+    kind = EngineError if isinstance(error, _BadRequest) else type(error)
     return ErrorBody(ErrorDetail(kind.__name__, str(error)))
 
 
@@ -303,15 +302,15 @@ def _error(status: int, error: InstarError) -> Response:
     return _json(_error_body(error), status)
 
 
-class _BearerToken:
+class _RequireToken:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/healthz":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await _error(401, EngineError("a bearer token is required"))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        is_guarded = scope["type"] == "http" and scope["path"] != "/healthz"
+        if is_guarded and not has_bearer_token(scope["headers"], self._token):
+            error = EngineError("A bearer token is required; send the header Authorization: Bearer <token>.")
+            await _error(401, error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

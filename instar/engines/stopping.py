@@ -15,8 +15,8 @@ class TokenDecoder(Protocol):
 class StopStrings:
     """Finds stop strings in a growing reply, decoding each token about twice.
 
-    A token may end inside a character, so text is taken only up to the last whole one. Decoding
-    starts a few tokens back, because some tokenizers write a token differently at the start.
+    A token may end inside a character, so text is used only up to the last complete one. Decoding starts a
+    few tokens back, because some tokenizers decode the first token differently.
     """
 
     def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...]) -> None:
@@ -29,7 +29,7 @@ class StopStrings:
         self._tail = ""
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that this token completed, the leftmost if several did."""
+        """Add a token and return the stop string that it completed, the leftmost if several."""
         self._ids.append(token_id)
         before = self._decode(self._ids[self._start : self._read])
         text = self._decode(self._ids[self._start :])
@@ -37,27 +37,32 @@ class StopStrings:
             return None
         self._start, self._read = self._read, len(self._ids)
         self._tail += text[len(before) :]
-        found = [(self._tail.find(stop), stop) for stop in self._stop if stop in self._tail]
+        stop = find_stop_string(self._tail, self._stop)
         self._tail = self._tail[-self._keep :] if self._keep else ""
-        return min(found)[1] if found else None
+        return stop
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
+def find_stop_string(text: str, stop: Collection[str]) -> str | None:
+    """Return the stop string that occurs first in the text."""
+    matches = [(text.find(string), string) for string in stop if string in text]
+    return min(matches)[1] if matches else None
+
+
 class StopRule:
-    """Judges every sampled token of one reply."""
+    """Decides after each sampled token of a reply if it is the last one."""
 
     def __init__(
         self, params: SamplingParams, context_left: int, eos_ids: Collection[int], tokenizer: TokenDecoder
     ) -> None:
-        """``room`` is what the context has left for the reply."""
         self._left = min(params.max_tokens, context_left)
         self._ids = {*eos_ids, *params.stop_token_ids}
         self._strings = StopStrings(tokenizer, params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[FinishReason | None, str | None]:
-        """The finish reason, if this token is the last one, and the stop string that made it so."""
+        """Return the finish reason, if this token is the last one, and the stop string that it completed."""
         self._left -= 1
         if token_id in self._ids:
             return "stop", None

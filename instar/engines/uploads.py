@@ -1,12 +1,12 @@
-"""Policies' folders that are sent to an engine on a machine which does not see them.
+"""Uploads of policy folders to an engine on a machine that cannot read them.
 
-    POST /seen    {path, files}   → {seen}: whether that folder is here, with these files
-    POST /upload  a folder        → {path}: where it lies now
+    POST /seen    {path, files}   → {seen}: true if the folder exists here with these files
+    POST /upload  a folder        → {path}: where it was stored
 
-``files`` maps names to size and time of change, which are the same for all that share a file system. The
-body of /upload is, one after the other: 4 bytes, little-endian, the length of what follows; as JSON, names
-and sizes of the files; their contents; the SHA-256 of all contents. It is written as it comes, and a folder
-is there whole or not at all. Old ones go.
+``files`` maps names to size and modification time, which are equal on machines that share a file system. The
+body of /upload is the length of the header (4 bytes, little-endian), the header (names and sizes as JSON),
+the contents of the files, and their SHA-256. A folder becomes visible only when it is complete. Old folders
+are deleted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from starlette.responses import Response
 from instar.errors import EngineError, EngineUnavailable
 
 LENGTH_BYTES = 4
-PIECE = 4 * 2**20
-LARGEST_HEAD = 2**20
+READ_BYTES = 4 * 2**20
+MAX_HEADER_BYTES = 2**20
 MAX_UPLOADS = 3
-"""Uploads that are kept: replies under an older policy may still need its files."""
+"""Replies under an older policy may still need its files."""
 FileStats = dict[str, tuple[int, int]]
-"""Size and time of change, by name."""
+"""Size and modification time by file name."""
 
 
 class FolderCheck(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,116 +47,112 @@ class UploadResult(msgspec.Struct):
     path: str
 
 
-class _Head(msgspec.Struct, forbid_unknown_fields=True):
+class _UploadHeader(msgspec.Struct, forbid_unknown_fields=True):
     files: list[tuple[str, int]]
 
 
 def read_file_stats(folder: Path) -> FileStats:
-    """Raises OSError where there is no such folder."""
-    found: FileStats = {}
-    for entry in sorted(folder.iterdir()):
-        told = entry.stat()
-        found[entry.name] = (told.st_size, told.st_mtime_ns)
-    return found
+    stats = {entry.name: entry.stat() for entry in sorted(folder.iterdir())}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes, None]:
-    """The body of /upload."""
-    head = msgspec.json.encode(_Head([(name, size) for name, (size, _) in files.items()]))
-    yield len(head).to_bytes(LENGTH_BYTES, "little") + head
+    """Yield the body of /upload."""
+    header = msgspec.json.encode(_UploadHeader([(name, size) for name, (size, _) in files.items()]))
+    yield len(header).to_bytes(LENGTH_BYTES, "little") + header
     digest = hashlib.sha256()
     for name in files:
         with (folder / name).open("rb") as file:
-            while piece := await asyncio.to_thread(file.read, PIECE):
-                digest.update(piece)
-                yield piece
+            while data := await asyncio.to_thread(file.read, READ_BYTES):
+                digest.update(data)
+                yield data
     yield digest.digest()
 
 
 class UploadStore:
-    """What was sent to this process. It is gone with it."""
+    """The folders that were uploaded to this process. They are deleted when it ends."""
 
     def __init__(self) -> None:
         self._root: str | None = None
-        self._taken: list[Path] = []
+        self._folders: list[Path] = []
         self.loaded_path = ""
-        """The folder that was loaded last: it is kept, and read again when its server is started again."""
+        """The folder that was loaded last. It is kept, because a restarted server reads it again."""
 
     async def check_folder(self, request: Request) -> Response:
         try:
-            asked = msgspec.json.decode(await request.body(), type=FolderCheck)
+            check = msgspec.json.decode(await request.body(), type=FolderCheck)
         except msgspec.DecodeError as error:
-            raise EngineError(f"the body cannot be read: {error}") from error
+            raise EngineError(f"The body cannot be read: {error}") from error
         try:
-            seen = await asyncio.to_thread(read_file_stats, Path(asked.path)) == asked.files
+            seen = await asyncio.to_thread(read_file_stats, Path(check.path)) == check.files
         except OSError:
             seen = False
-        return _json(FolderCheckResult(seen))
+        return _json_response(FolderCheckResult(seen))
 
     async def receive_folder(self, request: Request) -> Response:
         if self._root is None:
             self._root = tempfile.mkdtemp(prefix="instar-policies-")
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
-        fresh = Path(tempfile.mkdtemp(prefix=".coming-", dir=self._root))
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._root))
         try:
-            await _receive(_Body(request.stream()), fresh)
-            whole = fresh.with_name(fresh.name.removeprefix(".coming-"))
-            await asyncio.to_thread(fresh.rename, whole)
+            await _write_folder(_UploadStream(request.stream()), partial)
+            folder = partial.with_name(partial.name.removeprefix(".partial-"))
+            await asyncio.to_thread(partial.rename, folder)
         except ClientDisconnect as error:
-            raise EngineUnavailable("the sender went away") from error
+            raise EngineUnavailable("The client disconnected during the upload.") from error
         except OSError as error:
-            raise EngineError(f"the policy's files cannot be written: {error}") from error
+            raise EngineError(f"The policy's files cannot be written: {error}") from error
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-        self._taken.append(whole)
-        while len(self._taken) > MAX_UPLOADS:
-            oldest = next(folder for folder in self._taken if str(folder) != self.loaded_path)
-            self._taken.remove(oldest)
+            shutil.rmtree(partial, ignore_errors=True)
+        self._folders.append(folder)
+        while len(self._folders) > MAX_UPLOADS:
+            oldest = next(folder for folder in self._folders if str(folder) != self.loaded_path)
+            self._folders.remove(oldest)
             await asyncio.to_thread(shutil.rmtree, oldest, ignore_errors=True)
-        return _json(UploadResult(str(whole)))
+        return _json_response(UploadResult(str(folder)))
 
 
-async def _receive(body: _Body, folder: Path) -> None:
-    """Raises EngineError where it is not whole."""
-    length = int.from_bytes(await body.exactly(LENGTH_BYTES), "little")
-    if length > LARGEST_HEAD:
-        raise EngineError("the upload does not begin with the names of its files")
+async def _write_folder(stream: _UploadStream, folder: Path) -> None:
+    """Write the files of an upload. Raises EngineError if it is incomplete or malformed."""
+    length = int.from_bytes(await stream.read(LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise EngineError("The upload does not begin with the names of its files.")
     try:
-        head = msgspec.json.decode(await body.exactly(length), type=_Head)
+        header = msgspec.json.decode(await stream.read(length), type=_UploadHeader)
     except msgspec.DecodeError as error:
-        raise EngineError(f"the upload cannot be read: {error}") from error
+        raise EngineError(f"The upload's header cannot be read: {error}") from error
     digest = hashlib.sha256()
-    for name, size in head.files:
+    for name, size in header.files:
         if name != Path(name).name or name in ("", ".."):
-            raise EngineError(f"a file of an upload cannot be called {name!r}")
+            raise EngineError(f"An uploaded file cannot be called {name!r}; use a plain file name.")
         with (folder / name).open("xb") as file:
-            async for piece in body.pieces(size):
-                digest.update(piece)
-                await asyncio.to_thread(file.write, piece)
-    if await body.exactly(digest.digest_size) != digest.digest():
-        raise EngineError("the upload did not arrive as it was sent: its hash is another one")
+            async for data in stream.read_chunks(size):
+                digest.update(data)
+                await asyncio.to_thread(file.write, data)
+    if await stream.read(digest.digest_size) != digest.digest():
+        raise EngineError("The upload was damaged: its hash does not match its contents.")
 
 
-class _Body:
-    """A request's body, read as far as is asked for."""
+class _UploadStream:
+    """A request body that is read in exact sizes."""
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream
         self._rest = b""
 
-    async def exactly(self, size: int) -> bytes:
-        return b"".join([piece async for piece in self.pieces(size)])
+    async def read(self, size: int) -> bytes:
+        return b"".join([data async for data in self.read_chunks(size)])
 
-    async def pieces(self, size: int) -> AsyncGenerator[bytes, None]:
+    async def read_chunks(self, size: int) -> AsyncGenerator[bytes, None]:
         while size:
             if not self._rest:
                 self._rest = await anext(self._stream, b"")
                 if not self._rest:
-                    raise EngineError("the upload is not whole")
-            piece, self._rest = self._rest[:size], self._rest[size:]
-            size -= len(piece)
-            yield piece
+                    raise EngineError("The upload is incomplete.")
+            data, self._rest = self._rest[:size], self._rest[size:]
+            size -= len(data)
+            yield data
 
 
-def _json(value: object) -> Response:
+def _json_response(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")

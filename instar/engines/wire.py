@@ -1,4 +1,5 @@
-"""What goes between RemoteEngine and an engine's server: one request's body, the lines of its reply."""
+"""The wire format between RemoteEngine and an engine's server: the request's body and the lines of a
+reply."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ ID_TYPE = np.dtype("<i4")
 FLOAT_TYPE = np.dtype("<f4")
 
 
-class _Line(msgspec.Struct):
-    """A TokenChunk in which a missing logprob is null: JSON has no NaN."""
+class _ChunkLine(msgspec.Struct):
+    """A TokenChunk in which a missing logprob is null, because JSON has no NaN."""
 
     token_ids: list[int]
     logprobs: list[float | None]
@@ -28,7 +29,7 @@ class _Line(msgspec.Struct):
 
 
 _encode = msgspec.json.encode
-_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_line = msgspec.json.Decoder(_ChunkLine).decode
 _decode_params = msgspec.json.Decoder(SamplingParams).decode
 
 
@@ -38,15 +39,15 @@ def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
 
 
 def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
-    """Raises EngineError on anything that ``pack_request`` does not make."""
+    """Raises EngineError if the body was not made by ``pack_request``."""
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     if len(body) < start or (len(body) - start) % ID_TYPE.itemsize:
-        raise EngineError("the body is not a length, so many bytes of JSON and 4-byte token ids")
+        raise EngineError("The body must be a length, that many bytes of JSON, and 4-byte token ids.")
     try:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
-        raise EngineError(f"params: {error}") from error
-    # A copy, for the ids may stand anywhere in the body and a view of it could not be written to.
+        raise EngineError(f"The sampling params cannot be read: {error}") from error
+    # A copy, because the ids may be unaligned in the body and a view of it would be read-only.
     return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
 
 
@@ -56,7 +57,7 @@ def pack_ids(ids: Ids) -> bytes:
 
 def unpack_ids(body: bytes | bytearray) -> Ids:
     if len(body) % ID_TYPE.itemsize:
-        raise EngineError("the body is not 4-byte token ids")
+        raise EngineError("The body must consist of 4-byte token ids.")
     return np.frombuffer(body, ID_TYPE).astype(np.int32)
 
 
@@ -66,12 +67,12 @@ def pack_floats(values: Floats) -> bytes:
 
 def unpack_floats(body: bytes, length: int) -> Floats:
     if len(body) != length * FLOAT_TYPE.itemsize:
-        raise EngineError(f"the engine answered {len(body)} bytes for the logprobs of {length} tokens")
+        raise EngineError(f"The engine sent {len(body)} bytes for the logprobs of {length} tokens.")
     return np.frombuffer(body, FLOAT_TYPE).astype(np.float32)
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """Neighbouring chunks of one reply as one."""
+    """Join consecutive chunks of one reply."""
     if len(chunks) == 1:
         return chunks[0]
     behavior = None
@@ -96,15 +97,15 @@ def encode_line(chunk: TokenChunk) -> bytes:
 
 
 def decode_line(line: bytes) -> TokenChunk:
-    read = _decode_line(line)
-    behavior = read.behavior_logprobs
+    decoded = _decode_line(line)
+    behavior = decoded.behavior_logprobs
     return TokenChunk(
-        token_ids=read.token_ids,
-        logprobs=_floats(read.logprobs),
-        versions=read.versions,
+        token_ids=decoded.token_ids,
+        logprobs=_floats(decoded.logprobs),
+        versions=decoded.versions,
         behavior_logprobs=None if behavior is None else _floats(behavior),
-        finish_reason=read.finish_reason,
-        stop=read.stop,
+        finish_reason=decoded.finish_reason,
+        stop=decoded.stop,
     )
 
 

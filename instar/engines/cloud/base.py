@@ -1,6 +1,6 @@
-"""An engine that samples at a training service: what every service's sampler shares.
+"""The base class of engines that sample at a training service.
 
-A service returns whole replies: each comes as one chunk, stamped with the version it was begun under.
+A service returns complete replies: each is one chunk, with the version that was served when it began.
 """
 
 from __future__ import annotations
@@ -31,26 +31,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CloudReply:
-    """A reply as a service returned it."""
-
     token_ids: list[int]
     logprobs: list[float]
-    """NaN where the service did not say."""
+    """NaN for logprobs that the service did not return."""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """A policy with the client that samples from it."""
-
     version: int
     path: str | None
-    """At the service; None: the base model."""
+    """The policy's path at the service; None for the base model."""
     client: Any
 
 
 class CloudEngine(Engine):
-    """What a service's SDK does is in four methods, which raise CloudFailure."""
+    """The calls to a service's SDK are the four abstract methods, which raise CloudError."""
 
     def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
         folder = resolve_tokenizer(model.name)
@@ -69,34 +65,30 @@ class CloudEngine(Engine):
             scores=True,
         )
         self._slots = asyncio.Semaphore(config.max_in_flight)
-        self._changing = asyncio.Lock()
+        self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
-        self._wanted = (0, cast("str | None", None))
-        """Version and path that `_served` is, or will be."""
-        self._running = self._waiting = self._generated = self._prompted = 0
+        self._target = (0, cast("str | None", None))
+        """The version and path that `_served` has or will have."""
+        self._running = self._waiting = self._generated_tokens = self._prompt_tokens = 0
         self._closed = False
-
-    # --- what a service provides -----------------------------------------------------------------
 
     @abstractmethod
     async def open_sampler(self, path: str | None) -> Any:
-        """A client that samples from what was published at ``path``, or from the base model. Connects where
-        there is no connection."""
+        """Return a client that samples from the policy at ``path`` or from the base model. Connects if
+        needed."""
 
     @abstractmethod
     async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
-        """One reply. ``params.stop`` and ``stop_token_ids`` spare tokens where the service heeds them; the
-        reply is cut here all the same."""
+        """Return one reply. Stop strings and ids are sent to save tokens; the caller cuts the reply
+        anyway."""
 
     @abstractmethod
     async def score(self, client: Any, token_ids: Ids) -> Floats:
-        """The logprob of every token given those before; NaN at index 0."""
+        """Return the logprob of every token given those before; NaN at index 0."""
 
     @abstractmethod
     async def disconnect(self) -> None:
-        """Let go of the connection, if there is one. Does not raise."""
-
-    # --- the engine ------------------------------------------------------------------------------
+        """Close the connection, if there is one. Does not raise."""
 
     @property
     def info(self) -> EngineInfo:
@@ -114,8 +106,8 @@ class CloudEngine(Engine):
         check_request(self._info, prompt, params)
         async with self._slot():
             chunk = await self._reply(prompt, params)
-            self._prompted += len(prompt)
-            self._generated += len(chunk.token_ids)
+            self._prompt_tokens += len(prompt)
+            self._generated_tokens += len(chunk.token_ids)
             yield chunk
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
@@ -124,11 +116,11 @@ class CloudEngine(Engine):
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         async with self._slot():
-            return await self._try(lambda served: self.score(served.client, ids))
+            return await self._with_reconnect(lambda served: self.score(served.client, ids))
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
-        """One of the requests that may be at the service at once."""
+        """Wait until fewer than ``max_in_flight`` requests are at the service."""
         self._waiting += 1
         try:
             await self._slots.acquire()
@@ -146,12 +138,12 @@ class CloudEngine(Engine):
     async def _reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
         room = self._info.max_context - len(prompt)
 
-        async def ask(served: ServedPolicy) -> tuple[CloudReply, ServedPolicy]:
+        async def sample(served: ServedPolicy) -> tuple[CloudReply, ServedPolicy]:
             return await self.sample(served.client, prompt, params), served
 
-        sampled, served = await self._try(ask)
-        ids, reason, stop = self._cut(sampled, params, room)
-        logprobs = sampled.logprobs[: len(ids)]
+        reply, served = await self._with_reconnect(sample)
+        ids, reason, stop = self._cut(reply, params, room)
+        logprobs = reply.logprobs[: len(ids)]
         behavior = None
         if params.modifies_distribution:
             logprobs, behavior = await self._logprobs_of_truncated(served, prompt, ids, params)
@@ -165,30 +157,30 @@ class CloudEngine(Engine):
         )
 
     def _cut(
-        self, sampled: CloudReply, params: SamplingParams, room: int
+        self, reply: CloudReply, params: SamplingParams, room: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """The reply up to where it ends by our own rules: services differ in what they stop at."""
+        """Cut the reply where it ends by our own rules: services differ in what they stop at."""
         rule = StopRule(params, room, self._eos, self._tokenizer)
-        for position, token in enumerate(sampled.token_ids):
+        for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
             if reason is not None:
-                return sampled.token_ids[: position + 1], reason, stop
-        return sampled.token_ids, sampled.finish_reason, None
+                return reply.token_ids[: position + 1], reason, stop
+        return reply.token_ids, reply.finish_reason, None
 
     async def _logprobs_of_truncated(
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
-        """(of the full softmax, of the distribution sampled from). A service does not say which one its
-        numbers are of, so they are not used. A greedy reply's are known by scoring it, and can be trained
-        on; of other ones the second are not to be had, so the first are not asked for."""
+        """Return the logprobs under the full softmax and under the distribution sampled from. A service does
+        not say which its numbers are, so they are not used. A greedy reply is scored instead; for other
+        replies the second are unavailable, so the first are not requested either."""
         if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
-        whole = np.concatenate([prompt, np.asarray(ids, np.int32)])
-        scores = await self.score(served.client, whole)
+        scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
-    async def _try(self, work: Callable[[ServedPolicy], Awaitable[T]]) -> T:
-        """With the policy served now; once more, on a new connection, where the service lost it."""
+    async def _with_reconnect(self, work: Callable[[ServedPolicy], Awaitable[T]]) -> T:
+        """Call ``work`` with the served policy, and again on a new connection if the service lost this
+        one."""
         served = await self._current()
         try:
             return await work(served)
@@ -198,35 +190,35 @@ class CloudEngine(Engine):
         return await work(await self._current(instead_of=served))
 
     async def _current(self, instead_of: ServedPolicy | None = None) -> ServedPolicy:
-        async with self._changing:
+        async with self._policy_lock:
             if self._closed:
-                raise EngineUnavailable("the engine is closed")
+                raise EngineUnavailable("The engine is closed.")
             if self._served is not None and self._served is not instead_of:
                 return self._served
             if instead_of is not None:
                 await self.disconnect()
-            version, path = self._wanted
+            version, path = self._target
             self._served = ServedPolicy(version, path, await self.open_sampler(path))
             return self._served
 
     async def load(self, policy: Policy) -> None:
-        """Requests in flight end under the version they began with."""
+        """Serve the policy; requests in flight finish under the version they began with."""
         if policy.artifact.kind not in self._info.artifacts:
             raise EngineError(
-                f"the {self._info.kind} engine takes base and remote, not {policy.artifact.kind}"
+                f"The {self._info.kind} engine loads base and remote, not {policy.artifact.kind}."
             )
         path = None if policy.artifact.kind == "base" else policy.artifact.path
-        async with self._changing:
+        async with self._policy_lock:
             if self._closed:
-                raise EngineUnavailable("the engine is closed")
+                raise EngineUnavailable("The engine is closed.")
             try:
-                client = await self._opened(path)
+                client = await self._reopen_sampler(path)
             except CloudError as failure:
                 raise failure.to_engine_error() from None
-            self._wanted = (policy.version, path)
+            self._target = (policy.version, path)
             self._served = ServedPolicy(policy.version, path, client)
 
-    async def _opened(self, path: str | None) -> Any:
+    async def _reopen_sampler(self, path: str | None) -> Any:
         try:
             return await self.open_sampler(path)
         except CloudError as failure:
@@ -237,15 +229,15 @@ class CloudEngine(Engine):
 
     async def status(self) -> EngineStatus:
         return EngineStatus(
-            version=self._wanted[0],
+            version=self._target[0],
             running=self._running,
             waiting=self._waiting,
-            generated_tokens=self._generated,
-            prompt_tokens=self._prompted,
+            generated_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
         )
 
     async def close(self) -> None:
-        async with self._changing:
+        async with self._policy_lock:
             if not self._closed:
                 self._closed = True
                 self._served = None
@@ -253,10 +245,10 @@ class CloudEngine(Engine):
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Ids that end a reply, wherever the model's files name them."""
-    found = set[int]() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    """Return the ids that end a reply, from all of the model's files."""
+    eos_ids = set[int]() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             ids = json.loads((folder / name).read_text()).get("eos_token_id")
-            found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)
+            eos_ids.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(eos_ids)

@@ -1,4 +1,4 @@
-"""Samples at Tinker or MinT."""
+"""Engines that sample at Tinker or MinT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingClient:
-    """The SDK's sampling client, with the connection that it goes by."""
+    """The SDK's sampling client with its connection."""
 
     cloud: TinkerConnection
     client: Any
@@ -25,13 +25,13 @@ class TinkerSampler(CloudEngine):
 
     async def open_sampler(self, path: str | None) -> TinkerSamplingClient:
         cloud = self._cloud = self._cloud or await TinkerConnection.connect(self.section, self.model)
-        named = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
-        opening = cloud.client.create_sampling_client_async(**named)
+        model = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
+        opening = cloud.client.create_sampling_client_async(**model)
         return TinkerSamplingClient(cloud, await cloud.await_result("opening a sampler", opening))
 
     async def sample(self, client: TinkerSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
         cloud = client.cloud
-        asked = cloud.sdk.types.SamplingParams(
+        sdk_params = cloud.sdk.types.SamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
             seed=params.seed,
             stop=self._stops(params),
@@ -39,11 +39,11 @@ class TinkerSampler(CloudEngine):
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        sampling = client.client.sample_async(build_model_input(cloud.sdk, prompt), 1, asked)
-        answer = await cloud.await_result("sampling", sampling)
-        if len(answer.sequences) != 1:
-            raise CloudError("broken", f"sampling: {len(answer.sequences)} replies came back for one")
-        sequence = answer.sequences[0]
+        sampling = client.client.sample_async(build_model_input(cloud.sdk, prompt), 1, sdk_params)
+        response = await cloud.await_result("sampling", sampling)
+        if len(response.sequences) != 1:
+            raise CloudError("broken", f"sampling: {len(response.sequences)} replies came back for one")
+        sequence = response.sequences[0]
         ids = [int(token) for token in sequence.tokens]
         logprobs = [float(value) for value in sequence.logprobs or [math.nan] * len(ids)]
         if len(logprobs) != len(ids):
@@ -52,8 +52,8 @@ class TinkerSampler(CloudEngine):
         return CloudReply(ids, logprobs, reason)
 
     def _stops(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """The SDK takes strings or ids, not both, and either replaces the end of sequence: that is among
-        them. None stops at that alone."""
+        """Return stop strings or ids, as the SDK does not accept both. Either replaces its own
+        end-of-sequence ids, so they are included; None stops at those alone."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             return [*params.stop, *filter(None, map(self.decode_token, ids))]
@@ -61,8 +61,8 @@ class TinkerSampler(CloudEngine):
 
     async def score(self, client: TinkerSamplingClient, token_ids: Ids) -> Floats:
         cloud = client.cloud
-        asked = client.client.compute_logprobs_async(build_model_input(cloud.sdk, token_ids))
-        return align_prompt_logprobs(await cloud.await_result("scoring", asked), len(token_ids))
+        scoring = client.client.compute_logprobs_async(build_model_input(cloud.sdk, token_ids))
+        return align_prompt_logprobs(await cloud.await_result("scoring", scoring), len(token_ids))
 
     async def disconnect(self) -> None:
         cloud, self._cloud = self._cloud, None
@@ -71,4 +71,4 @@ class TinkerSampler(CloudEngine):
 
 
 class MintSampler(TinkerSampler):
-    """The same, through MinT's SDK."""
+    """The Tinker sampler through MinT's SDK."""

@@ -1,4 +1,4 @@
-"""Samples at Weaver."""
+"""An engine that samples at Weaver."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class WeaverSampler(CloudEngine):
     def __init__(self, model: ModelConfig, section: WeaverBackendConfig, config: CloudEngineConfig) -> None:
         super().__init__(model, section, config)
         self._access = resolve_access(section, model)
-        self._patience = WeaverCallPolicy(self._access)
+        self._calls = WeaverCallPolicy(self._access)
         self._service: WeaverClient | None = None
 
     async def open_sampler(self, path: str | None) -> AsyncSamplingClient:
         if self._service is None:
             service = WeaverClient(self._access)
             try:
-                await self._patience.call("connect", service.connect)
-            except BaseException:
+                await self._calls.call("connect", service.connect)
+            except BaseException:  # also when cancelled: no one else would close it
                 await service.aclose()
                 raise
             self._service = service
         service, base = self._service, self._access.base_model
         owner = None if path is None else MODEL_OF_PATH.match(path)
-        return await self._patience.call(
+        return await self._calls.call(
             "create_sampling_client",
             lambda: service.create_sampling_client(
                 base_model=base, model_path=path, model_id=owner[1] if owner else None
@@ -50,13 +50,13 @@ class WeaverSampler(CloudEngine):
         )
 
     async def sample(self, client: AsyncSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
-        handle = await self._patience.call(
+        handle = await self._calls.call(
             "sample",
             lambda: client.sample(
                 prompt=build_model_input(prompt), sampling_params=self._params(prompt, params), wait=False
             ),
         )
-        return _sampled(await self._patience.await_operation("sample", handle))
+        return _parse_reply(await self._calls.await_operation("sample", handle))
 
     def _params(self, prompt: Ids, params: SamplingParams) -> WeaverSamplingParams:
         return WeaverSamplingParams(
@@ -69,7 +69,7 @@ class WeaverSampler(CloudEngine):
         )
 
     async def score(self, client: AsyncSamplingClient, token_ids: Ids) -> Floats:
-        return await self._patience.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
+        return await self._calls.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
 
     async def disconnect(self) -> None:
         service, self._service = self._service, None
@@ -77,14 +77,14 @@ class WeaverSampler(CloudEngine):
             await service.aclose()
 
 
-def _sampled(result: Any) -> CloudReply:
-    """A reply without logprobs can be served, and not trained on."""
+def _parse_reply(result: Any) -> CloudReply:
+    """Parse a sampling result. A reply without logprobs can be served but not trained on."""
     inner = result.get("result", result) if isinstance(result, dict) else None
     try:
         sequence = cast(dict[str, Any], inner)["sequences"][0]
         ids = [int(token) for token in sequence["tokens"]]
-        given = sequence.get("logprobs") or [None] * len(ids)
-        logprobs = [math.nan if value is None else float(value) for value in given]
+        values = sequence.get("logprobs") or [None] * len(ids)
+        logprobs = [math.nan if value is None else float(value) for value in values]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise malformed_response(f"sample: {type(error).__name__}: {error}") from None
     if len(logprobs) != len(ids):

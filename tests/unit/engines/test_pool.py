@@ -220,7 +220,7 @@ async def test_with_none_left_it_says_so_at_once_and_recovers(pool_of: Start) ->
     for engine in engines:
         engine.answers, engine.failure = False, EngineUnavailable("it is gone")
     for ask in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(policy(1))):
-        with pytest.raises(EngineUnavailable, match=r"none of the 2 engines can answer .*it is gone"):
+        with pytest.raises(EngineUnavailable, match=r"None of the 2 engines can answer .*it is gone"):
             async with asyncio.timeout(2):
                 await ask()
     for engine in engines:
@@ -296,7 +296,7 @@ async def test_weights_that_only_the_trainer_has_are_waited_for(pool_of: Start) 
     await until(lambda: not pool.members[0].healthy)
     head = Policy("p", 4, Artifact("live"))
     engines[0].answers = True
-    await until(lambda: "yet to bring it version 4" in pool.members[0].reason)
+    await until(lambda: "has not sent it version 4" in pool.members[0].reason)
     engines[0]._version = 4  # as the trainer does it
     await until(lambda: pool.members[0].healthy)
 
@@ -358,7 +358,7 @@ async def test_an_engine_that_returns_as_another_one_stays_out(pool_of: Start) -
 
 
 async def test_no_engine_at_all_is_an_error_after_the_deadline() -> None:
-    with pytest.raises(EngineUnavailable, match="none of the 2 engines"):
+    with pytest.raises(EngineUnavailable, match="None of the 2 engines"):
         await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
 
 

@@ -132,8 +132,8 @@ def packed(files: list[tuple[str, int]], content: bytes, digest: bytes | None = 
     ("body", "why"),
     [
         (packed([("a", 5)], b"12345", b"x" * 32), "hash"),
-        (packed([("a", 9)], b"12345"), "not whole|hash"),
-        (packed([("a", 99)], b"12345"), "not whole"),
+        (packed([("a", 9)], b"12345"), "incomplete|hash"),
+        (packed([("a", 99)], b"12345"), "incomplete"),
         (packed([("../a", 5)], b"12345"), "cannot be called"),
         (packed([("..", 5)], b"12345"), "cannot be called"),
         (packed([("/tmp/a", 5)], b"12345"), "cannot be called"),

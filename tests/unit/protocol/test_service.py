@@ -335,7 +335,7 @@ async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(
 ) -> None:
     for prompt, params, count, text in [
         ([], SamplingParams(), 1, "empty"),
-        ([5, 99999], SamplingParams(), 1, "token ids must be"),
+        ([5, 99999], SamplingParams(), 1, "Token ids must be"),
         ([5] * 256, SamplingParams(), 1, "no room"),
         (PROMPT, SamplingParams(temperature=-1), 1, "temperature"),
         (PROMPT, SamplingParams(), 0, "number of samples: received 0"),
