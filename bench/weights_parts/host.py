@@ -15,7 +15,7 @@ from instar.gateway.serve import bind, serve
 async def main(config: RunConfig, log: Path) -> None:
     engine = create_engine(config)
     stop = asyncio.Event()
-    await engine.bring_up(log, say=lambda line: print(line, file=sys.stderr))
+    await engine.bring_up(log, report=lambda line: print(line, file=sys.stderr))
     listener = bind("127.0.0.1", 0)
     host, port = listener.getsockname()[:2]
     serving = asyncio.create_task(serve(create_engine_app(engine), listener, stop=stop))

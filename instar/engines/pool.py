@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -216,10 +217,8 @@ class EnginePool(Engine):
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
         if not statuses:
             raise self._none_available()
-        return EngineStatus(
-            version=min(status.version for status in statuses),
-            **{name: sum(getattr(status, name) for status in statuses) for name in SUMMED_FIELDS},
-        )
+        sums: Any = {name: sum(getattr(status, name) for status in statuses) for name in SUMMED_FIELDS}
+        return EngineStatus(version=min(status.version for status in statuses), **sums)
 
     async def close(self) -> None:
         await self._stop()

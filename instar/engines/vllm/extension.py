@@ -1,11 +1,11 @@
-"""What runs inside vLLM's workers: weights are taken in beside those that are served, then replace them.
+"""Runs inside vLLM's workers: receives weights beside those that are served, then replaces them.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
-are called by name (`/collective_rpc`) with text, and answer with a dict: ``error`` in it says what failed,
-``touched`` whether what was served is no longer whole. Nothing that arrives is unpickled.
+are called by name (`/collective_rpc`) with text and return a dict: ``error`` is the message of a failure,
+``touched`` is true if the served weights are no longer intact. Nothing that arrives is unpickled.
 """
 
-# vLLM lives in an environment of its own, with torch and, for the route `ray`, Ray.
+# vLLM runs in its own environment, with torch and, for the route `ray`, Ray.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -27,69 +27,69 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
 RAY_SECONDS = 60.0
-"""Deadline of one chunk from Ray's object store."""
-OUTLIVES_SECONDS = 10**6
-"""How long a worker goes on without the Ray cluster that it has joined."""
+"""The deadline for one chunk from Ray's object store."""
+RAY_RECONNECT_SECONDS = 10**6
+"""The time that a worker keeps running after its Ray cluster has gone."""
 PLAIN_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""What vLLM calls the handling of layers whose parameters are as a model's files have them."""
+"""vLLM's methods for layers whose parameters have the same layout as in the model's files."""
 
 
 class WeightReceiver(AdapterPrefetcher):
-    """Mixed into vLLM's worker class; its names must be none of the worker's."""
+    """A mixin for vLLM's worker class; its names must not occur in that class."""
 
     device: torch.device
     model_runner: Any
     model_config: Any
 
     def instar_ends(self) -> dict[str, Any]:
-        """Which routes could end here."""
+        """Return what decides which live routes this worker supports."""
         engine = getattr(self, "weight_transfer_engine", None)
         return {"gpu": _gpu(self.device), "ray": _has_ray(), "nccl": type(engine).__name__.startswith("NCCL")}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """A part of the weights of the policy ``key``; parts of another one are given up, and so is what came
-        of this one where it is sent again from the start."""
+        """Receive some weights of the policy ``key``. Weights of another policy are dropped, and so are those
+        of this one if it is sent again from the start."""
         body: dict[str, Any] = json.loads(text)
         try:
-            return self._instar_inbox.receive(body, self.device)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the sender, and the worker lives
+            return self._instar_staged.receive(body, self.device)
+        except Exception as error:  # noqa: BLE001 - every error is returned to the sender
             return {"error": f"{type(error).__name__}: {error}"}
 
     def instar_commit(self, text: str) -> dict[str, Any]:
-        """Put what was staged in place. The server is paused meanwhile."""
-        inbox, key = self._instar_inbox, json.loads(text)["key"]
-        if inbox.key != key or not inbox.weights:
-            return {"error": f"nothing is staged for {key}", "touched": False}
+        """Replace the served weights by the staged ones. The server must be paused."""
+        staged, key = self._instar_staged, json.loads(text)["key"]
+        if staged.key != key or not staged.weights:
+            return {"error": f"no weights are staged for {key}", "touched": False}
         try:
-            inbox.load_into(self.model_runner.get_model(), self.model_config, self.device)
-        except Exception as error:  # noqa: BLE001 - as above
+            staged.load_into(self.model_runner.get_model(), self.model_config, self.device)
+        except Exception as error:  # noqa: BLE001 - every error is returned to the sender
             return {"error": f"{type(error).__name__}: {error}", "touched": True}
         finally:
-            inbox.clear()
+            staged.clear()
         return {}
 
     def instar_reload(self, text: str) -> dict[str, Any]:
-        """Put the full weights of a folder in place. The server is paused meanwhile."""
+        """Replace the served weights by those in a folder. The server must be paused."""
         model, weights = self.model_runner.get_model(), read_folder(Path(json.loads(text)["path"]))
         try:
             if self.device.type == "cuda" and has_file_layout(model):
                 load_in_place(model, weights, None)
             else:
                 load_through_layers(model, self.model_config, weights)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - every error is returned to the sender
             return {"error": f"{type(error).__name__}: {error}", "touched": True}
         return {}
 
     @property
-    def _instar_inbox(self) -> StagedWeights:
-        if "instar_inbox" not in self.__dict__:
-            self.__dict__["instar_inbox"] = StagedWeights()
-        return self.__dict__["instar_inbox"]
+    def _instar_staged(self) -> StagedWeights:
+        if "instar_staged" not in self.__dict__:
+            self.__dict__["instar_staged"] = StagedWeights()
+        return self.__dict__["instar_staged"]
 
 
 @dataclass
 class MappedBuffer:
-    """A buffer of the trainer's, open here, and the weights that lie in it."""
+    """A buffer of the trainer, opened here, and the weights in it."""
 
     name: str
     buffer: Tensor
@@ -99,12 +99,15 @@ class MappedBuffer:
 
 @dataclass
 class StagedWeights:
-    """What has come so far for one policy."""
+    """The weights of one policy that have arrived so far."""
 
     key: str = ""
     weights: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
     chunks: set[int] = field(default_factory=set[int])
     mapped: MappedBuffer | None = None
+    fetch_chunk: Callable[[dict[str, Any]], list[tuple[str, Tensor]]] = field(
+        default_factory=lambda: _fetch_ray_chunk
+    )
 
     def receive(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if "probe" in body:
@@ -115,7 +118,7 @@ class StagedWeights:
         if "buffer" in body:
             return self._map(body, device)
         if body["chunk"] not in self.chunks:
-            self.weights += _from_ray(body)
+            self.weights += self.fetch_chunk(body)
             self.chunks.add(body["chunk"])
         return {"chunks": len(self.chunks)}
 
@@ -143,16 +146,16 @@ class StagedWeights:
             torch.cuda.synchronize(device)
 
     def clear(self) -> None:
-        """A buffer stays open: it is written again for the next policy."""
+        """Drop the weights. A buffer stays open, because the next policy is written to it."""
         self.key, self.weights = "", []
         self.chunks.clear()
 
 
-# --- into the model -----------------------------------------------------------------------------
+# --- loading into the model ---------------------------------------------------------------------
 
 
 class CopyPlan:
-    """Where each piece of a buffer goes in the model."""
+    """The places in the model to which the parts of a buffer are copied."""
 
     def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         self._targets = targets
@@ -164,7 +167,7 @@ class CopyPlan:
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Notes every copy while a model loads its weights."""
+    """Records every copy while a model loads its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,31 +184,30 @@ class _CopyRecorder(TorchDispatchMode):
 def load_in_place(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
-    """Load, and see where each weight went: from then on it is copied there straight. None where that cannot
-    be told: a weight was changed on its way, split among several workers, or went to a place that is no
-    parameter's."""
+    """Load the weights and record where each went, so that later loads are plain copies. Returns None if that
+    is not possible: a weight was changed, split among workers, or copied to a place that is no parameter."""
     needed = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
     _require_all(needed, loaded)
     if buffer is None:
         return None
-    places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     origin = buffer.untyped_storage().data_ptr()
-    known = all(
+    is_plain_copy = all(
         source.untyped_storage().data_ptr() == origin
-        and target.untyped_storage().data_ptr() in places
+        and target.untyped_storage().data_ptr() in parameter_storages
         and target.dtype == source.dtype
         for target, source in recorder.copies
     )
     copied = sum(source.nbytes for _, source in recorder.copies)
-    if not known or copied != sum(tensor.nbytes for _, tensor in weights):
+    if not is_plain_copy or copied != sum(tensor.nbytes for _, tensor in weights):
         return None
     return CopyPlan([target for target, _ in recorder.copies], [source for _, source in recorder.copies])
 
 
 def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """vLLM's own way, for layers that keep their weights in another form than the files: on a CPU, or
+    """Load with vLLM's own code, for layers that store their weights in another form: on a CPU, or
     quantized."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -217,24 +219,23 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[t
     try:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
         finalize_layerwise_reload(model, model_config)
-    except BaseException:
-        _give_up(model)
+    except BaseException:  # whatever happened, the next load must be possible
+        _reset_layers(model)
         raise
     _require_all(needed, loaded)
     _pack_tied(model)
 
 
 def _pack_tied(model: nn.Module) -> None:
-    """On a CPU vLLM keeps a packed copy of a matrix, and does not renew that of an output layer which shares
-    its weights with the embedding."""
+    """Update vLLM's packed copy of an output layer that is tied to the embedding, which vLLM does not do on a
+    CPU."""
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer.quant_method).__name__ == "UnquantizedEmbeddingMethod":
             cast(Any, layer.quant_method).process_weights_after_loading(layer)
 
 
-def _give_up(model: nn.Module) -> None:
-    """vLLM holds on to what it was given of a layer until it has all: without this, nothing could be loaded
-    after a load that failed."""
+def _reset_layers(model: nn.Module) -> None:
+    """Drop partially loaded layers, which vLLM keeps until they are complete: later loads would fail."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -245,18 +246,17 @@ def _give_up(model: nn.Module) -> None:
 
 
 def has_file_layout(model: nn.Module) -> bool:
-    """Whether the parameters are as a model's files have them, so that loading is copying."""
+    """True if the parameters have the layout of the model's files, so that loading is copying."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     return methods <= PLAIN_METHODS
 
 
 def _require_all(needed: set[str], loaded: set[str] | None) -> None:
     if loaded is not None and (missing := sorted(needed - loaded)):
-        raise ValueError(f"{len(missing)} parameters did not come, {missing[0]} for one")
+        raise ValueError(f"{len(missing)} parameters did not arrive, for example {missing[0]}")
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a folder, one after another."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -265,36 +265,36 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-# --- from the trainer ---------------------------------------------------------------------------
+# --- receiving from the trainer -----------------------------------------------------------------
 
 
 def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The trainer's memory, as bytes: of the GPU, or of the machine."""
+    """Map the trainer's buffer, in GPU or main memory, as bytes."""
     if handle["kind"] == "memory":
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
     if handle["gpu"] != _gpu(device):
         raise ValueError(f"the trainer's buffer is on GPU {handle['gpu']}, this worker on {_gpu(device)}")
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    given = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle["parts"]]
+    parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle["parts"]]
     size = (handle["size"],)
     return rebuild_cuda_tensor(
-        Tensor, size, (1,), 0, torch.storage.TypedStorage, torch.uint8, device.index or 0, *given
+        Tensor, size, (1,), 0, torch.storage.TypedStorage, torch.uint8, device.index or 0, *parts
     )
 
 
 def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
-    """The named tensors that lie in a buffer: (name, dtype, shape, first byte) each."""
-    found: list[tuple[str, Tensor]] = []
+    """Return the tensors in a buffer; a layout entry is (name, dtype, shape, first byte)."""
+    views: list[tuple[str, Tensor]] = []
     for name, dtype_name, shape, start in layout:
         dtype: torch.dtype = getattr(torch, dtype_name)
         end = start + dtype.itemsize * int(np.prod(shape))
-        found.append((name, buffer[start:end].view(dtype).view(shape)))
-    return found
+        views.append((name, buffer[start:end].view(dtype).view(shape)))
+    return views
 
 
 def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Whether this worker reaches the trainer's memory, or its mailbox."""
+    """Try to read the trainer's memory, or to reach its mailbox."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
         return {"content": bytes(content.tolist()).hex(), "gpu": _gpu(device)}
@@ -302,24 +302,24 @@ def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {}
 
 
-def _from_ray(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Copied out of the object store, which then is free for the next chunk."""
+def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Copy a chunk out of the object store, which then has room for the next one."""
     import ray
 
     references = ray.get(_mailbox(body).take.remote(body["chunk"]), timeout=RAY_SECONDS)
     arrays = ray.get(references, timeout=RAY_SECONDS)
-    found: list[tuple[str, Tensor]] = []
+    weights: list[tuple[str, Tensor]] = []
     for (name, dtype_name, shape), array in zip(body["layout"], arrays, strict=True):
         tensor = torch.from_numpy(np.array(array)).view(getattr(torch, dtype_name)).view(shape)
-        found.append((name, tensor))
-    return found
+        weights.append((name, tensor))
+    return weights
 
 
 def _mailbox(body: dict[str, Any]) -> Any:
-    """Joins the trainer's Ray cluster first, where this process has not."""
+    """Return the trainer's mailbox actor; join its Ray cluster first if needed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray would end this process a minute after the cluster has gone.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(OUTLIVES_SECONDS))
+    # By default Ray ends this process a minute after the cluster has gone.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_SECONDS))
     if body["auth"]:
         os.environ["RAY_AUTH_MODE"] = body["auth"]
     import ray
@@ -328,8 +328,8 @@ def _mailbox(body: dict[str, Any]) -> Any:
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != body["address"]:
         ray.shutdown()
     if not ray.is_initialized():
-        Config.initialize("")  # vLLM may have imported Ray before: have it read the variables again
-        # Ray would take the signal over by which vLLM is told to end.
+        Config.initialize("")  # vLLM may have imported Ray before: read the variables again
+        # Ray replaces the handler of the signal that tells vLLM to end.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
         if threading.current_thread() is threading.main_thread():

@@ -1,57 +1,52 @@
-"""A vLLM server that someone else has started: watched, and given what it should serve when it returns."""
+"""A vLLM server that was started by someone else: watched, and given its policy again when it returns."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
 
 from instar.config import VllmEngineConfig
 from instar.engines.vllm.client import VllmClient
+from instar.engines.vllm.process import CHECK_SECONDS, ServerCallbacks
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 
-PERIOD = 2.0
-CHECK_SECONDS = 20.0
-STARTED = "process_start_time_seconds "
-"""The metric that tells one process of a server from the next."""
+CHECK_PERIOD = 2.0
+START_METRIC = "process_start_time_seconds "
+"""The metric that differs between a server's process and the one before."""
 
 
 class ExternalVllm:
-    """As VllmProcess, for the address in ``config.servers``."""
+    """The counterpart of VllmProcess for the address in ``config.servers``."""
 
     def __init__(
-        self,
-        config: VllmEngineConfig,
-        *,
-        up: Callable[[], Awaitable[None]],
-        down: Callable[[str], None],
-        say: Callable[[str], None],
+        self, config: VllmEngineConfig, callbacks: ServerCallbacks, *, check_period: float = CHECK_PERIOD
     ) -> None:
         self._config = config
-        self._up, self._down, self._say = up, down, say
-        self.client = VllmClient(config.servers[0], _key(config))
+        self._callbacks = callbacks
+        self._check_period = check_period
+        self.client = VllmClient(config.servers[0], _read_key(config))
         self.failure: EngineError | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Until it answers. Raises EngineUnavailable where it does not within the section's deadline."""
+        """Wait until the server responds. Raises EngineUnavailable after ``start_timeout``."""
         seconds = self._config.start_timeout
         try:
             async with asyncio.timeout(seconds):
                 while (error := await self._check()) is not None:
-                    self._say(str(error))
-                    await asyncio.sleep(PERIOD)
-        except TimeoutError as late:
+                    self._callbacks.report(str(error))
+                    await asyncio.sleep(self._check_period)
+        except TimeoutError as timeout:
             raise EngineUnavailable(
-                f"the vLLM server at {self.client.url} did not answer within {seconds:g} s"
-            ) from late
-        await self._up()
+                f"The vLLM server at {self.client.url} did not respond within {seconds:g} s."
+            ) from timeout
+        await self._callbacks.on_ready()
         self._watcher = asyncio.create_task(self._watch())
 
     async def process_start(self) -> str | None:
-        """Another one for every process of the server. None: it does not tell."""
+        """Return a value that identifies the server's process; None if the server does not report one."""
         lines = str(await self.client.get("/metrics", timeout=CHECK_SECONDS)).splitlines()
-        return next((line for line in lines if line.startswith(STARTED)), None)
+        return next((line for line in lines if line.startswith(START_METRIC)), None)
 
     async def close(self) -> None:
         if self._watcher is not None:
@@ -60,20 +55,20 @@ class ExternalVllm:
         await self.client.close()
 
     async def _watch(self) -> None:
-        away = False
+        is_down = False
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(self._check_period)
             error = await self._check()
-            if error is not None and not away:
-                away = True
-                self._down(str(error))
-                self._say(str(error))
-            elif error is None and away:
+            if error is not None and not is_down:
+                is_down = True
+                self._callbacks.on_down(str(error))
+                self._callbacks.report(str(error))
+            elif error is None and is_down:
                 try:
-                    await self._up()
-                    away = False
-                except (EngineError, OSError) as refused:  # a full disk among them: it is tried again
-                    self._say(str(refused))
+                    await self._callbacks.on_ready()
+                    is_down = False
+                except (EngineError, OSError) as refused:  # for example a full disk: the next check retries
+                    self._callbacks.report(str(refused))
 
     async def _check(self) -> EngineError | None:
         try:
@@ -83,7 +78,7 @@ class ExternalVllm:
         return None
 
 
-def _key(config: VllmEngineConfig) -> str | None:
+def _read_key(config: VllmEngineConfig) -> str | None:
     if config.api_key_env is None:
         return None
     if key := os.environ.get(config.api_key_env):

@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: started, watched over, started again when it dies."""
+"""A vLLM server as a child process that is watched and restarted when it dies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import instar
@@ -16,36 +17,45 @@ from instar.engines.vllm.command import IDLE_SECONDS, VllmLaunch
 from instar.errors import EngineError
 from instar.subprocess_guard import guard_command
 
-BACKOFF = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each start after the first, while they fail."""
-FORGIVEN_AFTER = 120.0
-"""Seconds of serving after which earlier failures are forgotten."""
+RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds before each restart, while they fail."""
+STABLE_SECONDS = 120.0
+"""Uptime after which earlier failures are forgotten."""
 CHECK_PERIOD = 5.0
 CHECK_SECONDS = 20.0
-MISSED_CHECKS = 3
-"""Health checks in a row that a server may leave unanswered before it is ended."""
+MAX_MISSED_CHECKS = 3
+"""Consecutive health checks that a server may miss before it is ended."""
 END_SECONDS = 20.0
 TAIL_LINES = 20
 
 
+@dataclass(frozen=True, slots=True)
+class ServerCallbacks:
+    """``on_ready`` is awaited each time the server has come up, before it counts as ready. ``on_down`` is
+    called with the reason when it is gone, ``report`` with lines for the log."""
+
+    on_ready: Callable[[], Awaitable[None]]
+    on_down: Callable[[str], None]
+    report: Callable[[str], None]
+
+
 class VllmProcess:
-    """``up`` is awaited each time the server has come up, before it counts as ready; ``down`` is told when
-    it is gone. The server listens on a loopback port, and takes a key that no file holds."""
+    """The server listens on a loopback port and requires a key that is not written to any file."""
 
     def __init__(
         self,
         launch: VllmLaunch,
-        log: Path,
+        log_path: Path,
+        callbacks: ServerCallbacks,
         *,
-        up: Callable[[], Awaitable[None]],
-        down: Callable[[str], None],
-        say: Callable[[str], None],
+        restart_delays: Sequence[float] = RESTART_DELAYS,
     ) -> None:
         self._launch = launch
-        self._log = log
-        self._up, self._down, self._say = up, down, say
+        self._log_path = log_path
+        self._callbacks = callbacks
+        self._restart_delays = restart_delays
         self._key = secrets.token_urlsafe(24)
-        # Held, but not listened on, so that nobody else is given the port between two starts.
+        # Bound but not listened on, so that no other process gets the port between two starts.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
@@ -56,13 +66,13 @@ class VllmProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
-        """Why it is not started any more."""
+        """The reason why it is no longer restarted."""
 
     async def start(self) -> None:
-        """Until it serves for the first time. Raises EngineError with the end of its log where it cannot."""
+        """Wait until the server is up. Raises EngineError with the end of its log if it fails."""
         await self._spawn()
-        await self._come_up()
-        self._keeper = asyncio.create_task(self._keep())
+        await self._wait_until_up()
+        self._keeper = asyncio.create_task(self._keep_running())
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -73,77 +83,74 @@ class VllmProcess:
         self._port.close()
         self._package.cleanup()
 
-    # --- one life of the server ----------------------------------------------------------------------
-
     async def _spawn(self) -> None:
-        port = self._port.getsockname()[1]
-        command = guard_command(self._launch.command(port))
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        command = guard_command(self._launch.command(self._port.getsockname()[1]))
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 env=self._launch.environment(self._key, Path(self._package.name)),
-                stdin=asyncio.subprocess.PIPE,  # the guard ends when this does
+                stdin=asyncio.subprocess.PIPE,  # the guard ends when this pipe closes
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # the guard is to outlive the one who is killed with all its group
+                start_new_session=True,  # the guard must survive a signal to this process's group
             )
 
-    async def _come_up(self) -> None:
+    async def _wait_until_up(self) -> None:
         assert self._process is not None
         seconds = self._launch.config.start_timeout
         deadline = time.monotonic() + seconds
-        while not await self._healthy(timeout=5.0):
+        while not await self._is_healthy(timeout=5.0):
             if (code := self._process.returncode) is not None:
-                raise EngineError(f"vLLM ended with exit code {code} before it served\n{self._tail()}")
+                raise EngineError(f"vLLM ended with exit code {code} before it was up\n{self._log_tail()}")
             if time.monotonic() > deadline:
                 await self._end()
-                raise EngineError(f"vLLM did not serve within {seconds:g} s\n{self._tail()}")
+                raise EngineError(f"vLLM was not up within {seconds:g} s\n{self._log_tail()}")
             await asyncio.sleep(0.25)
-        await self._up()
+        await self._callbacks.on_ready()
 
-    async def _healthy(self, timeout: float) -> bool:
+    async def _is_healthy(self, timeout: float) -> bool:
         try:
             await self.client.get("/health", timeout=timeout)
         except EngineError:
             return False
         return True
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         failures = 0
         while True:
-            began = time.monotonic()
-            why = await self._until_it_ends()
-            self._down(why)
+            started = time.monotonic()
+            reason = await self._wait_for_end()
+            self._callbacks.on_down(reason)
             await self._end()
-            if time.monotonic() - began > FORGIVEN_AFTER:
+            if time.monotonic() - started > STABLE_SECONDS:
                 failures = 0
-            if failures >= len(BACKOFF):
-                self.failure = EngineError(f"{why}, and again after each restart\n{self._tail()}")
+            if failures >= len(self._restart_delays):
+                self.failure = EngineError(f"{reason}, and again after each restart\n{self._log_tail()}")
                 return
-            self._say(f"{why}; starting it again")
-            await asyncio.sleep(BACKOFF[failures])
+            self._callbacks.report(f"{reason}; starting it again")
+            await asyncio.sleep(self._restart_delays[failures])
             failures += 1
             try:
                 await self._spawn()
-                await self._come_up()
+                await self._wait_until_up()
             except (EngineError, OSError) as error:
-                self._say(str(error).splitlines()[0])
+                self._callbacks.report(str(error).splitlines()[0])
                 await self._end()
 
-    async def _until_it_ends(self) -> str:
-        """Why it counts as ended: its exit, or that it does not answer any more."""
+    async def _wait_for_end(self) -> str:
+        """Wait until the server exits or stops responding; return the reason."""
         if self._process is None:
             return "vLLM did not come up"
         missed = 0
-        while missed < MISSED_CHECKS:
+        while missed < MAX_MISSED_CHECKS:
             try:
                 async with asyncio.timeout(CHECK_PERIOD):
                     code = await self._process.wait()
                 return f"vLLM ended with exit code {code}"
             except TimeoutError:
-                missed = 0 if await self._healthy(CHECK_SECONDS) else missed + 1
-        return "vLLM does not answer"
+                missed = 0 if await self._is_healthy(CHECK_SECONDS) else missed + 1
+        return "vLLM does not respond"
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -158,6 +165,6 @@ class VllmProcess:
             process.kill()
             await process.wait()
 
-    def _tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join([f"(log: {self._log})", *lines])
+    def _log_tail(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n".join([f"(log: {self._log_path})", *lines])

@@ -1,4 +1,4 @@
-"""One reply on its way from vLLM, each token stamped with the version that sampled it."""
+"""A reply that streams from vLLM, with the policy version of each token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from instar.engines.stopping import find_stop_string
 from instar.engines.vllm.client import VllmClient, response_error
 from instar.engines.vllm.wire import Choice, Usage, choice_logprobs, decode_event
 from instar.errors import EngineUnavailable
@@ -18,12 +19,12 @@ from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 END_SECONDS = 10.0
-"""For the words behind the last token."""
+"""The time to read what follows the last token."""
 
 
 class VllmReply:
-    """``version`` tells what is served at the moment. ``fence`` is called at every change of that, when all
-    that was sampled before has come."""
+    """``version`` returns the version that is served now. ``mark_version`` is called at every change of it,
+    when all tokens sampled before have arrived."""
 
     def __init__(
         self,
@@ -35,49 +36,48 @@ class VllmReply:
         end_ids: Collection[int],
         tokenizer: Any,
     ) -> None:
-        """``ends``: ids that end a reply."""
         self._response = response
         self._params = params
         self._client = client
         self._version = version
-        self._ends = end_ids
+        self._end_ids = end_ids
         self._tokenizer = tokenizer
         self._rest = b""
-        self._read = 0
-        """Bytes that were taken apart, in whole events."""
-        self._older: deque[tuple[int, int]] = deque()
-        """(so many bytes from the start, the version that they are of)"""
+        self._parsed_bytes = 0
+        """The bytes of the events that were parsed."""
+        self._version_marks: deque[tuple[int, int]] = deque()
+        """(number of bytes from the start, their version), oldest first."""
         self._ids: list[int] = []
-        self._stamps: list[int] = []
+        self._versions: list[int] = []
         self.usage: Usage | None = None
         self.mislabelled_tokens = 0
-        """Tokens that another version has sampled than was said, as vLLM from 0.27 on tells at the end."""
+        """Tokens that got a wrong version; vLLM reports the right ones at the end from 0.27 on."""
 
     @property
     def received_bytes(self) -> int:
         return self._response.received
 
     def mark_version(self, version: int) -> None:
-        """What has come until now was sampled by this version."""
-        self._older.append((self._response.received, version))
+        """Record that all bytes received so far are of this version."""
+        self._version_marks.append((self._response.received, version))
 
     def abort(self) -> None:
         self._response.close()
 
     async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """Closing it gives the request up."""
+        """Stream the reply; closing the iterator cancels the request."""
         last: TokenChunk | None = None
         try:
             while last is None:
-                chunk = self._chunk(await self._some())
+                chunk = self._parse(await self._read())
                 if chunk is not None and chunk.finish_reason is not None:
                     last = chunk
                 elif chunk is not None:
                     yield chunk
-            # To its end, so that the connection can be used again.
+            # Read to the end, so that the connection can be reused.
             async with asyncio.timeout(END_SECONDS):
                 while data := await self._response.readany():
-                    self._chunk(data)
+                    self._parse(data)
             yield last
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if last is not None:
@@ -87,13 +87,13 @@ class VllmReply:
         finally:
             self._response.close()
 
-    async def _some(self) -> bytes:
+    async def _read(self) -> bytes:
         if data := await self._response.readany():
             return data
-        raise EngineUnavailable(f"the vLLM server at {self._client.url} broke off in the middle of a reply")
+        raise EngineUnavailable(f"The vLLM server at {self._client.url} closed a reply before its end.")
 
-    def _chunk(self, data: bytes) -> TokenChunk | None:
-        """All tokens of the events that are whole by now."""
+    def _parse(self, data: bytes) -> TokenChunk | None:
+        """Return the tokens of all events that are complete by now."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         ids: list[int] = []
         logprobs: list[float] = []
@@ -101,7 +101,7 @@ class VllmReply:
         finish: FinishReason | None = None
         stop: str | None = None
         for text in events:
-            self._read += len(text) + 2
+            self._parsed_bytes += len(text) + 2
             if not text.startswith(b"data: {"):
                 continue  # [DONE]
             event = decode_event(text[6:])
@@ -112,30 +112,32 @@ class VllmReply:
                 new = choice.token_ids or []
                 ids += new
                 logprobs += choice_logprobs(choice) if new else []
-                versions += [self._stamp()] * len(new)
+                versions += [self._current_version()] * len(new)
                 if choice.finish_reason is not None:
                     finish, stop = self._finish(choice, [*self._ids, *ids])
-                    self._compare(choice, [*self._stamps, *versions])
-        self._stamps += versions
+                    self._count_mislabelled(choice, [*self._versions, *versions])
+        self._versions += versions
         if self._params.stop:
             self._ids += ids
         if not ids and finish is None:
             return None
-        return TokenChunk(ids, logprobs, versions, self._behavior(len(ids)), finish, stop)
+        return TokenChunk(ids, logprobs, versions, self._behavior_logprobs(len(ids)), finish, stop)
 
-    def _stamp(self) -> int:
-        while self._older and self._read > self._older[0][0]:
-            self._older.popleft()
-        return self._older[0][1] if self._older else self._version()
+    def _current_version(self) -> int:
+        while self._version_marks and self._parsed_bytes > self._version_marks[0][0]:
+            self._version_marks.popleft()
+        return self._version_marks[0][1] if self._version_marks else self._version()
 
-    def _compare(self, choice: Choice, stamps: list[int]) -> None:
+    def _count_mislabelled(self, choice: Choice, versions: list[int]) -> None:
         for span in choice.weight_versions or []:
             if span.version.isdigit():
-                told = int(span.version)
-                self.mislabelled_tokens += sum(stamp != told for stamp in stamps[span.start : span.end])
+                actual = int(span.version)
+                self.mislabelled_tokens += sum(
+                    version != actual for version in versions[span.start : span.end]
+                )
 
-    def _behavior(self, count: int) -> list[float] | None:
-        """A greedy token was certain; of another distribution than the full softmax vLLM tells nothing."""
+    def _behavior_logprobs(self, count: int) -> list[float] | None:
+        """Return 0 for greedy tokens, else NaN: vLLM reports logprobs of the full softmax only."""
         if not self._params.modifies_distribution:
             return None
         return [0.0 if self._params.temperature == 0 else math.nan] * count
@@ -144,15 +146,14 @@ class VllmReply:
         assert choice.finish_reason is not None
         finish = FINISHES.get(choice.finish_reason)
         if finish is None:
-            raise EngineUnavailable(f"vLLM gave the request up: {choice.finish_reason}")
+            raise EngineUnavailable(f"vLLM aborted the request: {choice.finish_reason}")
         if finish == "length" or not self._params.stop:
             return finish, None
         if isinstance(choice.stop_reason, str):
             return finish, choice.stop_reason
-        return finish, None if ids[-1] in self._ends else self._stop_string(ids)
-
-    def _stop_string(self, ids: list[int]) -> str | None:
-        """The one that the reply has come to, where vLLM does not say."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        found = [(text.find(stop), stop) for stop in self._params.stop if stop in text]
-        return min(found)[1] if found else None
+        if ids[-1] in self._end_ids:
+            return finish, None
+        # vLLM before 0.27 does not say which stop string ended the reply.
+        return finish, find_stop_string(
+            self._tokenizer.decode(ids, skip_special_tokens=False), self._params.stop
+        )

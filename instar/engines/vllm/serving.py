@@ -1,4 +1,4 @@
-"""How policies are served by vLLM: as adapters beside the base weights, or merged into them."""
+"""The ways to serve policies with vLLM: as adapters beside the base weights, or merged into them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ from instar.engines.vllm.merge import check_same_shapes, merge_adapter
 from instar.engines.vllm.transfer import prefetch_adapter
 from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import ArtifactKind, Json, Policy
+from instar.types import ArtifactKind, Policy
 
 CLOSE_SECONDS = 10.0
-"""For a server to forget what it was given."""
+"""The time that a server has to unload its adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLease:
-    """What one request is sampled with."""
-
     model: str | None
-    """The adapter's name at the server; None: the weights themselves."""
+    """The adapter's name at the server; None for its own weights."""
     version: Callable[[], int]
-    """Of what is sampled at the moment."""
+    """Returns the version of the tokens that are sampled now."""
 
 
 class PolicyServing(ABC):
     artifacts: tuple[ArtifactKind, ...]
     switches_mid_reply: bool
-    """Whether a reply goes on under a policy that is loaded meanwhile."""
+    """True if replies in progress continue under a policy that is loaded meanwhile."""
 
     @property
     @abstractmethod
@@ -46,31 +44,31 @@ class PolicyServing(ABC):
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
-        """As Engine.load. One at a time."""
+        """Serve the policy, as Engine.load does. Calls must not overlap."""
 
-    def set_policy(self, policy: Policy) -> None:  # noqa: B027 - where weights are never replaced
-        """The server's weights are this policy's now; others have put them in place."""
+    def set_policy(self, policy: Policy) -> None:  # noqa: B027 - optional
+        """Record that the server's weights are now this policy's, loaded by a live route."""
 
     @abstractmethod
     def lease(self) -> AbstractContextManager[PolicyLease]:
-        """For as long as a request runs."""
+        """Return what a request samples with, reserved while the request runs."""
 
     @abstractmethod
     def reset(self) -> None:
-        """The server has just come up: it serves the base model."""
+        """Record that the server has just started and serves the base model."""
 
-    async def close(self) -> None:  # noqa: B027 - most leave nothing that would be in the way
-        """Take away from the server what nobody will use any more."""
+    async def close(self) -> None:  # noqa: B027 - optional
+        """Unload what was loaded into the server."""
 
 
 class BaseServing(PolicyServing):
-    """A server that cannot be given anything. ``lacks`` says what that would take."""
+    """A server that cannot load policies. ``requirements`` tells what it would need."""
 
     artifacts = ("base",)
     switches_mid_reply = False
 
-    def __init__(self, lacks: str) -> None:
-        self._lacks = lacks
+    def __init__(self, requirements: str) -> None:
+        self._requirements = requirements
         self._version = 0
 
     @property
@@ -79,7 +77,8 @@ class BaseServing(PolicyServing):
 
     async def load(self, policy: Policy) -> None:
         if policy.artifact.kind != "base":
-            raise EngineError(f"the vLLM server takes no policies, not {policy.artifact.kind}: {self._lacks}")
+            kind = policy.artifact.kind
+            raise EngineError(f"The vLLM server loads base only, not {kind}: {self._requirements}")
         self._version = policy.version
 
     @contextmanager
@@ -97,25 +96,25 @@ class _LoadedAdapter:
     version: int
     users: int = 0
     retired: bool = False
-    doubtful: bool = False
-    """Whether its server may have been started again without it."""
+    may_be_gone: bool = False
+    """True if its server may have been restarted without it."""
 
 
 class AdapterServing(PolicyServing):
-    """Every version is an adapter with a name of its own: vLLM keeps what it has computed apart by that name,
-    and a request ends under the one it began with. An old one goes when its last request has ended."""
+    """Each version is an adapter with a unique name: vLLM separates its caches by that name, and a request
+    ends under the adapter it began with. An old adapter is unloaded when its last request has ended."""
 
     artifacts = ("adapter", "base")
     switches_mid_reply = False
 
-    def __init__(self, client: VllmClient, max_rank: int | None, say: Callable[[str], None]) -> None:
-        """``max_rank``: the largest that the server takes, where it is known."""
+    def __init__(self, client: VllmClient, max_rank: int | None, report: Callable[[str], None]) -> None:
+        """``max_rank`` is the largest rank that the server accepts, if known."""
         self._client = client
         self._max_rank = max_rank
-        self._say = say
+        self._report = report
         self._current = _LoadedAdapter(None, 0)
-        self._held: set[_LoadedAdapter] = set()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._loaded: set[_LoadedAdapter] = set()
+        self._unloading: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> int:
@@ -126,19 +125,19 @@ class AdapterServing(PolicyServing):
         if policy.artifact.kind == "adapter":
             adapter.name = await self._upload(policy)
         elif policy.artifact.kind != "base":
-            raise EngineError(f"vLLM with adapters loads adapter and base, not {policy.artifact.kind}")
+            raise EngineError(f"vLLM with adapters loads adapter and base, not {policy.artifact.kind}.")
         before, self._current = self._current, adapter
         before.retired = True
         if adapter.name is not None:
-            self._held.add(adapter)
+            self._loaded.add(adapter)
         self._drop_unused(before)
 
     async def _upload(self, policy: Policy) -> str:
         folder = Path(policy.artifact.path)
         _check_rank(folder, self._max_rank)
-        if len(self._held) >= MAX_LOADED_ADAPTERS:
-            raise EngineUnavailable(f"requests still run under {len(self._held)} versions of the policy")
-        # The same version may be loaded again, from other files, and by another process after this one.
+        if len(self._loaded) >= MAX_LOADED_ADAPTERS:
+            raise EngineUnavailable(f"Requests still run under {len(self._loaded)} versions of the policy.")
+        # The same version may be loaded again from other files, or by a later process.
         name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
         await prefetch_adapter(self._client, str(folder))
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -156,34 +155,34 @@ class AdapterServing(PolicyServing):
 
     def reset(self) -> None:
         self._current = _LoadedAdapter(None, 0)
-        for adapter in [*self._held]:
-            adapter.retired = adapter.doubtful = True
+        for adapter in [*self._loaded]:
+            adapter.retired = adapter.may_be_gone = True
             self._drop_unused(adapter)
 
     async def close(self) -> None:
-        for adapter in [*self._held]:
+        for adapter in [*self._loaded]:
             self._drop(adapter)
-        if self._leaving:
-            await asyncio.wait(self._leaving, timeout=CLOSE_SECONDS)
+        if self._unloading:
+            await asyncio.wait(self._unloading, timeout=CLOSE_SECONDS)
 
     def _drop_unused(self, adapter: _LoadedAdapter) -> None:
-        if adapter.retired and adapter.users == 0 and adapter in self._held:
+        if adapter.retired and adapter.users == 0 and adapter in self._loaded:
             self._drop(adapter)
 
     def _drop(self, adapter: _LoadedAdapter) -> None:
-        self._held.remove(adapter)
+        self._loaded.remove(adapter)
         task = asyncio.get_running_loop().create_task(self._unload(adapter))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
 
     async def _unload(self, adapter: _LoadedAdapter) -> None:
         try:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         except EngineUnavailable:
-            pass  # gone with its server
+            pass  # the server is gone, and its adapters with it
         except EngineError as error:
-            if not adapter.doubtful:
-                self._say(f"{adapter.name} was not unloaded: {error}")
+            if not adapter.may_be_gone:
+                self._report(f"{adapter.name} was not unloaded: {error}")
 
 
 class MergedServing(PolicyServing):
@@ -198,22 +197,23 @@ class MergedServing(PolicyServing):
         served_base: str,
         dtype: str,
         *,
-        shared: bool,
-        extended: bool,
+        is_remote: bool,
+        has_extension: bool,
         on_cpu: bool,
     ) -> None:
-        """``served_base``: where the server finds the base model. ``shared``: whether it runs on another
-        machine, and sees the folders of policies alone. ``extended``: whether it has our worker extension,
-        without which vLLM on a CPU does not renew an output layer that is tied to the embedding."""
-        self.artifacts = ("adapter", "weights", "base") if extended or not on_cpu else ("adapter", "base")
+        """``served_base`` is the path of the base model at the server. ``is_remote``: it runs on another
+        machine and can read only the folders of policies. ``has_extension``: it has our worker extension,
+        without which vLLM on a CPU does not update an output layer that is tied to the embedding."""
+        self.artifacts = (
+            ("adapter", "weights", "base") if has_extension or not on_cpu else ("adapter", "base")
+        )
         self._weights = weights
         self._base = base
         self._served_base = served_base
         self._dtype = dtype
-        self._shared = shared
-        self._extended = extended
+        self._is_remote = is_remote
+        self._has_extension = has_extension
         self._policy: Policy | None = None
-        """What was loaded last."""
 
     @property
     def version(self) -> int:
@@ -235,7 +235,7 @@ class MergedServing(PolicyServing):
 
     @asynccontextmanager
     async def _folder(self, policy: Policy) -> AsyncGenerator[str]:
-        """Where the server finds the policy's full weights."""
+        """Provide a folder with the policy's full weights that the server can read."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         if kind == "base":
             yield self._served_base
@@ -243,26 +243,26 @@ class MergedServing(PolicyServing):
             await asyncio.to_thread(check_same_shapes, path, self._base)
             yield str(path)
         elif kind == "adapter":
-            merging = merge_adapter(self._base, path, self._dtype, beside=self._shared)
+            merging = merge_adapter(self._base, path, self._dtype, beside_adapter=self._is_remote)
             folder = await asyncio.to_thread(merging.__enter__)
             try:
                 yield str(folder)
             finally:
                 await asyncio.to_thread(merging.__exit__, None, None, None)
         else:
-            raise EngineError(f"vLLM with merged weights loads adapter, weights and base, not {kind}")
+            raise EngineError(f"vLLM with merged weights loads adapter, weights and base, not {kind}.")
 
     async def _reload(self, folder: str, version: int) -> None:
         async with self._weights.paused() as change:
             change.start()
-            if self._extended:
-                await _tell_workers(self._weights.client, "instar_reload", {"path": folder})
+            if self._has_extension:
+                await self._weights.client.call_workers("instar_reload", {"path": folder})
             else:
                 await self._weights.client.rpc("reload_weights", {"weights_path": folder})
             change.finish(version)
 
     async def _restore(self) -> None:
-        """What was served before, from its files. Where they are gone, nothing is served."""
+        """Load the previous policy from its files. If they are gone, nothing is served."""
         with contextlib.suppress(EngineError):
             if self._policy is None:
                 await self._reload(self._served_base, 0)
@@ -280,20 +280,13 @@ class MergedServing(PolicyServing):
         self._policy = None
 
 
-async def _tell_workers(client: VllmClient, method: str, body: Json) -> None:
-    """Raises EngineError with what the first worker says that fails."""
-    for answer in await client.rpc(method, {"text": msgspec.json.encode(body).decode()}):
-        if "error" in answer:
-            raise EngineError(f"vLLM's worker: {answer['error']}")
-
-
-def _check_rank(folder: Path, most: int | None) -> None:
+def _check_rank(folder: Path, max_rank: int | None) -> None:
     try:
         rank = int(msgspec.json.decode((folder / "adapter_config.json").read_bytes())["r"])
     except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"cannot read the adapter in {folder}: {error}") from error
-    if most is not None and rank > most:
+        raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
+    if max_rank is not None and rank > max_rank:
         raise EngineError(
-            f"engine.lora_rank: the adapter in {folder} is of rank {rank}, and the vLLM server was started "
-            f"for {most} at most"
+            f"engine.lora_rank: the adapter in {folder} has rank {rank}, but the vLLM server was started for "
+            f"at most {max_rank}"
         )

@@ -1,4 +1,4 @@
-"""Which version of the policy a vLLM server's own weights are, and the pause in which they change."""
+"""The version of a vLLM server's own weights, and the pause in which they change."""
 
 from __future__ import annotations
 
@@ -6,135 +6,139 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.reply import VllmReply
 from instar.errors import EngineError, EngineUnavailable
 
 PAUSE_SECONDS = 120.0
-"""How long a step under way may take to end."""
-QUIET_SECONDS = 0.005
-"""How long no reply must have brought anything before all that was sampled counts as come."""
-SETTLE_SECONDS = 10.0
+"""The longest time that the current step may take to end."""
 RESUME_SECONDS = 30.0
-RESUME_WAITS = (0.1, 0.5, 2.0)
-"""Seconds before each further try to end a pause."""
 NO_VERSION = -1
-"""The version of weights that are no policy's."""
+"""The version of weights that belong to no policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseTiming:
+    quiet: float = 0.005
+    """Seconds without any data after which all sampled tokens count as received."""
+    settle: float = 10.0
+    """Seconds after which replies that still receive data are aborted."""
+    resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
+    """Seconds before each further attempt to end a pause."""
 
 
 class WeightChange:
-    """Weights that are being replaced."""
-
     def __init__(self) -> None:
         self.started = False
         self.version: int | None = None
 
     def start(self) -> None:
-        """From here on what was served is gone: if ``serves`` is not called, nothing is served."""
+        """Declare the old weights lost: unless ``finish`` is called, nothing is served."""
         self.started = True
 
     def finish(self, version: int) -> None:
-        """The weights in place are whole, and of this version. It counts once the pause ends."""
+        """Declare the weights complete and of this version, which takes effect when the pause ends."""
         self.started = True
         self.version = version
 
 
 class ServerWeights:
-    """Of one server. ``replies``: those under way, which are told of every change."""
+    """The weights of one server. ``replies`` are those in progress; each learns of every change."""
 
-    def __init__(self, client: VllmClient) -> None:
+    def __init__(self, client: VllmClient, timing: PauseTiming | None = None) -> None:
         self.client = client
+        self._timing = timing or PauseTiming()
         self.version = 0
-        """Of what is sampled from now on."""
+        """The version of tokens that are sampled from now on."""
         self.replies: set[VllmReply] = set()
         self.stores_version = False
-        """Whether the server keeps the version's name for others to ask for."""
-        self._changing = asyncio.Lock()
+        """True if the server stores the version for other clients."""
+        self._lock = asyncio.Lock()
 
     def reset(self) -> None:
-        """The server has just come up: it serves the base model."""
+        """Record that the server has just started and serves the base model."""
         self.version = 0
 
     def require_served(self) -> None:
         if self.version == NO_VERSION:
             raise EngineUnavailable(
-                "a change of the vLLM server's weights has failed: it serves nothing until a policy is loaded"
+                "A weight change of the vLLM server failed; it serves no requests until a policy is loaded."
             )
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[WeightChange]:
-        """Within, nothing is sampled, and nothing that was computed under the old weights is kept: requests
-        in flight compute their keys and values again when they go on. That is at the end, under what the
-        change serves, or what was served before where it did not begin; where it began and serves nothing,
-        they are given up."""
-        async with self._changing:
+        """Pause sampling and drop everything computed under the old weights: requests in flight compute their
+        keys and values again afterwards. They continue under the version that the change finished with, or
+        the old one if it did not start; they are aborted if it started and did not finish."""
+        async with self._lock:
             change = WeightChange()
             settling: asyncio.Task[None] | None = None
             try:
-                # The pause also empties the prefix cache, of running requests' blocks too.
+                # The pause also clears the prefix cache, including the blocks of running requests.
                 await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_SECONDS)
                 settling = asyncio.create_task(self._settle())
                 yield change
                 if change.version is not None:
                     await settling
-                    self._turn(change.version)
+                    self._switch(change.version)
                     await self.store_version(change.version)
             finally:
                 if settling is not None:
                     settling.cancel()
                 if change.started and change.version != self.version:
-                    self._lose()
+                    self._invalidate()
                 else:
-                    # Also where the caller was cancelled, or the pause came and its answer did not: nobody
-                    # else would resume.
+                    # Also if the caller was cancelled, or if the pause began and its response was lost: no
+                    # one else would resume.
                     await asyncio.shield(self._resume())
 
     async def _resume(self) -> None:
-        """Where the server does not go on, nothing is served, so that a policy is brought again."""
-        for wait in (*RESUME_WAITS, None):
+        """Resume the server; if that fails, serve nothing so that a policy is loaded again."""
+        for delay in (*self._timing.resume_delays, None):
             try:
                 await self.client.post("/resume", timeout=RESUME_SECONDS)
                 return
             except EngineError:
-                if wait is None:
-                    self._lose()
+                if delay is None:
+                    self._invalidate()
                     raise
-            await asyncio.sleep(wait)
+            await asyncio.sleep(delay)
 
-    def _arrived(self) -> int:
+    def _received_bytes(self) -> int:
         return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
-        """Until every token that was sampled before the pause has come: vLLM has handed out all of them when
-        it says that it is paused, and then for a moment they are still on their way here. Replies that do
-        not come to rest are given up: their tokens could not be told apart."""
-        before = self._arrived()
+        """Wait until every token sampled before the pause has arrived: vLLM has sent all of them when it
+        responds to the pause, but they may still be in transit. Replies that keep receiving data are aborted,
+        because the versions of their tokens would be unknown."""
+        before = self._received_bytes()
         try:
-            async with asyncio.timeout(SETTLE_SECONDS):
+            async with asyncio.timeout(self._timing.settle):
                 while True:
-                    await asyncio.sleep(QUIET_SECONDS)
-                    if (now := self._arrived()) == before:
+                    await asyncio.sleep(self._timing.quiet)
+                    if (now := self._received_bytes()) == before:
                         return
                     before = now
         except TimeoutError:
-            self._cut()
+            self._abort_replies()
 
     async def store_version(self, version: int) -> None:
-        """Give the server the version's name, for others who ask it: what is served does not depend on it."""
+        """Store the version's name at the server for other clients. Sampling does not depend on it."""
         if self.stores_version:
             with contextlib.suppress(EngineError):
                 await self.client.post("/update_weight_version", {"new_version": str(version)})
 
-    def _turn(self, version: int) -> None:
+    def _switch(self, version: int) -> None:
         for reply in self.replies:
             reply.mark_version(self.version)
         self.version = version
 
-    def _lose(self) -> None:
+    def _invalidate(self) -> None:
         self.version = NO_VERSION
-        self._cut()
+        self._abort_replies()
 
-    def _cut(self) -> None:
+    def _abort_replies(self) -> None:
         for reply in [*self.replies]:
             reply.abort()

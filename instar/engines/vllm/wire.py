@@ -1,4 +1,4 @@
-"""What is said to vLLM and back: `/inference/v1/generate`, token ids in, token ids and logprobs out."""
+"""The format of vLLM's `/inference/v1/generate`: token ids in, token ids and logprobs out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instar.types import Ids, Json, SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
 NO_LOGPROB = -9999.0
-"""What vLLM writes for a logprob that it does not have."""
+"""vLLM sends this value for a missing logprob."""
 SEED_BITS = (1 << 63) - 1
 
 
@@ -70,25 +70,24 @@ def encode_generate_request(
     prompt: Ids,
     params: SamplingParams,
     *,
-    room: int,
+    context_left: int,
     eos_ids: Collection[int],
     model: str | None,
-    seeds: bool,
+    send_seed: bool,
 ) -> bytes:
-    """``room``: what the context has left. ``seeds``: whether they may be sent."""
     sampling: Json = {
-        "max_tokens": min(params.max_tokens, room),
+        "max_tokens": min(params.max_tokens, context_left),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
         "stop_token_ids": sorted({*eos_ids, *params.stop_token_ids}),
-        # Text is needed for stop strings alone, and special tokens can be part of one.
+        # Text is needed only for stop strings, which may contain special tokens.
         "detokenize": bool(params.stop),
         "skip_special_tokens": False,
     }
     if params.stop:
         sampling["stop"] = list(params.stop)
-    if params.seed is not None and seeds:
+    if params.seed is not None and send_seed:
         sampling["seed"] = params.seed & SEED_BITS
     if params.score:
         sampling["logprobs"] = 0
@@ -100,7 +99,7 @@ def encode_generate_request(
 
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:
-    """The last token is made the only one that can be sampled, so that a whole context can be scored."""
+    """Allow only the last token to be sampled, so that it is scored without needing room in the context."""
     sampling: Json = {
         "max_tokens": 1,
         "temperature": 0.0,
@@ -117,7 +116,7 @@ def encode_score_request(ids: Ids, model: str | None) -> bytes:
 
 
 def choice_logprobs(choice: Choice) -> list[float]:
-    """NaN where there is none."""
+    """Return the logprobs of a choice's tokens; NaN for missing ones."""
     assert choice.token_ids is not None
     if choice.logprobs is None:
         return [math.nan] * len(choice.token_ids)

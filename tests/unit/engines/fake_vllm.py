@@ -1,5 +1,4 @@
-"""Servers that speak as vLLM does as far as the engine's own part is concerned: what they say is up to the
-test, which can have them fail where real servers seldom do."""
+"""Fake vLLM servers for tests of the engine's own code. Tests choose what they send and where they fail."""
 
 from __future__ import annotations
 
@@ -12,25 +11,25 @@ from typing import Any, Self
 
 from aiohttp import web
 
-PATH = "/inference/v1/generate"
-RPC = "/collective_rpc"
+GENERATE_PATH = "/inference/v1/generate"
+RPC_PATH = "/collective_rpc"
 
 
 class FakeVllm:
     def __init__(self) -> None:
         self.paths: list[str] = []
-        """Paths that were asked for, in order."""
+        """The requested paths, in order."""
         self.failing: set[str] = set()
-        """Paths that answer 500."""
+        """Paths that respond with status 500."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """What a reply streams; None ends it."""
+        """The events of a reply; None ends it."""
         self.url = ""
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(request.path)
         if request.path in self.failing:
-            return web.json_response({"error": {"message": "as the test wants it"}}, status=500)
-        if request.path == PATH:
+            return web.json_response({"error": {"message": "requested by the test"}}, status=500)
+        if request.path == GENERATE_PATH:
             return await self._generate(request)
         return web.json_response({"results": [None]})
 
@@ -57,20 +56,20 @@ class FakeVllm:
 
 
 class StatefulFakeVllm(FakeVllm):
-    """Knows its adapters by name, whether it is paused, and its weights by the folder or key they came by."""
+    """Keeps its adapters by name, its pause, and the folder or key of its weights."""
 
-    def __init__(self, root: Path, *, adapters: bool = False, extended: bool = True) -> None:
+    def __init__(self, root: Path, *, adapters: bool = False, has_extension: bool = True) -> None:
         super().__init__()
         self._root = str(root)
         self._takes_adapters = adapters
-        self._extended = extended
+        self._has_extension = has_extension
         self.failing_once: set[str] = set()
-        """Paths that do what is asked for, except /resume, and answer 503."""
+        """Paths that respond once with 503 although they do their work, except /resume."""
         self.reports_start = True
         self.restart()
 
     def restart(self) -> None:
-        """Another process, as far as can be seen from outside."""
+        """Behave like a new process of the server."""
         self.start_time = getattr(self, "start_time", 0) + 1
         self.adapters: dict[str, str] = {}
         self.paused = False
@@ -78,70 +77,72 @@ class StatefulFakeVllm(FakeVllm):
         self._staged = ""
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
-        if request.path in self.failing or request.path == PATH:
+        if request.path in self.failing or request.path == GENERATE_PATH:
             return await super()._any(request)
         self.paths.append(request.path)
-        lost = request.path in self.failing_once
+        is_lost = request.path in self.failing_once
         self.failing_once.discard(request.path)
-        if lost and request.path == "/resume":
+        if is_lost and request.path == "/resume":
             return web.Response(status=503)
-        answer = self._answer(request.path, await request.json() if request.can_read_body else {})
-        return web.Response(status=503) if lost else answer
+        response = self._respond(request.path, await request.json() if request.can_read_body else {})
+        return web.Response(status=503) if is_lost else response
 
-    def _answer(self, path: str, body: dict[str, Any]) -> web.Response:
+    def _respond(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
             case "/openapi.json":
-                own = ["/v1/load_lora_adapter"] if self._takes_adapters else ["/pause", "/resume", RPC]
-                return web.json_response({"paths": dict.fromkeys([PATH, "/update_weight_version", *own])})
+                own = ["/v1/load_lora_adapter"] if self._takes_adapters else ["/pause", "/resume", RPC_PATH]
+                return web.json_response(
+                    {"paths": dict.fromkeys([GENERATE_PATH, "/update_weight_version", *own])}
+                )
             case "/v1/models":
                 entry = {"id": "m", "root": self._root, "max_model_len": 100_000}
                 return web.json_response({"data": [entry]})
             case "/metrics":
-                told = f"process_start_time_seconds {self.start_time}" if self.reports_start else ""
-                return web.Response(text=f"# HELP\nvllm:lora_requests_info\n{told}\n")
+                metric = f"process_start_time_seconds {self.start_time}" if self.reports_start else ""
+                return web.Response(text=f"# HELP\nvllm:lora_requests_info\n{metric}\n")
             case "/v1/load_lora_adapter":
                 if body["lora_name"] in self.adapters:
-                    return _refused(f"The lora adapter '{body['lora_name']}' has already been loaded.")
+                    return _error_response(f"The lora adapter '{body['lora_name']}' has already been loaded.")
                 self.adapters[body["lora_name"]] = body["lora_path"]
             case "/v1/unload_lora_adapter":
                 if self.adapters.pop(body["lora_name"], None) is None:
-                    return _refused(f"The lora adapter '{body['lora_name']}' cannot be found.")
+                    return _error_response(f"The lora adapter '{body['lora_name']}' cannot be found.")
             case "/pause" | "/resume":
                 self.paused = path == "/pause"
             case "/collective_rpc":
-                return self._work(body["method"], body["kwargs"])
+                return self._call_worker(body["method"], body["kwargs"])
             case _:
                 pass
         return web.json_response({})
 
-    def _work(self, method: str, given: dict[str, Any]) -> web.Response:
-        if method.startswith("instar_") and not self._extended:
-            return _refused(f"no method {method}", 500)
-        text: dict[str, Any] = json.loads(given.get("text", "{}"))
-        told: dict[str, Any] = {}
+    def _call_worker(self, method: str, kwargs: dict[str, Any]) -> web.Response:
+        if method.startswith("instar_") and not self._has_extension:
+            return _error_response(f"no method {method}", 500)
+        text: dict[str, Any] = json.loads(kwargs.get("text", "{}"))
+        result: dict[str, Any] = {}
         match method:
             case "instar_ends":
-                told = {"gpu": None, "ray": False, "nccl": False}
+                result = {"gpu": None, "ray": False, "nccl": False}
             case "instar_stage":
                 self._staged = text["key"]
-                told = {"known": True}
+                result = {"known": True}
             case "instar_commit":
                 self.weights = self._staged
             case "instar_reload":
                 self.weights = text["path"]
             case "reload_weights":
-                self.weights = given["weights_path"]
+                self.weights = kwargs["weights_path"]
             case _:
-                told = {"done": True}
-        return web.json_response({"results": [told]})
+                result = {"done": True}
+        return web.json_response({"results": [result]})
 
 
-def _refused(message: str, status: int = 400) -> web.Response:
+def _error_response(message: str, status: int = 400) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
 
 def event(*ids: int, finish: str | None = None, **more: Any) -> bytes:
-    """Tokens as vLLM 0.26 tells them, with a logprob of -1 each."""
+    """Return an event of vLLM 0.26 with these tokens and a logprob of -1 each."""
     content = [
         {"token": f"token_id:{token}", "logprob": -1.0, "bytes": None, "top_logprobs": []} for token in ids
     ]

@@ -57,7 +57,7 @@ async def client(vllm: FakeVllm) -> AsyncIterator[VllmClient]:
     await client.close()
 
 
-async def begin(client: VllmClient, weights: ServerWeights, **params: Any) -> VllmReply:
+async def start_reply(client: VllmClient, weights: ServerWeights, **params: Any) -> VllmReply:
     reply = VllmReply(
         await client.stream(GENERATE_PATH, b"{}"),
         SamplingParams(**params),
@@ -75,10 +75,10 @@ async def test_a_change_of_weights_divides_what_came_before_from_what_comes_afte
 ) -> None:
     """Also where nobody had read the first part by then."""
     weights = ServerWeights(client)
-    reply = await begin(client, weights)
+    reply = await start_reply(client, weights)
     vllm.events.put_nowait(event(5) + event(6))
     async with asyncio.timeout(5):
-        while not reply.received_bytes:  # noqa: ASYNC110 - of the socket
+        while not reply.received_bytes:  # noqa: ASYNC110 - the socket has no event
             await asyncio.sleep(0.01)
     async with weights.paused() as change:
         change.start()
@@ -93,12 +93,12 @@ async def test_a_change_of_weights_divides_what_came_before_from_what_comes_afte
 
 async def test_a_change_that_fails_after_it_began_serves_nothing(vllm: FakeVllm, client: VllmClient) -> None:
     weights = ServerWeights(client)
-    reply = await begin(client, weights)
+    reply = await start_reply(client, weights)
     vllm.events.put_nowait(event(5))
     stream = reply.chunks()
     await anext(stream)
     vllm.failing.add("/collective_rpc")
-    with pytest.raises(EngineError, match="as the test wants it"):  # noqa: PT012 - the pause is what is tested
+    with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the pause is what is tested
         async with weights.paused() as change:
             change.start()
             await client.rpc("reload_weights")
@@ -130,13 +130,13 @@ async def test_a_missing_logprob_is_nan_and_greedy_tokens_were_certain(
     missing = event(5).replace(b"-1.0", b"-9999.0")
     vllm.events.put_nowait(missing + event(6, finish="length") + END)
     vllm.events.put_nowait(None)
-    (chunk,) = [c async for c in (await begin(client, weights, temperature=0)).chunks()]
+    (chunk,) = [c async for c in (await start_reply(client, weights, temperature=0)).chunks()]
     assert math.isnan(chunk.logprobs[0])
     assert chunk.logprobs[1] == -1.0
     assert chunk.behavior_logprobs == [0.0, 0.0]
     vllm.events.put_nowait(event(5, finish="length", logprobs=None) + END)
     vllm.events.put_nowait(None)
-    (chunk,) = [c async for c in (await begin(client, weights, top_p=0.5, score=False)).chunks()]
+    (chunk,) = [c async for c in (await start_reply(client, weights, top_p=0.5, score=False)).chunks()]
     assert np.isnan(chunk.logprobs).all()
     assert np.isnan(chunk.behavior_logprobs or []).all()
 
@@ -146,7 +146,7 @@ async def test_names_the_stop_string_where_vllm_does_not(vllm: FakeVllm, client:
     for more, named in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
         vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **more) + END)
         vllm.events.put_nowait(None)
-        reply = await begin(client, ServerWeights(client), stop=("never", "893"))
+        reply = await start_reply(client, ServerWeights(client), stop=("never", "893"))
         last: TokenChunk = [chunk async for chunk in reply.chunks()][-1]
         assert (last.finish_reason, last.stop) == ("stop", named)
 
@@ -158,7 +158,7 @@ async def test_a_reply_that_breaks_off_is_no_reply(said: bytes, vllm: FakeVllm, 
     vllm.events.put_nowait(said)
     vllm.events.put_nowait(None)
     with pytest.raises(EngineUnavailable):
-        async for _ in (await begin(client, ServerWeights(client))).chunks():
+        async for _ in (await start_reply(client, ServerWeights(client))).chunks():
             pass
 
 
@@ -166,7 +166,7 @@ def test_asks_for_no_text_without_stop_strings() -> None:
     def body(**params: Any) -> dict[str, Any]:
         prompt = np.asarray([5, 6], np.int32)
         given = SamplingParams(max_tokens=50, **params)
-        made = encode_generate_request(prompt, given, room=7, eos_ids=[2], model=None, seeds=True)
+        made = encode_generate_request(prompt, given, context_left=7, eos_ids=[2], model=None, send_seed=True)
         return json.loads(made)["sampling_params"]
 
     plain = body(seed=-(2**70) - 1, stop_token_ids=(9,))
@@ -207,14 +207,14 @@ def test_refuses_weights_of_another_model(tiny: Path, adapter: Path, tmp_path: P
 # --- starting a server ------------------------------------------------------------------------------
 
 
-def launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> VllmLaunch:
-    found = VllmInstallation("python", "0.32.0+cpu" if cpu else "0.26.0", needs_scale_out_flag=cpu)
-    return VllmLaunch(config, found, Path("model"), "bf16", 512, adapters, cores=2)
+def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> VllmLaunch:
+    vllm = VllmInstallation("python", "0.32.0+cpu" if cpu else "0.26.0", needs_scale_out_flag=cpu)
+    return VllmLaunch(config, vllm, Path("model"), "bf16", 512, adapters, cores=2)
 
 
 def test_a_server_gets_its_key_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTAR_ADMIN_KEY", "of-the-gateway")
-    started = launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
+    started = build_launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
     environment = started.environment("the-key", Path("package"))
     assert environment["VLLM_API_KEY"] == "the-key"
     assert environment["MORE"] == "1"
@@ -226,12 +226,12 @@ def test_a_server_gets_its_key_by_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_adapters_and_devices_have_their_own_arguments() -> None:
-    on_gpu = launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).command(1)
+    on_gpu = build_launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).command(1)
     assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
     assert "0.4" in on_gpu
     assert "--enforce-eager" not in on_gpu
     assert "--enable-scale-out" not in on_gpu, "which that version does not have"
-    on_cpu = launch(VllmEngineConfig()).command(1)
+    on_cpu = build_launch(VllmEngineConfig()).command(1)
     assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(on_cpu)
     assert "--enable-lora" not in on_cpu
     with pytest.raises(ConfigError, match="512"):

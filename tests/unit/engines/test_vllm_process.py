@@ -1,25 +1,24 @@
-"""A vLLM server as a child: started again when it dies, however often that takes; open to who has the key."""
+"""A vLLM server as a child process: its restarts, and the key that it requires."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+import instar
 from instar.config import VllmEngineConfig
-from instar.engines.vllm import process as module
 from instar.engines.vllm.auth import RequireKeyMiddleware
 from instar.engines.vllm.command import MIDDLEWARE, VllmLaunch
-from instar.engines.vllm.process import VllmProcess
+from instar.engines.vllm.process import ServerCallbacks, VllmProcess
 from instar.errors import EngineError, EngineUnavailable
-from tests.unit.engines.test_vllm import launch
-from tests.unit.engines.test_vllm_external import until
+from tests.unit.engines.test_vllm import build_launch
+from tests.unit.engines.test_vllm_external import wait_until
 
 SERVER = """
 import http.server, os, sys, time
@@ -41,7 +40,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 @dataclass
-class PretendLaunch:
+class FakeLaunch:
     mark: Path
     how: str
     starts: int = 0
@@ -61,28 +60,27 @@ class PretendLaunch:
 
 
 @pytest.mark.parametrize("how", ["hangs", "cannot", "refuses"])
-async def test_a_restart_that_fails_is_followed_by_another(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BACKOFF", (0.05, 0.05, 0.05))
-    ups: list[int] = []
+async def test_process_restarts_again_after_a_failed_restart(how: str, tmp_path: Path) -> None:
+    ready: list[int] = []
 
-    async def up() -> None:
-        ups.append(1)
-        if how == "refuses" and len(ups) == 2:
-            raise EngineUnavailable("vLLM answered 503: busy")
+    async def on_ready() -> None:
+        ready.append(1)
+        if how == "refuses" and len(ready) == 2:
+            raise EngineUnavailable("vLLM responded with status 503: busy")
 
-    pretended = PretendLaunch(tmp_path / "mark", how)
+    launch = FakeLaunch(tmp_path / "mark", how)
     child = VllmProcess(
-        cast(VllmLaunch, pretended), tmp_path / "log", up=up, down=lambda _: None, say=lambda _: None
+        cast(VllmLaunch, launch),
+        tmp_path / "log",
+        ServerCallbacks(on_ready, lambda _: None, lambda _: None),
+        restart_delays=(0.05, 0.05, 0.05),
     )
     await child.start()
     try:
         with contextlib.suppress(EngineError):
             await child.client.get("/die")
-        served: Callable[[], bool] = lambda: len(ups) == (3 if how == "refuses" else 2)  # noqa: E731
-        await until(served)
-        assert pretended.starts == 3
+        await wait_until(lambda: len(ready) == (3 if how == "refuses" else 2))
+        assert launch.starts == 3
         assert child.failure is None
     finally:
         await child.close()
@@ -91,15 +89,15 @@ async def test_a_restart_that_fails_is_followed_by_another(
 # --- the key ----------------------------------------------------------------------------------------
 
 
-async def reached(
+async def send_request(
     path: str, *headers: tuple[bytes, bytes], kind: str = "http"
 ) -> list[dict[str, Any]] | None:
-    """None: it is let through; else what is answered in its place."""
+    """Return None if the middleware lets the request through, else the messages that it sends."""
     sent: list[dict[str, Any]] = []
-    through: list[bool] = []
+    passed: list[bool] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        through.append(True)
+        passed.append(True)
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -107,10 +105,12 @@ async def reached(
     async def receive() -> Any: ...
 
     await RequireKeyMiddleware(app)({"type": kind, "path": path, "headers": list(headers)}, receive, send)
-    return None if through else sent
+    return None if passed else sent
 
 
-async def test_a_server_asks_for_the_key_on_all_paths_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_middleware_requires_the_key_on_all_paths_except_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the-key")
     guarded = [
         "/pause",
@@ -123,26 +123,26 @@ async def test_a_server_asks_for_the_key_on_all_paths_but_one(monkeypatch: pytes
     ]
     for path in guarded:
         for header in (b"Bearer other", b"Bearer the-ke\xff", b"the-key", b""):
-            answer = await reached(path, (b"authorization", header))
-            assert answer is not None, (path, header)
-            assert answer[0]["status"] == 401
-        assert await reached(path) is not None
-        assert await reached(path, (b"authorization", b"Bearer the-key")) is None
-    assert await reached("/health") is None
-    assert await reached("", kind="lifespan") is None
-    (closed,) = await reached("/v1/realtime", kind="websocket") or []
+            response = await send_request(path, (b"authorization", header))
+            assert response is not None, (path, header)
+            assert response[0]["status"] == 401
+        assert await send_request(path) is not None
+        assert await send_request(path, (b"authorization", b"Bearer the-key")) is None
+    assert await send_request("/health") is None
+    assert await send_request("", kind="lifespan") is None
+    (closed,) = await send_request("/v1/realtime", kind="websocket") or []
     assert closed["type"] == "websocket.close"
 
 
-def test_a_server_is_started_with_the_guard_which_needs_only_python() -> None:
-    command = launch(VllmEngineConfig(args=["--middleware", "of.the.User"])).command(1)
+def test_command_uses_the_middleware_that_imports_only_the_standard_library() -> None:
+    command = build_launch(VllmEngineConfig(args=["--middleware", "of.the.User"])).command(1)
     assert command[command.index("--middleware") + 1] == MIDDLEWARE
     assert command[-1] == "of.the.User"
-    root = Path(module.__file__).parents[3]
+    root = Path(instar.__file__).parents[1]
     program = (
         f"import sys; sys.path.insert(0, {str(root)!r}); before = set(sys.modules)\n"
         "from instar.engines.vllm.auth import RequireKeyMiddleware\n"
         "print({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)"
     )
-    told = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "{'instar'}"
+    child = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "{'instar'}"

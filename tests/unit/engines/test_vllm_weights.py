@@ -1,4 +1,4 @@
-"""The pause in which a vLLM server's weights change, where something fails in it."""
+"""Failures during the pause in which a vLLM server's weights change."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from instar.engines.vllm import weights as module
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.weights import NO_VERSION, ServerWeights
+from instar.engines.vllm.weights import NO_VERSION, PauseTiming, ServerWeights
 from instar.errors import EngineUnavailable
 from tests.unit.engines.fake_vllm import StatefulFakeVllm, event
-from tests.unit.engines.test_vllm import begin
+from tests.unit.engines.test_vllm import start_reply
 
 
 @pytest.fixture
@@ -23,13 +22,21 @@ async def server() -> AsyncIterator[StatefulFakeVllm]:
 
 
 @pytest.fixture
-async def weights(server: StatefulFakeVllm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServerWeights]:
-    monkeypatch.setattr(module, "RESUME_WAITS", (0.01, 0.01))
+async def client(server: StatefulFakeVllm) -> AsyncIterator[VllmClient]:
     client = VllmClient(server.url)
-    found = ServerWeights(client)
-    found.stores_version = True
-    yield found
+    yield client
     await client.close()
+
+
+def create_weights(client: VllmClient, **timing: float) -> ServerWeights:
+    weights = ServerWeights(client, PauseTiming(resume_delays=(0.01, 0.01), **timing))
+    weights.stores_version = True
+    return weights
+
+
+@pytest.fixture
+def weights(client: VllmClient) -> ServerWeights:
+    return create_weights(client)
 
 
 async def change_to(weights: ServerWeights, version: int) -> None:
@@ -38,7 +45,7 @@ async def change_to(weights: ServerWeights, version: int) -> None:
         change.finish(version)
 
 
-async def test_a_name_that_is_not_taken_does_not_matter(
+async def test_weight_change_succeeds_if_the_server_does_not_store_the_version(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
     server.failing.add("/update_weight_version")
@@ -47,21 +54,18 @@ async def test_a_name_that_is_not_taken_does_not_matter(
     assert not server.paused
 
 
-async def test_a_pause_is_ended_though_that_fails_once(
-    server: StatefulFakeVllm, weights: ServerWeights
-) -> None:
+async def test_resume_is_retried_after_a_failure(server: StatefulFakeVllm, weights: ServerWeights) -> None:
     server.failing_once.add("/resume")
     await change_to(weights, 5)
     assert weights.version == 5
     assert not server.paused
 
 
-async def test_nothing_is_served_where_a_pause_cannot_be_ended(
+async def test_version_is_invalid_if_the_server_cannot_be_resumed(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
-    """So that the policy is brought again."""
     server.failing.add("/resume")
-    with pytest.raises(Exception, match="as the test wants it"):
+    with pytest.raises(Exception, match="requested by the test"):
         await change_to(weights, 5)
     assert weights.version == NO_VERSION
     server.failing.clear()
@@ -70,7 +74,7 @@ async def test_nothing_is_served_where_a_pause_cannot_be_ended(
     assert not server.paused
 
 
-async def test_a_pause_whose_answer_was_lost_is_ended(
+async def test_server_is_resumed_if_the_response_to_the_pause_was_lost(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
     server.failing_once.add("/pause")
@@ -80,11 +84,9 @@ async def test_a_pause_whose_answer_was_lost_is_ended(
     assert not server.paused
 
 
-async def test_replies_that_do_not_come_to_rest_are_given_up(
-    server: StatefulFakeVllm, weights: ServerWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.1)
-    reply = await begin(weights.client, weights)
+async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, client: VllmClient) -> None:
+    weights = create_weights(client, settle=0.1)
+    reply = await start_reply(client, weights)
 
     async def trickle() -> None:
         while True:
@@ -100,14 +102,14 @@ async def test_replies_that_do_not_come_to_rest_are_given_up(
             pass
 
 
-async def test_a_change_that_is_given_up_before_it_counts_serves_nothing(
-    server: StatefulFakeVllm, weights: ServerWeights, monkeypatch: pytest.MonkeyPatch
+async def test_version_is_invalid_if_a_change_is_cancelled_before_it_takes_effect(
+    server: StatefulFakeVllm, client: VllmClient
 ) -> None:
-    """The weights are new by then, and must not go by the old version."""
-    monkeypatch.setattr(module, "QUIET_SECONDS", 60.0)
+    """The weights are already new and must not be served as the old version."""
+    weights = create_weights(client, quiet=60.0)
     changing = asyncio.create_task(change_to(weights, 5))
     async with asyncio.timeout(5):
-        while not server.paused:  # noqa: ASYNC110 - of another's
+        while not server.paused:  # noqa: ASYNC110 - the server has no event
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     changing.cancel()

@@ -1,0 +1,70 @@
+"""The HTTP connection to an engine or a vLLM server: a fast client for streams, a general one for other
+calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Mapping
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from instar.errors import EngineError, EngineUnavailable
+from instar.http.client import HttpClient, HttpResponse, NoResponse
+from instar.http.plain import PlainClient, PlainResponse
+from instar.http.retry import RetryPolicy
+
+CONNECT_SECONDS = 10.0
+CONNECT_RETRY = RetryPolicy(first_delay=0.05, max_delay=1.0, jitter=(1.0, 1.0))
+STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class EngineConnection:
+    """Raises EngineUnavailable if the server cannot be reached. ``name`` is the server's kind, for messages.
+    ``idle_seconds`` is how long a stream's connection is kept; it must be shorter than the server keeps
+    it."""
+
+    def __init__(
+        self, url: str, token: str | None, name: str, *, idle_seconds: float, keep_alive: float = 15.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        address = urlsplit(self.url)
+        if address.scheme != "http" or not address.hostname:
+            raise EngineError(f"The address of the {name} must be http://host:port, not {url!r}.")
+        self._name = name
+        self._path = address.path
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._streams = PlainClient(
+            address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_SECONDS
+        )
+        self._calls = HttpClient(
+            headers=self._headers, connect_timeout=CONNECT_SECONDS, keep_alive=keep_alive, secret=token
+        )
+
+    async def stream(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> PlainResponse:
+        """Send a POST request and return when the response has begun."""
+        try:
+            return await self._streams.post(self._path + path, {**self._headers, **(headers or {})}, body)
+        except STREAM_ERRORS as error:
+            raise self.unavailable(error) from error
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        seconds: float,
+        body: bytes | AsyncIterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> HttpResponse:
+        try:
+            return await self._calls.request(method, self.url + path, body, headers=headers, timeout=seconds)
+        except NoResponse as error:
+            raise self.unavailable(error) from error
+
+    def unavailable(self, error: Exception) -> EngineUnavailable:
+        reason = str(error) or type(error).__name__
+        return EngineUnavailable(f"The {self._name} at {self.url} cannot be reached: {reason}")
+
+    async def close(self) -> None:
+        """Close all connections, including those with a response in progress."""
+        self._streams.close()
+        await self._calls.close()
