@@ -1,4 +1,4 @@
-"""What trains: where gradients are computed, the loss, the optimizer."""
+"""The training backend, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoraConfig(Section):
     alpha: float = 32.0
     """The update is scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the modules to adapt."""
+    """Names of the modules to adapt, or all linear layers."""
 
 
 class LocalBackendConfig(Section):
@@ -27,26 +27,27 @@ class LocalBackendConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
     micro_batch_tokens: Positive = 8192
-    """Most distinct tokens in one forward and backward pass. A prefix that samples share counts once."""
+    """Maximum number of distinct tokens in one forward and backward pass. A prefix that several samples share
+    counts once."""
     gradient_checkpointing: bool = False
-    """Trade time for memory."""
+    """Recompute activations in the backward pass: slower, but needs less memory."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: the cores there are, shared with an engine that runs beside it."""
+    """CPU threads of torch. Default: all cores, shared with an engine on the same machine."""
     python: str | None = None
-    """Interpreter to run the trainer with. Default: the running one."""
+    """Interpreter of the trainer's process. Default: the running one."""
 
 
 class CloudSection(Section):
-    """What every training service is told."""
+    """Settings that all training services share."""
 
     base_url: str | None = None
-    """Its address. Default: the environment's, then the service's own."""
+    """URL of the service. Default: the one in the environment, then the service's own."""
     api_key: SecretStr | None = None
-    """Its key. Better left out of the file: by default the service's own environment variable is read."""
+    """API key. Better left out of the file: by default the service's own environment variable is read."""
     api_key_env: str | None = None
-    """Environment variable that holds the key, where it is not the service's own."""
+    """Environment variable with the API key, if it is not the service's own variable."""
     base_model: str | None = None
-    """The model's name at the service. Default: `model.name`."""
+    """Name of the model at the service. Default: `model.name`."""
     rank: Positive = 16
     """Rank of the adapter."""
     train_attn: bool = True
@@ -56,54 +57,58 @@ class CloudSection(Section):
     train_unembed: bool = False
     """Adapt the output layer."""
     deadline: Seconds = 600.0
-    """Of one call to the service, with its retries; then it is an error."""
+    """Seconds that one call to the service may take, with its retries."""
     sampler_ttl: Seconds = 7 * 86400.0
-    """How long a published sampler is kept there. One that is still in use is exported again before."""
+    """Seconds that a published sampler is kept at the service. A sampler in use is exported again before it
+    expires."""
     python: str | None = None
-    """Interpreter to run the trainer and the sampler with, where the SDK lives in an environment of its own.
-    Default: the running one."""
+    """Interpreter of the trainer and the sampler, if the SDK is installed in a separate environment. Default:
+    the running one."""
 
 
 class TinkerBackendConfig(CloudSection):
-    """Trains at Tinker, or at whatever serves its protocol. Needs `instar[tinker]`."""
+    """Trains at Tinker, or at a server that speaks its protocol. Needs `instar[tinker]`."""
 
     type: Literal["tinker"] = "tinker"
 
 
 class MintBackendConfig(CloudSection):
     """Trains at MinT. Needs `instar[mint]`, in an environment without `instar[tinker]`: MinT pins an older
-    tinker. Name that environment's interpreter as `python`."""
+    tinker. Set `python` to the interpreter of that environment."""
 
     type: Literal["mint"] = "mint"
 
 
 class WeaverBackendConfig(CloudSection):
-    """Trains at Weaver, or at whatever serves its protocol. Needs `instar[weaver]`."""
+    """Trains at Weaver, or at a server that speaks its protocol. Needs `instar[weaver]`."""
 
     type: Literal["weaver"] = "weaver"
 
 
 class AutoBackendConfig(CloudSection):
-    """Chosen at start: the service that the key, the URL or the environment names, else `local`."""
+    """Chooses the backend at the start: the service that the key, the URL or the environment names, else
+    `local`."""
 
     type: Literal["auto"] = "auto"
 
 
 class VerlBackendConfig(Section):
-    """Trains sharded (FSDP) through verl's workers on Ray. Needs verl in an environment of its own, whose
+    """Trains a sharded model (FSDP) with verl's workers on Ray. Needs verl in a separate environment, whose
     interpreter is `python`."""
 
     type: Literal["verl"] = "verl"
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
     ranks: Positive = 2
-    """Processes that the model is sharded over: one per GPU, or so many on the CPU."""
+    """Number of processes that the model is sharded over: one per GPU, or this many on the CPU."""
     micro_batch_tokens: Positive = 8192
-    """Most tokens in one forward and backward pass of a rank; a longer sample has one to itself."""
+    """Maximum number of tokens in one forward and backward pass of a rank. A longer sample gets a pass of its
+    own."""
     deadline: Seconds = 3600.0
-    """Of one call to the workers; then they are given up, and new ones load the last saved state."""
+    """Seconds that one call to the workers may take. Then they are replaced by new ones, which load the last
+    saved state."""
     python: str | None = None
-    """Interpreter to run the trainer with. Default: the running one."""
+    """Interpreter of the trainer's process. Default: the running one."""
 
 
 CloudConfig = TinkerBackendConfig | MintBackendConfig | WeaverBackendConfig
@@ -123,33 +128,33 @@ BackendConfig = Annotated[
 
 
 class AdamConfig(Section):
-    """The optimizer. Every field is passed explicitly to every backend."""
+    """The Adam optimizer. Every field is passed explicitly to every backend."""
 
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Learning rate after warm-up."""
     beta1: Unit = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: Unit = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator."""
+    """Term added to the denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     grad_clip_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum global gradient norm; 0 disables clipping."""
 
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "cross_entropy", "dro"]
 
 
 class LossConfig(Section):
-    """What is minimised: a plain sum over trained tokens."""
+    """The loss, a plain sum over trained tokens."""
 
     name: LossName = "importance_sampling"
-    """The loss."""
+    """Name of the loss."""
     clip_low: float | None = None
-    """Lowest importance ratio. Default: ppo 0.8, cispo 0."""
+    """Lower bound of the importance ratio. Default: ppo 0.8, cispo 0."""
     clip_high: float | None = None
-    """Highest importance ratio. Default: ppo 1.2, cispo 4."""
+    """Upper bound of the importance ratio. Default: ppo 1.2, cispo 4."""
     beta: Annotated[float, Field(ge=0)] | None = None
-    """How strongly dro holds to the old logprobs. Default: 0.05."""
+    """Strength of dro's regularization towards the old logprobs. Default: 0.05."""

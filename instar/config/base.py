@@ -1,4 +1,4 @@
-"""What every section of the config is made of."""
+"""The base class of all config sections, and the types of common fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 
 def type_shorthand(default: str) -> BeforeValidator:
-    """A section with variants may be one word, its `type`; one that says no `type` is of ``default``."""
+    """Return a validator that accepts a bare word as a section's `type`, and fills in a missing `type`."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, str):
@@ -37,8 +37,8 @@ class PluginConfig(Section):
 
     type: Literal["plugin"]
     name: str
-    """Its entry point's name in the group `instar.<kind>`, or `package.module:Class`."""
+    """Name of the entry point in the group `instar.<kind>`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Settings of its own; it is given this section."""
+    """Settings of the plugin. It receives this whole section."""
     python: str | None = None
-    """Interpreter to run it with, where it is a role. Default: the running one."""
+    """Interpreter of the plugin's process, if it has one. Default: the running one."""

@@ -1,4 +1,4 @@
-"""Where a run's roles live, and how weights get from one to another."""
+"""Where a run's roles are placed, and how weights get to the engines."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ class LocalClusterConfig(Section):
 
 
 class PlacementConfig(Section):
-    """What one process of a role is given."""
+    """The resources of one process of a role."""
 
     cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPU cores that Ray counts for it."""
+    """CPU cores that Ray reserves."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs; a share of one may be given."""
+    """GPUs that Ray reserves; fractions below 1 share a GPU."""
     resources: dict[str, float] = {}
-    """Resources of your own naming that its node must have, `{node-a: 0.01}` for instance."""
+    """Custom Ray resources that its node must have, for example `{node-a: 0.01}`."""
 
 
 class RayClusterConfig(Section):
-    """Every role is an actor on a Ray cluster, placed by its resources and started again elsewhere when its
-    node is lost. Needs `instar[ray]`, and a PostgreSQL store once there are several nodes. Each node keeps
-    logs in its own `dir`; the trainer keeps its checkpoints there, so it stays on its node, and goes on on
-    another one only where `dir` is a folder that they share."""
+    """Every role is an actor on a Ray cluster, placed by its resources and restarted on another node if its
+    node is lost. Needs `instar[ray]`, and a PostgreSQL store if there are several nodes. Each node keeps logs
+    in its own `dir`. The trainer keeps its checkpoints there, so it can move to another node only if `dir` is
+    a shared folder."""
 
     type: Literal["ray"] = "ray"
     address: str | None = None
-    """Of the cluster, `host:6379` or `auto`, from one of its nodes. Default: `RAY_ADDRESS`, else one is
-    started on this machine."""
+    """Address of the cluster as seen from one of its nodes: `host:6379` or `auto`. Default: `RAY_ADDRESS`, or
+    a new cluster on this machine."""
     placement: dict[RoleName, PlacementConfig] = {}
-    """What a process of each role is given. Default: one core, less where the cluster has few, and a GPU for
-    each engine and the trainer; they share where there are fewer."""
+    """Resources of a process, by role. Default: one core, or less if the cluster has few, and a GPU for each
+    engine and the trainer, shared if there are too few."""
     env: list[str] = []
-    """Names of further environment variables to hand on to the roles. Those that any setting names
-    (`api_key_env`, say), `PYTHONPATH` and `CUDA_HOME` are handed on anyway."""
+    """Names of additional environment variables to pass to the roles. Variables that a setting names (such as
+    `api_key_env`), `PYTHONPATH` and `CUDA_HOME` are always passed."""
     node_timeout: Seconds = 30.0
-    """Seconds that a node may be out of reach before its roles are started elsewhere, and those it still runs
-    end. Ray itself may count it as dead sooner."""
+    """Seconds that a node may be unreachable before its roles are started on other nodes, and before roles
+    that still run on it end. Ray itself may declare the node dead sooner."""
 
 
 ClusterConfig = Annotated[
@@ -60,13 +60,13 @@ class SyncConfig(Section):
     """How published weights reach the engines."""
 
     route: RouteName = "auto"
-    """`files`: the engines read what was published, or are sent it where they cannot see the folder. `ipc`:
-    out of a buffer of the trainer's, in the memory of the GPU that they share, or of the machine. `nccl`:
-    over NCCL, between GPUs. `ray`: through Ray's object store, to engines on nodes of the cluster. `auto`:
-    `ipc` or `nccl` on GPUs where all weights are replaced, `ray` on a Ray cluster without GPUs where all
-    weights are trained, else `files`; the trainer's log says which."""
+    """`files`: engines read the published files, or receive them if they cannot see the folder. `ipc`:
+    through a buffer in the memory of a shared GPU or of the machine. `nccl`: over NCCL, between GPUs. `ray`:
+    through Ray's object store, to engines on nodes of the cluster. `auto`: `ipc` or `nccl` on GPUs if all
+    weights are replaced, `ray` on a Ray cluster without GPUs if all weights are trained, else `files`; the
+    trainer's log names the choice."""
     chunk_mib: Positive = 256
-    """Weights in one chunk of the route `ray`, in MiB; two are in its object store at most."""
+    """Size of one chunk of weights on the route `ray`, in MiB. At most two chunks are in the object store."""
     deadline: Seconds = 120.0
-    """For one engine to serve a version, with all attempts. Then it stays on what it serves, and is tried
-    again while the trainer waits for data."""
+    """Seconds until an engine must serve a new version, with all attempts. After that it keeps its version,
+    and the trainer tries again while it waits for data."""

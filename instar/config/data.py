@@ -1,4 +1,4 @@
-"""What a run trains on."""
+"""The data that a run trains on."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ MAX_SHARE_DENOMINATOR = 10_000
 
 
 class DataConfig(Section):
-    """Where groups to train on come from. A list takes several, each with its share of every step."""
+    """A source of groups to train on. A list mixes several, each with its share of every step."""
 
     source: str = LIVE
-    """`live`: what agents do in this run. `dataset:NAME` or `dataset:NAME@VERSION`: exported data that was
-    given a name (`instar datasets`), the newest version by default. Anything else is the folder of an
-    export."""
+    """`live`: sessions of this run. `dataset:NAME` or `dataset:NAME@VERSION`: exported data that has a name
+    (`instar datasets`), by default its newest version. Anything else is the folder of an export."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of the groups of a step. The shares of a list add up to 1."""
+    """Share of the groups of a step. The shares of a list add up to 1."""
     epochs: Positive | None = None
-    """How often exported data is gone through; what is used up leaves its place in the step empty. Default:
-    once, or as often as the run needs where it is mixed with `live`."""
+    """Number of passes over exported data. After the last pass its part of a step stays empty. Default: 1, or
+    as many as the run needs if it is mixed with `live`."""
     content: str | None = None
-    """The content hash that the exported data must have. Default: the one that it has when the run begins,
-    which the run keeps."""
+    """Content hash that the exported data must have. Default: the hash at the start of the run, which is kept
+    for a resume."""
 
     @field_validator("source")
     @classmethod
@@ -44,7 +43,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _live_is_new(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content are of exported data, not of what agents do in this run")
+            raise ValueError("epochs and content apply to exported data only; leave them out for live data")
         return self
 
     @property
@@ -53,7 +52,7 @@ class DataConfig(Section):
 
     @property
     def dataset(self) -> tuple[str, int | None] | None:
-        """Name and version, where it has a name."""
+        """Name and version of the dataset, or None if the source is not a named dataset."""
         if not self.source.startswith(DATASET_PREFIX):
             return None
         name, _, version = self.source.removeprefix(DATASET_PREFIX).partition("@")
@@ -61,60 +60,60 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """What its groups are known by in the run: the name with its version, or the first of its hash."""
+        """The label of its groups in the run: name and version, or the first digits of the content hash."""
         if self.dataset is not None:
             return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
 
 
 def group_prefix(run_id: str, label: str) -> str:
-    """What the ids of the groups begin with that a run has of such data."""
+    """Return the prefix of the ids of a run's groups with this label."""
     return f"{run_id}/data/{label}/"
 
 
 def normalize_data(value: Any) -> Any:
-    """A list may be left out where there is one, and a section where only its source is said."""
-    given = cast(list[Any], value) if isinstance(value, list) else [value]
-    return [{"source": each} if isinstance(each, str) else each for each in given]
+    """Accept one section instead of a list, and a bare source instead of a section."""
+    sections = cast(list[Any], value) if isinstance(value, list) else [value]
+    return [{"source": section} if isinstance(section, str) else section for section in sections]
 
 
-def check_data_sources(given: Sequence[DataConfig]) -> None:
-    for each in given:
+def check_data_sources(sections: Sequence[DataConfig]) -> None:
+    for each in sections:
         if _exact(each.share).denominator > MAX_SHARE_DENOMINATOR:
-            raise ValueError(f"data: given a share of {each.share}; four digits behind the point at most")
-    if sum(map(_exact, (each.share for each in given))) != 1:
-        shares = " + ".join(f"{each.share:g}" for each in given)
-        raise ValueError(f"data: the shares {shares or 'of nothing'} do not add up to 1")
-    if len({each.source for each in given}) < len(given):
-        raise ValueError("data: a source stands there twice; give it one share")
+            raise ValueError(f"data: share {each.share} has too many digits; use at most four decimal places")
+    if sum(map(_exact, (each.share for each in sections))) != 1:
+        shares = " + ".join(f"{each.share:g}" for each in sections)
+        raise ValueError(f"data: the shares must add up to 1, but are {shares or 'empty'}")
+    if len({each.source for each in sections}) < len(sections):
+        raise ValueError("data: a source is listed twice; list it once with the sum of the shares")
 
 
 def count_groups(shares: Sequence[float], groups: int) -> list[int]:
-    """How many of the first so many groups are each one's. The next place is always for whoever is furthest
-    behind its share, so that it depends on nothing but the numbers."""
+    """Return how many of the first ``groups`` groups belong to each source. The next group always goes to the
+    source that is furthest behind its share, so the result depends on the numbers alone."""
     order = _order(tuple(shares))
     rounds, begun = divmod(groups, len(order))
-    whole, part = Counter(order), Counter(order[:begun])
-    return [rounds * whole[place] + part[place] for place in range(len(shares))]
+    per_round, in_last_round = Counter(order), Counter(order[:begun])
+    return [rounds * per_round[source] + in_last_round[source] for source in range(len(shares))]
 
 
 @lru_cache(maxsize=8)
 def _order(shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Whose the places of a round are, after which everyone has exactly the share."""
+    """Return the source of each group in a round; after a round every source has exactly its share."""
     exact = [_exact(share) for share in shares]
     length = 1
     while any((share * length).denominator != 1 for share in exact):
         length += 1
-    have = [0] * len(shares)
+    counts = [0] * len(shares)
     order: list[int] = []
-    for place in range(1, length + 1):
-        behind = [share * place - had for share, had in zip(exact, have, strict=True)]
-        next_one = behind.index(max(behind))
-        have[next_one] += 1
-        order.append(next_one)
+    for size in range(1, length + 1):
+        missing = [share * size - count for share, count in zip(exact, counts, strict=True)]
+        source = missing.index(max(missing))
+        counts[source] += 1
+        order.append(source)
     return tuple(order)
 
 
 def _exact(share: float) -> Fraction:
-    """The decimal number that was written."""
+    """Return the decimal number as written in the config."""
     return Fraction(repr(share))

@@ -1,4 +1,4 @@
-"""What samples tokens."""
+"""The engines that sample tokens."""
 
 from __future__ import annotations
 
@@ -10,125 +10,125 @@ from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, t
 
 
 class LocalEngineConfig(Section):
-    """Samples with torch, in a process of its own."""
+    """Samples with torch in a separate process."""
 
     type: Literal["local"] = "local"
     max_batch: Positive = 64
-    """Most replies generated at once."""
+    """Maximum number of replies generated at once."""
     prefill_tokens: Positive = 512
-    """Most prompt tokens computed in one step beside the decoding ones."""
+    """Maximum number of prompt tokens computed in one step besides the decoded ones."""
     kv_tokens: Positive | None = None
-    """Tokens the KV cache holds, live and kept for reuse. Default: by the memory there is."""
+    """Size of the KV cache in tokens, including those kept for reuse. Default: depends on the free memory."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: the cores there are, shared with a trainer that runs beside it."""
+    """CPU threads of torch. Default: all cores, shared with a trainer on the same machine."""
     count: Positive = 1
-    """How many of them to run; the gateway spreads the sessions over them."""
+    """Number of engine processes. The gateway distributes the sessions among them."""
     python: str | None = None
-    """Interpreter to run this role with. Default: the running one."""
+    """Interpreter of the engine's process. Default: the running one."""
 
 
 class ScriptedEngineConfig(Section):
-    """Plays given replies. For tests, and for trying the gateway without a model."""
+    """Returns fixed replies. Useful for tests and for trying the gateway without a model."""
 
     type: Literal["scripted"] = "scripted"
     replies: list[str] = ["Hello from the scripted engine."]
-    """Replies to play, in order for each conversation turn, over again when they run out."""
+    """The replies, one for each turn of a conversation; after the last one they start over."""
     function: str | None = None
-    """`package.module:function` called with (prompt text, seed) for each reply, instead of `replies`."""
+    """`package.module:function` that returns a reply for (prompt text, seed). Replaces `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
     count: Positive = 1
-    """How many of them to run; the gateway spreads the sessions over them."""
+    """Number of engine processes. The gateway distributes the sessions among them."""
     python: str | None = None
-    """Interpreter to run this role with. Default: the running one."""
+    """Interpreter of the engine's process. Default: the running one."""
 
 
 class UpstreamEngineConfig(Section):
-    """A model that someone else serves, for agents to be recorded. Nothing is trained on a call unless the
-    provider returns its token ids and logprobs."""
+    """A model served by a provider, so that agents can be recorded. A call is trainable only if the provider
+    returns its token ids and logprobs."""
 
     type: Literal["upstream"] = "upstream"
     base_url: str
-    """As its own clients are given it: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
+    """Base URL as the provider documents it: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
     dialect: Literal["chat", "responses", "messages", "completions"] = "chat"
-    """What it speaks. Requests in this dialect are passed on as they are, others are translated: to and from
-    `chat` and `messages`."""
+    """API format of the provider. Requests in this format are forwarded unchanged; others are translated to
+    and from `chat` and `messages`."""
     also: list[Literal["chat", "responses", "messages", "completions"]] = []
-    """Further dialects that it speaks at the same address."""
+    """Other API formats that the provider offers at the same URL."""
     api_key_env: str | None = None
-    """Environment variable with its key. Default: the key the agent sent, where that is not one of ours."""
+    """Environment variable with the API key. Default: the agent's key, unless Instar issued it."""
     model: str | None = None
-    """The model to ask it for. Default: the one that the agent asks for."""
+    """Model name sent to the provider. Default: the one that the agent requests."""
     token_ids: bool = False
-    """Ask for token ids and logprobs, as vLLM returns them: such calls are exact, and trainable."""
+    """Request token ids and logprobs, as vLLM returns them. Such calls are exact and trainable."""
     headers: dict[str, str] = {}
-    """Sent with every request."""
+    """HTTP headers sent with every request."""
     python: str | None = None
-    """Unused: it has no process of its own."""
+    """Unused, because an upstream has no process."""
 
 
 class CloudEngineConfig(Section):
-    """Samples at the service that trains: `backend` names it. What a run gets by default there."""
+    """Samples at the training service that `backend` names. The default engine of such a run."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64
-    """Most requests at the service at once; others wait."""
+    """Maximum number of concurrent requests to the service; others wait."""
     count: Positive = 1
-    """How many processes to run; the gateway spreads the sessions over them."""
+    """Number of processes. The gateway distributes the sessions among them."""
     python: str | None = None
-    """Interpreter to run this role with. Default: the backend's."""
+    """Interpreter of the engine's process. Default: the backend's."""
 
 
 class VllmEngineConfig(Section):
-    """Samples with vLLM: servers that Instar starts and watches over, or ones that run already. vLLM lives in
-    an environment of its own, whose interpreter is `python`."""
+    """Samples with vLLM servers that Instar starts and supervises, or that already run. vLLM needs a separate
+    environment, whose interpreter is `python`."""
 
     type: Literal["vllm"] = "vllm"
     policy: Literal["auto", "adapter", "merged"] = "auto"
-    """How a policy is served. `adapter`: each version is a LoRA adapter of its own beside the base weights,
-    and a request ends under the version it began with. `merged`: the adapter is merged into the weights that
-    are served, and requests in flight go on under them. `auto`: `merged` on a CPU, where adapters cost more
-    than half of the speed, and where all weights are trained; else `adapter`."""
+    """How a policy is served. `adapter`: each version is a separate LoRA adapter, and a request ends with the
+    version it began with. `merged`: the adapter is merged into the served weights, and requests in flight
+    continue with the new weights. `auto`: `merged` on a CPU, where adapters cost more than half of the speed,
+    and if all weights are trained; else `adapter`."""
     count: Positive = 1
-    """How many servers to start; the gateway spreads the sessions over them."""
+    """Number of servers to start. The gateway distributes the sessions among them."""
     servers: list[str] = []
-    """Addresses of servers that run already, without `/v1`. Then none is started, and `count` is theirs."""
+    """URLs of running servers, without `/v1`. If set, no server is started, and `count` is their number."""
     api_key_env: str | None = None
-    """Environment variable with the key of `servers`. A server that Instar starts gets a key of its own."""
+    """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
     max_batch: Positive = 256
-    """Most replies generated at once by one server."""
+    """Maximum number of replies generated at once by one server."""
     gpu_memory: Unit | None = None
-    """Share of the GPU's memory for one server. Default: 0.9, or 0.4 with the trainer on the same GPU."""
+    """Share of the GPU's memory for one server. Default: 0.9, or 0.4 if the trainer is on the same GPU."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
     lora_rank: Positive | None = None
-    """Largest rank of an adapter that a server is started for. Default: the backend's."""
+    """Maximum rank of an adapter. Default: the backend's rank."""
     tensor_parallel: Positive = 1
-    """GPUs that one server spreads the model over."""
+    """Number of GPUs that one server uses."""
     eager: bool | None = None
-    """Do without compiling: starts sooner, samples slower. Default: on a CPU only."""
+    """Skip compilation: faster start, slower sampling. Default: on a CPU only."""
     args: list[str] = []
-    """Further arguments of `vllm serve`."""
+    """Additional arguments of `vllm serve`."""
     env: dict[str, str] = {}
-    """Further environment variables of the servers."""
+    """Additional environment variables of the servers."""
     start_timeout: Seconds = 600.0
-    """How long a server may take to come up."""
+    """Seconds that a server may take to start."""
     python: str | None = None
-    """Interpreter that has vLLM. Default: the running one."""
+    """Interpreter of the environment with vLLM. Default: the running one."""
 
     @model_validator(mode="before")
     @classmethod
-    def _as_many_as_servers(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not given.get("servers"):
-            return cast(Any, given)
-        servers = len(cast(Any, given["servers"]))
-        if given.get("count", servers) not in (1, servers):
-            raise ValueError(f"count: given {given['count']}; there are {servers} `servers`")
-        return {**cast(Any, given), "count": servers}
+    def _count_servers(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not value.get("servers"):
+            return cast(Any, value)
+        servers = len(cast(Any, value["servers"]))
+        if value.get("count", servers) not in (1, servers):
+            raise ValueError(f"count: given {value['count']}; must be the number of `servers`, {servers}")
+        return {**cast(Any, value), "count": servers}
 
 
 class MixedEngineConfig(Section):
-    """Engines of several kinds that serve the same model as one."""
+    """Engines of several types that serve the same model."""
 
     type: Literal["mixed"] = "mixed"
     parts: Annotated[
@@ -141,13 +141,13 @@ class MixedEngineConfig(Section):
         ],
         Field(min_length=1),
     ]
-    """The kinds, each with its own `count`."""
+    """The engines, each with its own `count`."""
     python: str | None = None
-    """Unused: every part names its own."""
+    """Unused, because every part has its own."""
 
     @property
     def count(self) -> int:
-        """Processes of all parts."""
+        """Number of processes of all parts."""
         return sum(1 if isinstance(part, PluginConfig) else part.count for part in self.parts)
 
 

@@ -1,4 +1,4 @@
-"""The server that agents talk to."""
+"""The gateway and the models that it serves."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from instar.config.base import Positive, Seconds, Section
 
 
 class RedactConfig(Section):
-    """What is cut out of messages before they are stored. A call that held such a span is not trained on."""
+    """Redaction of messages before they are stored. A call with redacted text is not trained on."""
 
     secrets: bool = True
-    """Cut out what looks like an API key, a token or a private key."""
+    """Redact text that looks like an API key, a token or a private key."""
     patterns: list[str] = []
-    """Further regular expressions; what they match is cut out."""
+    """Regular expressions whose matches are redacted too."""
 
 
 class GatewayConfig(Section):
-    """The server that agents talk to."""
+    """The HTTP server that agents send their model calls to."""
 
     host: str = "127.0.0.1"
-    """The address to listen on."""
+    """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 picks a free port."""
+    """Port to listen on; 0 picks a free one."""
     request_timeout: Seconds = 600.0
-    """Deadline of one model call."""
+    """Seconds that one model call may take."""
     max_body: Positive = 16 * 1024 * 1024
-    """Largest request body, in bytes."""
+    """Maximum size of a request body, in bytes."""
     max_sessions_in_memory: Positive = 1024
-    """Message graphs kept at hand; older ones are read back from the store when needed."""
+    """Maximum number of sessions kept in memory; others are read from the store when needed."""
     max_in_flight: Positive = 1024
-    """Model calls at once; one more is answered with 429."""
+    """Maximum number of concurrent model calls; more are rejected with 429."""
     max_messages: Positive = 20_000
-    """Most messages of one request."""
+    """Maximum number of messages in one request."""
     max_tools: Positive = 2048
-    """Most tools of one request."""
+    """Maximum number of tools in one request."""
     max_header: Positive = 64 * 1024
-    """Largest request line and headers, in bytes."""
+    """Maximum size of the request line and headers, in bytes."""
     read_timeout: Seconds = 60.0
-    """Deadline for a request's headers and body to arrive, and for a client to take the end of a stream."""
+    """Seconds for a request's headers and body to arrive, and for a client to read the end of a stream."""
     idle_timeout: Seconds = 1800.0
-    """A live session without a call for so long is closed."""
+    """Seconds without a call after which a live session is closed."""
     redact: RedactConfig = RedactConfig()
 
 
 class ModelRoute(Section):
-    """What answers when an agent asks for a model by some name."""
+    """The engine or upstream that answers requests for a model name."""
 
     upstream: str | None = None
-    """One of `upstreams`. Default: the run's engine."""
+    """Name of one of `upstreams`. Default: the run's engine."""
     trainable: bool = True
-    """False: recorded, never trained on."""
+    """Whether the calls may be trained on; if false, they are only recorded."""

@@ -1,4 +1,4 @@
-"""A model that judges sessions."""
+"""Rewards from a model that judges sessions."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ Price = Annotated[float, Field(ge=0)]
 
 
 class BudgetConfig(Section):
-    """What a run may spend on judges, all of them together. A session beyond it is not judged, and its score
-    says why."""
+    """The budget of a run for all its judges. After it is spent, sessions are not judged, and their scores
+    say why."""
 
     dollars: Annotated[float, Field(gt=0)] | None = None
-    """Needs `input_price` and `output_price`."""
+    """Maximum cost in US dollars. Needs `input_price` and `output_price`."""
     calls: Positive | None = None
-    """Answers, of any kind: those that could not be read are paid for too."""
+    """Maximum number of answers, including those that could not be parsed, because they cost money too."""
 
 
 class SignalsConfig(Section):
-    """What each thing that may happen next is worth to the call before it; `null` gives no reward."""
+    """The reward of a call for each kind of event that follows it; `null` gives no reward."""
 
     accepted: float | None = 1.0
-    """The user goes on from the reply, or thanks for it."""
+    """The user continues from the reply or thanks for it."""
     corrected: float | None = 0.0
-    """The user says what is wrong with it, or undoes it."""
+    """The user says what is wrong with the reply, or undoes it."""
     repeated: float | None = 0.0
-    """The user asks for the same again."""
+    """The user asks for the same thing again."""
     tests_passed: float | None = 1.0
-    """Tests, a build or a check that ran on it passed."""
+    """Tests, a build or a check of the result passed."""
     tests_failed: float | None = 0.0
-    """They did not."""
+    """Tests, a build or a check of the result failed."""
     tool_failed: float | None = 0.0
-    """A tool call that the reply made was refused or failed."""
+    """A tool call in the reply was rejected or failed."""
 
 
 class JudgeRewardConfig(Section):
@@ -43,73 +43,77 @@ class JudgeRewardConfig(Section):
 
     type: Literal["judge"]
     rubric: Literal["outcome", "process", "pairwise", "followup"] = "outcome"
-    """`outcome`: one score of the whole session. `process`: one of every call. `pairwise`: the sessions of a
-    group against each other. `followup`: of every call, by what happened next in the session."""
+    """`outcome`: one score for the session. `process`: one for each call. `pairwise`: compares the sessions
+    of a group. `followup`: one for each call, from what happened next in the session."""
     criteria: str | None = None
-    """What to judge by, in your own words. Default: the rubric's."""
+    """Criteria to judge by, as free text. Default: those of the rubric."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
-    """Its rewards are known as `judge:NAME`. Default: the rubric."""
+    """Name of the judge; its rewards are named `judge:NAME`. Default: the rubric."""
     endpoint: str
-    """Base URL as its own clients are given it: `https://api.openai.com/v1`, `https://api.anthropic.com`.
-    `self` asks the run's own model, whose answers are not trained on."""
+    """Base URL of the judge's API: `https://api.openai.com/v1`, `https://api.anthropic.com`. `self` uses the
+    run's own model; its answers are not trained on."""
     dialect: Literal["chat", "messages"] = "chat"
-    """What the endpoint speaks: OpenAI's chat completions, or Anthropic's messages."""
+    """API format of the endpoint: OpenAI's chat completions or Anthropic's messages."""
     model: str | None = None
-    """The model to ask for. Default, and only, with `endpoint: self`: the run's own."""
+    """Name of the model that judges. Leave it out with `endpoint: self`."""
     api_key_env: str | None = None
-    """Environment variable with the endpoint's key."""
+    """Environment variable with the endpoint's API key."""
     headers: dict[str, str] = {}
-    """Sent with every request."""
+    """HTTP headers sent with every request."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """Default: the endpoint's own."""
+    """Sampling temperature. Default: the endpoint's own."""
     max_tokens: Positive = 1024
-    """Longest answer."""
+    """Maximum length of an answer, in tokens."""
     structured: Literal["auto", "schema", "text"] = "auto"
-    """How an answer in JSON is asked for. `schema`: by `response_format`, or as a tool call of Anthropic's.
-    `text`: in words alone. `auto`: by schema, in words where the endpoint refuses that."""
+    """How an answer in JSON is requested. `schema`: with `response_format`, or with a tool call at Anthropic.
+    `text`: in the prompt only. `auto`: with a schema, or in the prompt if the endpoint rejects that."""
     votes: Positive = 1
-    """Answers to each question; the reward is their mean."""
+    """Number of answers to each question; the reward is their mean."""
     scale: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest score that `outcome` and `process` ask for; rewards are brought to 0..1."""
+    """Lowest and highest score that `outcome` and `process` ask for; rewards are scaled to 0..1."""
     pairs: Positive = 16
-    """Most pairs of a group that `pairwise` compares, each in both orders; no fewer than connect them all."""
+    """Maximum number of pairs of a group that `pairwise` compares, each in both orders. At least as many as
+    connect all sessions are compared."""
     signals: SignalsConfig = SignalsConfig()
-    """Of `followup`."""
+    """The rewards that `followup` gives."""
     max_prompt_chars: Annotated[int, Field(ge=1000)] = 60_000
-    """Longest question, rubric aside. What is longer is cut in the middle, or asked about in parts."""
+    """Maximum length of a question without the rubric, in characters. Longer ones are shortened in the middle
+    or split."""
     timeout: Seconds = 30.0
-    """Deadline of one answer."""
+    """Seconds that one answer may take."""
     concurrency: Positive = 32
-    """Most questions under way at once."""
+    """Maximum number of concurrent questions."""
     input_price: Price = 0.0
-    """US dollars for a million tokens read."""
+    """US dollars per million input tokens."""
     output_price: Price = 0.0
-    """US dollars for a million tokens written."""
+    """US dollars per million output tokens."""
     budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.endpoint == "self":
             for field in ("model", "api_key_env"):
-                if (given := getattr(self, field)) is not None:
-                    raise ValueError(f"{field}: given {given!r}; `endpoint: self` has none")
+                if (value := getattr(self, field)) is not None:
+                    raise ValueError(f"{field}: given {value!r}; leave it out with `endpoint: self`")
             if self.dialect != "chat":
-                raise ValueError(f"dialect: given {self.dialect!r}; `endpoint: self` speaks chat")
+                raise ValueError(f"dialect: given {self.dialect!r}; must be chat with `endpoint: self`")
         elif self.model is None:
             raise ValueError("model: missing; name the model that judges")
         if self.votes > 1 and self.temperature == 0:
-            raise ValueError(f"temperature: given 0 with {self.votes} votes, which would all be the same")
+            raise ValueError(
+                f"temperature: given 0 with {self.votes} votes, which would all be equal; use more than 0"
+            )
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"scale: given {list(self.scale)}; the lowest score comes first")
+            raise ValueError(f"scale: given {list(self.scale)}; the lowest score must come first")
         if self.budget.dollars is not None and not (self.input_price or self.output_price):
-            raise ValueError("budget.dollars: given without input_price and output_price")
+            raise ValueError("budget.dollars: needs input_price or output_price")
         return self
 
     @model_validator(mode="after")
-    def _of_this_rubric(self) -> Self:
+    def _fits_rubric(self) -> Self:
         used = {"pairs": ("pairwise",), "signals": ("followup",), "scale": ("outcome", "process")}
         for field, rubrics in used.items():
-            given = getattr(self, field) != type(self).model_fields[field].default
-            if given and self.rubric not in rubrics:
-                raise ValueError(f"{field}: given, but the rubric {self.rubric!r} has no use for it")
+            is_set = getattr(self, field) != type(self).model_fields[field].default
+            if is_set and self.rubric not in rubrics:
+                raise ValueError(f"{field}: not used by the rubric {self.rubric!r}; leave it out")
         return self

@@ -1,4 +1,4 @@
-"""The model, and where a run keeps its rows."""
+"""The model and the store."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from instar.config.base import DType, Positive, Seconds, Section, type_shorthand
 
 
 class ModelConfig(Section):
-    """Which model is served and trained."""
+    """The model that is served and trained."""
 
     name: str = "smollm2-135m"
     """`smollm2-135m` (from the package registry), a Hugging Face id, or a folder (`./folder`)."""
     dtype: DType = "auto"
-    """Of the base weights. `auto` is bf16 where the processor computes it fast, else fp32."""
+    """Precision of the base weights. `auto`: bf16 if the processor is fast with it, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when there is one."""
+    """Device to run on. `auto`: a GPU if there is one."""
     max_context: Positive = 2048
-    """Longest prompt + reply, in tokens."""
+    """Maximum length of prompt and reply together, in tokens."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
-    """How tools reach the model: through its own chat template, or by the generic format of
-    docs/concepts.md. `auto` takes the template where it knows tools."""
+    """How tools are shown to the model: by its chat template, or in the generic format of docs/concepts.md.
+    `auto`: by the template if it supports tools."""
 
 
 class SqliteStoreConfig(Section):
-    """The embedded store: one file, one writer per process."""
+    """An embedded SQLite database: one file, one writer per process."""
 
     type: Literal["sqlite"] = "sqlite"
     path: Path | None = None
@@ -41,28 +41,28 @@ class PostgresStoreConfig(Section):
 
     type: Literal["postgres"] = "postgres"
     url: str = "postgresql:///instar"
-    """Its address, as libpq takes it, without a password: that is for `password_env` or a `.pgpass` file. A
-    connection pooler in between must keep sessions."""
+    """URL of the server for libpq, without a password; use `password_env` or a `.pgpass` file for that. A
+    connection pooler must run in session mode."""
     password_env: str = "INSTAR_POSTGRES_PASSWORD"
-    """Environment variable with the password, where the server asks for one; without it, `PGPASSWORD`."""
+    """Environment variable with the password, if the server needs one. Default if unset: `PGPASSWORD`."""
     db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
-    """The schema that holds the tables; made where there is none. Runs of one schema see each other."""
+    """Schema with the tables, created if missing. Runs in the same schema see each other."""
     pool: Positive = 4
-    """Connections for reading, per process."""
+    """Number of connections for reading, per process."""
     timeout: Seconds = 30.0
-    """Of one statement, and of connecting; also how long a lost connection is tried again."""
+    """Seconds that a statement or a connection attempt may take, and that reconnecting is tried."""
 
     @field_validator("url")
     @classmethod
     def _without_password(cls, url: str) -> str:
         if re.search(r"://[^/?#]*:[^/?#]*@|\b(?:ssl)?password\s*=", url, re.IGNORECASE):
             raise ValueError(
-                "it holds a password, and is kept with the run: leave it to password_env or ~/.pgpass"
+                "contains a password, but is saved with the run; use password_env or ~/.pgpass instead"
             )
         return url
 
     def password_env_name(self, environment: Mapping[str, str]) -> str | None:
-        """The one that holds the password, where one does. No agent is to have it."""
+        """Return the name of the variable that holds the password, if any. Agents must not inherit it."""
         return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
 

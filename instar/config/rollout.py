@@ -25,11 +25,11 @@ class JsonlTasksConfig(Section):
 
     type: Literal["jsonl"]
     path: Path
-    """The file."""
+    """Path of the file."""
     id_field: str | None = None
-    """The field that names a task. Default: the line number."""
+    """Field with the id of a task. Default: the line number."""
     limit: Positive | None = None
-    """Use only the first so many."""
+    """Maximum number of tasks; the first ones are used."""
 
 
 class PythonTasksConfig(Section):
@@ -39,7 +39,7 @@ class PythonTasksConfig(Section):
     function: str
     """`package.module:function`."""
     args: dict[str, Any] = {}
-    """Keyword arguments for it."""
+    """Keyword arguments of the function."""
 
 
 TasksConfig = Annotated[
@@ -63,62 +63,62 @@ class FunctionAgentConfig(Section):
     function: str
     """`package.module:function`."""
     args: dict[str, Any] = {}
-    """Keyword arguments for it."""
+    """Keyword arguments of the function."""
 
 
 class CommandAgentConfig(Section):
-    """Any program. It is given OPENAI_BASE_URL, OPENAI_API_KEY and the task as JSON in INSTAR_TASK."""
+    """Any program. It gets OPENAI_BASE_URL, OPENAI_API_KEY, and the task as JSON in INSTAR_TASK."""
 
     type: Literal["command"]
     command: list[str]
     """Program and arguments; `{field}` is replaced by that field of the task."""
     env: dict[str, str] = {}
-    """Further environment variables."""
+    """Additional environment variables."""
     cwd: Path | None = None
-    """Folder to run in. Default: the YAML file's own."""
+    """Working folder. Default: the folder of the YAML file."""
 
 
 AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig | PluginConfig, Field(discriminator="type")]
 
 
 class SamplingConfig(Section):
-    """Sampling forced on every call of a channel, whatever the agent asks for."""
+    """Sampling parameters of every call of a channel. They override those that the agent requests."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling."""
+    """Probability mass of nucleus sampling."""
 
 
 class RolloutConfig(Section):
     """Runs agents on tasks."""
 
     tasks: TasksConfig
-    """What to train on."""
+    """Tasks to train on."""
     agent: AgentConfig
-    """What solves them."""
+    """Agent that solves the tasks."""
     group_size: Positive = 8
-    """Sessions per task."""
+    """Number of sessions per task."""
     concurrency: Positive = 32
-    """Most sessions at once."""
+    """Maximum number of concurrent sessions."""
     timeout: Seconds = 300.0
-    """Deadline of one session."""
+    """Seconds that one session may take."""
     retries: NonNegative = 2
-    """Further attempts after a transient error, with exponential backoff and jitter."""
+    """Number of retries after a transient error, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
-    """When a session of a group failed: train on the others, run it again, or drop the group."""
+    """If a session of a group failed: train on the others, run it again, or drop the group."""
     refills: NonNegative = 2
-    """Most further sessions per slot under `refill`."""
+    """Maximum number of additional sessions per failed one under `refill`."""
     failed_reward: float | None = None
-    """Reward of a failed session; `null` keeps it out of its group's mean."""
+    """Reward of a failed session; `null` excludes it from the mean of its group."""
     shuffle: bool = True
-    """Walk through the tasks in an order drawn from the run's seed."""
+    """Shuffle the tasks with the run's seed."""
     sampling: SamplingConfig = SamplingConfig()
-    """Of the train channel."""
+    """Sampling parameters of the train channel."""
 
 
 class AgentRewardConfig(Section):
-    """The agent says how it did: by its return value, or on completing its session."""
+    """The agent reports its reward as its return value or when it completes its session."""
 
     type: Literal["agent"] = "agent"
 
@@ -128,14 +128,14 @@ class RuleRewardConfig(Section):
 
     type: Literal["rule"]
     function: str | None = None
-    """`package.module:function`. Default: the task set's own scorer, where it has one."""
+    """`package.module:function`. Default: the scorer of the task set, if it has one."""
     args: dict[str, Any] = {}
-    """Keyword arguments for it."""
+    """Keyword arguments of the function."""
     name: str | None = None
-    """What its rewards are known by. Default: `function`."""
+    """Name of its rewards. Default: `function`."""
     thread: bool = True
-    """Run a function that is not async in a thread, so that nobody waits for it and `scoring.deadline` holds.
-    `false`: in the main thread, where alone signals can be used, as some packages do for timeouts."""
+    """Run a function that is not async in a thread, so that it blocks nothing and `scoring.deadline` applies.
+    `false`: in the main thread, for packages that use signals for timeouts."""
 
 
 RewardConfig = Annotated[
@@ -145,21 +145,21 @@ RewardConfig = Annotated[
 
 
 class EvalMode(SamplingConfig):
-    """One way of evaluating."""
+    """One evaluation mode."""
 
     agent_args: dict[str, Any] = {}
-    """Keyword arguments of the agent's function in this mode, over its own."""
+    """Keyword arguments of the agent's function in this mode. They override its own."""
 
 
 class EvalConfig(Section):
-    """Held-out tasks, run on the `val` channel."""
+    """Evaluation on held-out tasks, on the `val` channel."""
 
     tasks: TasksConfig
-    """What to evaluate on."""
+    """Tasks to evaluate on."""
     modes: dict[str, EvalMode] = {"greedy": EvalMode(temperature=0.0), "sampled": EvalMode()}
-    """Ways of evaluating, by name."""
+    """Evaluation modes by name."""
     every: Positive | None = None
-    """Versions between two evaluations while training. Default: none."""
+    """Number of versions between two evaluations during training. Default: no evaluations during training."""
     at_start: bool = True
     """Evaluate before training."""
     at_end: bool = True

@@ -1,4 +1,4 @@
-"""Rules that score a final answer, and the sandbox that runs what a model wrote."""
+"""Rules that score a final answer, and the sandbox for code that a model wrote."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from instar.config.base import Positive, Seconds, Section
 
 
 class SandboxConfig(Section):
-    """Where code that a model wrote runs. A machine that has none refuses the run at start."""
+    """The sandbox for code that a model wrote. A machine that supports none rejects the run at the start."""
 
     kind: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """`auto`: bubblewrap where it works, else Landlock with seccomp."""
+    """Implementation. `auto`: bubblewrap if it works, else Landlock with seccomp."""
     seconds: Seconds = 10.0
-    """Deadline of one job."""
+    """Seconds that one job may take."""
     memory_mb: Positive = 1024
-    """Of all its processes together; also the address space of each."""
+    """Memory limit of all processes of a job together, and of the address space of each, in MB."""
     processes: Positive = 64
-    """Most processes and threads."""
+    """Maximum number of processes and threads."""
     output_kb: Positive = 1024
-    """Most output."""
+    """Maximum size of the output, in kB."""
     files_mb: Positive = 64
-    """Most that it may write to files."""
+    """Maximum size of written files, in MB."""
     network: bool = False
-    """Whether it may reach the network."""
+    """Allow access to the network."""
     read: list[Path] = []
-    """Files and folders that it may read, besides the system's programs and this Python."""
+    """Files and folders that a job may read, besides system programs and this Python."""
     concurrency: Positive | None = None
-    """Most jobs at once. Default: one per core."""
+    """Maximum number of concurrent jobs. Default: one per core."""
 
 
 class ExactRewardConfig(Section):
@@ -38,21 +38,22 @@ class ExactRewardConfig(Section):
 
     type: Literal["exact"]
     name: str = "exact"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     expected: str = "answer"
-    """The task's field with the right answer, or a list of them; `a.b` is field `b` of field `a`."""
+    """Field of the task with the expected answer, or a list of them; `a.b` is field `b` of field `a`."""
     expected_after: str | None = None
-    """Take only what stands after the last such marker in that field: `####` for GSM8K."""
+    """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
     after: str | None = None
-    """Take only what stands after the last such marker in the final text; without the marker it is wrong."""
+    """Use only the text after the last occurrence of this marker in the final text; an answer without the
+    marker is wrong."""
     part: Literal["whole", "last_line", "last_number", "last_block"] = "whole"
-    """Which part of the final text is the answer. `last_block`: the last fenced code block."""
+    """Part of the final text that is the answer. `last_block`: the last fenced code block."""
     strip: bool = True
-    """Ignore white space at both ends."""
+    """Ignore whitespace at both ends."""
     ignore_case: bool = False
     """Ignore the case of letters."""
     ignore_whitespace: bool = False
-    """Take any run of white space for one space."""
+    """Treat any run of whitespace as one space."""
 
 
 class NumericRewardConfig(Section):
@@ -61,17 +62,18 @@ class NumericRewardConfig(Section):
 
     type: Literal["numeric"]
     name: str = "numeric"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     expected: str = "answer"
-    """The task's field with the right number, or a list of them."""
+    """Field of the task with the expected number, or a list of them."""
     expected_after: str | None = None
-    """Take only what stands after the last such marker in that field: `####` for GSM8K."""
+    """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
     after: str | None = None
-    """Take only what stands after the last such marker in the final text; without the marker it is wrong."""
+    """Use only the text after the last occurrence of this marker in the final text; an answer without the
+    marker is wrong."""
     tolerance: float = 1e-6
-    """Largest difference."""
+    """Maximum absolute difference."""
     relative: float = 0.0
-    """Largest difference as a part of the expected number; the wider of the two counts."""
+    """Maximum difference relative to the expected number; the larger of the two tolerances applies."""
 
 
 class MathRewardConfig(Section):
@@ -80,102 +82,106 @@ class MathRewardConfig(Section):
 
     type: Literal["math"]
     name: str = "math"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     expected: str = "answer"
-    """The task's field with the right answer, or a list of them."""
+    """Field of the task with the expected answer, or a list of them."""
     expected_after: str | None = None
-    """Take only what stands after the last such marker in that field: `####` for GSM8K."""
+    """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
     after: str | None = None
-    """Take only what stands after the last such marker in the final text; without the marker it is wrong."""
+    """Use only the text after the last occurrence of this marker in the final text; an answer without the
+    marker is wrong."""
     seconds: Seconds = 5.0
-    """Deadline; an answer that takes longer to understand is wrong."""
+    """Seconds to parse an answer; one that takes longer is wrong."""
 
 
 class JsonSchemaRewardConfig(Section):
-    """1 if the answer is JSON that fits a schema, else 0."""
+    """1 if the answer is JSON that matches a schema, else 0."""
 
     type: Literal["json_schema"]
     name: str = "json_schema"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     against: dict[str, Any] | None = None
-    """The schema. Default: the task's own, in field `expected`."""
+    """The JSON schema. Default: the one in the task's field `expected`."""
     expected: str = "schema"
-    """The task's field with its schema."""
+    """Field of the task with its schema."""
     after: str | None = None
-    """Take only what stands after the last such marker in the final text; without the marker it is wrong."""
+    """Use only the text after the last occurrence of this marker in the final text; an answer without the
+    marker is wrong."""
     part: Literal["whole", "last_line", "last_block"] = "last_block"
-    """Which part of the final text is the answer. `last_block`: the last fenced code block, or the whole text
-    where there is none."""
+    """Part of the final text that is the answer. `last_block`: the last fenced code block, or the whole text
+    if there is none."""
     seconds: Seconds = 2.0
-    """Deadline; an answer that takes longer to check is wrong."""
+    """Seconds to check an answer; one that takes longer is wrong."""
 
 
 class RegexRewardConfig(Section):
-    """1 if the answer matches a regular expression (Python's), else 0."""
+    """1 if the answer matches a Python regular expression, else 0."""
 
     type: Literal["regex"]
     name: str = "regex"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     pattern: str | None = None
-    """The expression. Default: the task's own, in field `expected`."""
+    """The regular expression. Default: the one in the task's field `expected`."""
     expected: str = "pattern"
-    """The task's field with its expression."""
+    """Field of the task with its regular expression."""
     how: Literal["search", "fullmatch"] = "search"
-    """Anywhere in the answer, or all of it."""
+    """Match anywhere in the answer, or the whole answer."""
     ignore_case: bool = False
     """Ignore the case of letters."""
     after: str | None = None
-    """Take only what stands after the last such marker in the final text; without the marker it is wrong."""
+    """Use only the text after the last occurrence of this marker in the final text; an answer without the
+    marker is wrong."""
     part: Literal["whole", "last_line", "last_block"] = "whole"
-    """Which part of the final text is the answer."""
+    """Part of the final text that is the answer."""
     seconds: Seconds = 1.0
-    """Deadline; an answer that takes longer to match is wrong."""
+    """Seconds to match an answer; one that takes longer is wrong."""
 
 
 class CommandRewardConfig(Section):
-    """1 if a command that is given the answer ends with exit code 0, else 0. It runs in the sandbox."""
+    """1 if a command that checks the answer exits with code 0, else 0. It runs in the sandbox."""
 
     type: Literal["command"]
     name: str = "command"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     command: Annotated[list[str], Field(min_length=1)]
-    """Program and arguments. INSTAR_ANSWER names the file with the answer, INSTAR_TASK the task's as JSON."""
+    """Program and arguments. INSTAR_ANSWER is the path of a file with the answer, INSTAR_TASK of one with the
+    task as JSON."""
     files: list[Path] = []
-    """Text files, a script for one, that are put into the folder the command runs in."""
+    """Text files, such as scripts, that are copied to the command's working folder."""
     file: str = "answer.txt"
-    """Name of the file with the answer, in the folder the command runs in."""
+    """Name of the file with the answer in the command's working folder."""
     part: Literal["whole", "last_line", "last_block"] = "whole"
-    """Which part of the final text is the answer. `last_block`: the last fenced code block."""
+    """Part of the final text that is the answer. `last_block`: the last fenced code block."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
 class TestsRewardConfig(Section):
-    """Unit tests of the code in the answer. They run in the sandbox."""
+    """Runs unit tests of the code in the answer, in the sandbox."""
 
     type: Literal["tests"]
     name: str = "tests"
-    """What its rewards are known by."""
+    """Name of its rewards."""
     tests: str = "tests"
-    """The task's field with its tests: a text, or a list of texts that are one test each."""
+    """Field of the task with its tests: a text, or a list with one test each."""
     part: Literal["whole", "last_block"] = "last_block"
-    """Where the code is in the final text: in the last fenced code block, or all of it."""
+    """Part of the final text that is the code: the last fenced code block, or all of it."""
     runner: Literal["python", "pytest"] | list[str] = "python"
-    """`python`: the tests see the names of the answer; each text is a test, or each function `test_*` that it
-    defines. `pytest`: the tests are a file beside `answer.py` and import it. A list is a command of your own,
-    run beside `answer.py` and `test_answer.py`, and its exit code 0 means that all have passed."""
+    """`python`: the tests run in the namespace of the answer; each text is a test, or each function `test_*`
+    that it defines. `pytest`: the tests are a file next to `answer.py` and import it. A list is a custom
+    command, run in the folder of `answer.py` and `test_answer.py`; exit code 0 means that all passed."""
     reward: Literal["share", "all"] = "all"
-    """The share of the tests that passed, or 1 if all did and else 0."""
+    """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
     file: str = "answer.py"
     """Name of the file with the answer's code."""
     tests_file: str = "test_answer.py"
-    """Name of the file with the tests, for `pytest` and for a command."""
+    """Name of the file with the tests, for `pytest` and custom commands."""
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
-    def _a_command_counts_no_tests(self) -> TestsRewardConfig:
+    def _share_needs_test_count(self) -> TestsRewardConfig:
         if self.reward == "share" and isinstance(self.runner, list):
             raise ValueError(
-                "reward: share needs the runner python or pytest; a command has an exit code alone"
+                "reward: share needs the runner python or pytest; a command has only an exit code"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""A run: the whole YAML file."""
+"""The config of a run: the whole YAML file."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ def _listed(value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """A run."""
+    """The config of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    """Names the run, its folder and its policy."""
+    """Name of the run, its folder and its policy."""
     seed: int = 0
-    """Seeds the order of tasks, the sampling and the adapter."""
+    """Seed of the order of tasks, the sampling and the adapter."""
     dir: Path | None = None
     """Folder of the run. Default: `runs/<name>` in the working folder."""
     agent_id: str = "default"
-    """Which agent the recorded sessions belong to."""
+    """Agent that the recorded sessions belong to."""
     model: ModelConfig = ModelConfig()
     store: StoreConfig = SqliteStoreConfig()
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
     upstreams: dict[str, UpstreamEngineConfig] = {}
-    """Providers beside the engine, by a name of your choice."""
+    """Providers besides the engine, by a name of your choice."""
     models: dict[str, ModelRoute] = {}
-    """The names that agents ask for (`*` stands for anything) and what answers them; the first that fits
-    counts. Default: the run's engine answers every name."""
+    """Routes by the model name that agents request (`*` matches anything); the first match is used. Default:
+    the run's engine answers all requests."""
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. `instar train` needs it, unless all its data was exported before;
-    `instar serve` does not."""
+    """Agents to run on tasks. Needed by `instar train`, unless all its data is exported data; not needed by
+    `instar serve`."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
-    """What to train on: what agents do in this run, exported data, or both."""
+    """Data to train on: live sessions of this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]
-    """What scores a session: one, or a list of several."""
+    """One reward, or a list of rewards."""
     scoring: ScoringConfig = ScoringConfig()
     eval: EvalConfig | None = None
     simulate: SimulateConfig | None = None
-    """For `instar simulate` alone."""
+    """Used by `instar simulate` only."""
 
     @property
     def run_dir(self) -> Path:
@@ -66,16 +66,16 @@ class RunConfig(Section):
 
     @property
     def store_path(self) -> Path:
-        """Of the SQLite store."""
+        """Path of the SQLite store."""
         assert isinstance(self.store, SqliteStoreConfig)
         return self.store.path or self.run_dir / "store.db"
 
     @model_validator(mode="after")
     def _staleness_fits_mode(self) -> Self:
         if self.trainer.mode == "sync" and self.trainer.max_staleness:
-            given = self.trainer.max_staleness
             raise ValueError(
-                f"trainer.max_staleness: given {given}; it is 0, or left out, when trainer.mode is sync"
+                f"trainer.max_staleness: given {self.trainer.max_staleness}; must be 0 or left out if "
+                "trainer.mode is sync"
             )
         return self
 
@@ -88,7 +88,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _data_is_whole(self) -> Self:
+    def _data_fits_together(self) -> Self:
         check_data_sources(self.data)
         return self
 
@@ -100,38 +100,39 @@ class RunConfig(Section):
         if counts and compares and self.rollout is not None and self.rollout.group_size == 1:
             raise ValueError(
                 f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
-                "sessions of a group, so it learns nothing from one. Use 2 or more, 'running' or 'reward'"
+                "sessions of a group, so it needs at least 2. Use 2 or more, or the estimator 'running' or "
+                "'reward'"
             )
         return self
 
     @model_validator(mode="after")
-    def _something_teaches(self) -> Self:
+    def _has_training_signal(self) -> Self:
         if self.trainer.advantage.weight == 0 and self.trainer.reference.weight == 0:
             raise ValueError(
-                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too, so there is "
-                "nothing to learn; one of them must be above 0"
+                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too; one of them must "
+                "be above 0, or there is no training signal"
             )
         return self
 
     @model_validator(mode="after")
-    def _scores_come_in_time(self) -> Self:
+    def _timeouts_fit_deadline(self) -> Self:
         deadline = self.scoring.deadline
-        for place, section in enumerate(self.reward):
-            allowed = {
+        for index, section in enumerate(self.reward):
+            timeouts = {
                 "timeout": getattr(section, "timeout", None),
                 "sandbox.seconds": getattr(getattr(section, "sandbox", None), "seconds", None),
             }
-            for name, seconds in allowed.items():
+            for name, seconds in timeouts.items():
                 if seconds is not None and seconds > deadline:
                     raise ValueError(
-                        f"reward.{place}.{name}: given {seconds:g}; an attempt at a score ends after "
-                        f"scoring.deadline, {deadline:g} seconds"
+                        f"reward.{index}.{name}: given {seconds:g}; must not exceed scoring.deadline, "
+                        f"{deadline:g} seconds"
                     )
         return self
 
     @property
     def trains_live(self) -> bool:
-        """Whether agents are run to be trained on."""
+        """True if the run trains on sessions of its own agents."""
         return self.rollout is not None and any(each.is_live for each in self.data)
 
     @property
@@ -139,7 +140,7 @@ class RunConfig(Section):
         return self.trains_live or any(not each.is_live for each in self.data)
 
     def groups_per_source(self, steps: int) -> list[int]:
-        """How many groups each of `data` has in the first so many steps, all being there."""
+        """Return how many groups of each source in `data` the first ``steps`` steps use."""
         return count_groups([each.share for each in self.data], steps * self.trainer.groups_per_step)
 
     def count_live_groups(self, steps: int) -> int:
@@ -148,7 +149,7 @@ class RunConfig(Section):
 
     @property
     def max_staleness(self) -> int:
-        """Versions that a trained token may be behind, the default filled in."""
+        """The maximum staleness, with the default filled in."""
         if self.trainer.mode == "sync":
             return 0
         return 1 if self.trainer.max_staleness is None else self.trainer.max_staleness

@@ -1,4 +1,4 @@
-"""How finished sessions are scored, and what several rewards come to."""
+"""Scoring of finished sessions, and the combination of several rewards."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from instar.config.base import NonNegative, Positive, Seconds, Section
 
 
 class CombineConfig(Section):
-    """What the rewards of a session, or of a call, come to. A reward is named by its scorer (`math`,
-    `judge:outcome`), or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
+    """Combines the rewards of a session or a call into one. A reward is named by its scorer (`math`,
+    `judge:outcome`) or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
 
     how: Literal["prefer", "sum"] = "prefer"
-    """`prefer`: the latest reward of the first in `prefer` that gave one. `sum`: all of them, weighted."""
+    """`prefer`: the latest reward of the first name in `prefer` that has one. `sum`: the weighted sum."""
     prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
-    """Whom to believe, first to last."""
+    """Names in order of precedence."""
     weights: dict[str, float] = {}
-    """Under `sum`, what each counts for; one that is not named counts for nothing."""
+    """Weights under `sum`, by name; a reward without a weight is ignored."""
     veto: dict[str, float] = {}
-    """Names, each with the least that it must have given: below it, `veto_value` is the reward."""
+    """Minimum rewards by name; if one is below its minimum, the combined reward is `veto_value`."""
     veto_value: float = 0.0
-    """What a vetoed session is worth."""
+    """Reward of a vetoed session."""
 
     @model_validator(mode="after")
     def _something_counts(self) -> Self:
         if self.how == "sum" and not self.weights:
-            raise ValueError("weights: missing; under `sum`, a scorer that is not named counts for nothing")
+            raise ValueError("weights: missing; `how: sum` ignores rewards without a weight")
         return self
 
 
 class ScoringConfig(Section):
-    """Scores sessions when they have ended, in the background."""
+    """Scores ended sessions in the background."""
 
     concurrency: Positive = 16
-    """Most scores at once, of each scorer."""
+    """Maximum number of concurrent scores per scorer."""
     deadline: Seconds = 60.0
-    """Seconds of one attempt at a score."""
+    """Seconds that one attempt to score may take."""
     retries: NonNegative = 3
-    """Further attempts after a failure, with exponential backoff and jitter."""
+    """Number of retries after a failure, with exponential backoff and jitter."""
     fallback: float | None = None
-    """The reward, of source `fallback`, of a session whose scorer gave up. `null` leaves the session out of
-    training."""
+    """Reward, with source `fallback`, of a session whose scorer failed on every attempt. `null` excludes the
+    session from training."""
     combine: CombineConfig = CombineConfig()

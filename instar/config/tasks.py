@@ -1,4 +1,4 @@
-"""Task sets that are known by name: their data comes from a public file format or from a package."""
+"""Built-in task sets, from public file formats or packages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from instar.config.base import NonNegative, Positive, Section
 
 
 class SyntheticConfig(Section):
-    """Word problems made in GSM8K's format, for where its files are not at hand."""
+    """Generated word problems in GSM8K's format, if its files are not available."""
 
     split: Literal["train", "heldout"] = "train"
-    """A problem is in one of the two, whatever the seed and the size."""
+    """Which split to generate. A problem is always in the same split, whatever the seed and the size."""
     size: Positive = 1000
-    """How many to make."""
+    """Number of problems."""
     seed: int = 0
     """Seed of the generator."""
 
 
 class Gsm8kTasksConfig(Section):
     """Problems in GSM8K's public format: a line is `{"question": ..., "answer": "... #### 72"}`. Scored by
-    the number that an answer ends in (`reward: {type: rule}`)."""
+    the number at the end of an answer (`reward: {type: rule}`)."""
 
     type: Literal["gsm8k"]
     path: Path | None = None
-    """The file, `.jsonl` or `.jsonl.gz`."""
+    """Path of the file, `.jsonl` or `.jsonl.gz`."""
     synthetic: SyntheticConfig | None = None
-    """Problems to make instead."""
+    """Generate problems instead of reading a file."""
     limit: Positive | None = None
-    """Use only the first so many."""
+    """Maximum number of tasks; the first ones are used."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.path is None) == (self.synthetic is None):
-            given = "neither" if self.path is None else "both"
-            raise ValueError(f"path: given {given} of path and synthetic; one of them says where from")
+            count = "neither" if self.path is None else "both"
+            raise ValueError(f"path: given {count} of path and synthetic; set exactly one of them")
         return self
 
 
@@ -45,11 +45,11 @@ class ReasoningGymPart(Section):
     """One of reasoning-gym's datasets."""
 
     dataset: str
-    """Its name, `basic_arithmetic` for one."""
+    """Name of the dataset, for example `basic_arithmetic`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Its share of the tasks, against the other parts' weights."""
+    """Share of the tasks relative to the weights of the other parts."""
     args: dict[str, Any] = {}
-    """Further settings of the dataset."""
+    """Additional settings of the dataset."""
 
 
 class ReasoningGymTasksConfig(Section):
@@ -57,46 +57,46 @@ class ReasoningGymTasksConfig(Section):
 
     type: Literal["reasoning_gym"]
     dataset: str | None = None
-    """Name of the dataset, `basic_arithmetic` for one."""
+    """Name of the dataset, for example `basic_arithmetic`."""
     args: dict[str, Any] = {}
-    """Further settings of the dataset."""
+    """Additional settings of the dataset."""
     parts: list[ReasoningGymPart] = []
     """Several datasets instead of one, mixed by their weights."""
     size: Positive = 500
-    """How many to generate."""
+    """Number of tasks."""
     seed: int = 0
     """Seed of the generator."""
     sandbox: bool = True
-    """Refuse a machine where its verifiers, some of which evaluate what a model wrote, cannot be shut in."""
+    """Require a sandbox for the verifiers, because some of them evaluate code that a model wrote."""
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Self:
         if (self.dataset is None) == (not self.parts):
-            given = "neither" if self.dataset is None else "both"
-            raise ValueError(f"dataset: given {given} of dataset and parts; one of them is needed")
+            count = "neither" if self.dataset is None else "both"
+            raise ValueError(f"dataset: given {count} of dataset and parts; set exactly one of them")
         if self.args and self.parts:
-            raise ValueError("args: given beside parts; each part has its own")
+            raise ValueError("args: cannot be combined with parts; set args in each part")
         return self
 
 
 class TextArenaTasksConfig(Section):
-    """Games of TextArena, each task a game with a seed of its own. The agent `instar.agents.textarena:play`
+    """Games of TextArena; each task is a game with its own seed. The agent `instar.agents.textarena:play`
     plays them and returns the game's own reward."""
 
     type: Literal["textarena"]
     games: Annotated[list[str], Field(min_length=1)]
-    """Names of environments, `GuessTheNumber-v0` for one; played in turn."""
+    """Names of environments, for example `GuessTheNumber-v0`; the tasks alternate between them."""
     size: Positive = 100
-    """How many tasks."""
+    """Number of tasks."""
     seed: NonNegative = 0
-    """The first game's seed; the next one's is one more."""
+    """Seed of the first game; it increases by one with each game."""
     args: dict[str, Any] = {}
-    """Further settings of the games."""
+    """Additional settings of the games."""
 
 
 class VerifiersTasksConfig(Section):
     """The dataset of a `verifiers` environment. The agent `instar.agents.verifiers:run` runs the environment
-    and returns what its rubric says."""
+    and returns the score of its rubric."""
 
     type: Literal["verifiers"]
     environment: str
@@ -104,9 +104,9 @@ class VerifiersTasksConfig(Section):
     args: dict[str, Any] = {}
     """Settings of the environment."""
     split: Literal["train", "eval"] = "train"
-    """Which of its two datasets."""
+    """Dataset of the environment to use."""
     limit: Positive | None = None
-    """Use only the first so many."""
+    """Maximum number of tasks; the first ones are used."""
 
 
 class HumanEvalTasksConfig(Section):
@@ -115,9 +115,9 @@ class HumanEvalTasksConfig(Section):
 
     type: Literal["humaneval"]
     start: NonNegative = 0
-    """The first problem."""
+    """Index of the first problem."""
     limit: Positive | None = None
-    """Use only so many."""
+    """Maximum number of problems."""
 
 
 class BfclTasksConfig(Section):
@@ -128,8 +128,8 @@ class BfclTasksConfig(Section):
     category: Literal[
         "simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple"
     ] = "simple_python"
-    """Which of its sets."""
+    """Category of the leaderboard."""
     start: NonNegative = 0
-    """The first problem."""
+    """Index of the first problem."""
     limit: Positive | None = None
-    """Use only so many."""
+    """Maximum number of problems."""

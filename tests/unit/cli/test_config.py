@@ -95,7 +95,7 @@ MISTAKES = {
     "groups of one": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x}}, group_size: 1}}",
         "rollout.group_size: given 1; trainer.advantage.estimator 'grpo' compares the sessions of a group, "
-        "so it learns nothing from one. Use 2 or more, 'running' or 'reward'",
+        "so it needs at least 2. Use 2 or more, or the estimator 'running' or 'reward'",
     ),
     "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
     "too large": (
@@ -113,7 +113,7 @@ MISTAKES = {
     ),
     "settings that exclude each other": (
         "trainer: {mode: sync, max_staleness: 2}",
-        "trainer.max_staleness: given 2; it is 0, or left out, when trainer.mode is sync",
+        "trainer.max_staleness: given 2; must be 0 or left out if trainer.mode is sync",
     ),
     "a reward alone": (
         "reward: {type: rule, functon: x}",

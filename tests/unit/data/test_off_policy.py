@@ -131,7 +131,7 @@ def test_a_logprob_that_the_backend_does_not_tell_is_an_error() -> None:
     [
         (
             {"truncate": 3},
-            "trainer.off_policy: truncate: given 3, and proximal is 'behavior', which weighs nothing; "
+            "trainer.off_policy: truncate: given 3, but proximal is 'behavior', which has no weights; "
             "leave truncate out, or set proximal to 'recompute'",
         ),
         ({"drop_above": 3, "proximal": "behavior"}, "drop_above: given 3, and proximal is 'behavior'"),

@@ -317,11 +317,11 @@ async def test_a_long_transcript_is_cut_in_the_middle_with_a_mark(path: Path, se
     [
         ({"endpoint": "https://x/v1"}, "model: missing"),
         ({"endpoint": "self", "model": "m"}, "endpoint: self"),
-        ({"votes": 3, "temperature": 0}, "all be the same"),
-        ({"scale": [5, 1]}, "lowest score comes first"),
+        ({"votes": 3, "temperature": 0}, "all be equal"),
+        ({"scale": [5, 1]}, "lowest score must come first"),
         ({"budget": {"dollars": 1}}, "input_price"),
-        ({"pairs": 3}, "no use for it"),
-        ({"rubric": "pairwise", "scale": [1, 5]}, "no use for it"),
+        ({"pairs": 3}, "not used by the rubric"),
+        ({"rubric": "pairwise", "scale": [1, 5]}, "not used by the rubric"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(settings: Any, said: str) -> None:

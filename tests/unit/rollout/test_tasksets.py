@@ -158,7 +158,7 @@ def test_a_mix_holds_for_every_beginning() -> None:
 def test_one_gym_set_or_several() -> None:
     with pytest.raises(ValidationError, match="neither of dataset and parts"):
         load(type="reasoning_gym")
-    with pytest.raises(ValidationError, match="args: given beside parts"):
+    with pytest.raises(ValidationError, match="args: cannot be combined with parts"):
         load(type="reasoning_gym", parts=[{"dataset": "chain_sum"}], args={"max_terms": 2})
 
 
