@@ -134,8 +134,11 @@ def test_a_logprob_that_the_backend_does_not_tell_is_an_error() -> None:
             "trainer.off_policy: truncate: given 3, but proximal is 'behavior', which has no weights; "
             "leave truncate out, or set proximal to 'recompute'",
         ),
-        ({"drop_above": 3, "proximal": "behavior"}, "drop_above: given 3, and proximal is 'behavior'"),
-        ({"proximal": "recompute", "truncate": 4, "drop_above": 3}, "truncate must be below drop_above"),
+        ({"drop_above": 3, "proximal": "behavior"}, "drop_above: given 3, but proximal is 'behavior'"),
+        (
+            {"proximal": "recompute", "truncate": 4, "drop_above": 3},
+            "truncate: given 4; must be below drop_above, 3",
+        ),
         ({"proximal": "recompute", "drop_above": 1}, "trainer.off_policy.drop_above: given 1; it must be"),
         ({"proximal": "recompute", "truncate": 0}, "trainer.off_policy.truncate: given 0; it must be"),
     ],
@@ -151,11 +154,11 @@ def test_what_would_do_nothing_is_refused(section: dict[str, Any], said: str) ->
     [
         (
             {"loss": {"name": "cross_entropy"}, "off_policy": {"proximal": "recompute"}},
-            "trainer: off_policy.proximal: given 'recompute'; cross_entropy imitates",
+            "trainer: off_policy.proximal: given 'recompute', but cross_entropy has no importance ratio",
         ),
         (
             {"loss_fallback": "dro", "advantage": {"normalize": "session_tokens"}},
-            "trainer: advantage.normalize: given 'session_tokens'; dro's distance",
+            "trainer: advantage.normalize: given 'session_tokens', but dro needs one weight",
         ),
     ],
 )
