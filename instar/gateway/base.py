@@ -1,13 +1,11 @@
-"""The gateway's control API, as it goes over the wire, and the error that every route answers with.
+"""The wire types of the gateway's control API, and the error that every route responds with.
 
-    POST /sessions                  OpenSession      → OpenedSession     admin key
-    POST /sessions/{id}/complete    CompleteSession  → EndedSession      admin key, or the session's own
-    POST /sessions/{id}/fail        FailSession      → EndedSession      admin key, or the session's own
-    GET  /sessions/{id}                              → SessionView       admin key, or the session's own
-    POST /feedback                  GiveFeedback     → FeedbackView      admin key, or the session's own
-    GET  /feedback?session={id}                      → FeedbackList      admin key
-
-Keys go in ``Authorization: Bearer``. Ending a session that has ended changes nothing and says so.
+POST /sessions                  OpenSession      → OpenedSession
+POST /sessions/{id}/complete    CompleteSession  → EndedSession
+POST /sessions/{id}/fail        FailSession      → EndedSession
+GET  /sessions/{id}                              → SessionView
+POST /feedback                  FeedbackBody     → FeedbackView
+GET  /feedback?session={id}                      → FeedbackList
 """
 
 from __future__ import annotations
@@ -20,34 +18,33 @@ from instar.types import Channel, Json, Reward, RewardSource, ScoreState, Sessio
 
 SESSION_HEADER = "x-instar-session"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
-"""Settings that a session may force on its calls."""
-
+"""The settings that a session may force on its calls."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""What a store's whole numbers hold."""
+"""The range of the store's integers."""
 
 
 class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     channel: Channel = Channel.LIVE
     task_id: str | None = None
     task: Json | None = None
-    """The task itself; kept in the session's metadata under ``task``."""
+    """The task itself, stored in the session's metadata under ``task``."""
     group_id: str | None = None
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """Makes the calls' own seeds, where the agent gives none."""
+    """The seed from which those of the calls are derived if the agent sends none."""
     sampling: Json = msgspec.field(default_factory=dict)
-    """Settings forced on every call: ``temperature``, ``top_p``, ``top_k``, ``max_tokens``."""
+    """The settings forced on every call, by the names in `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
 
 
 class OpenedSession(msgspec.Struct):
     session_id: str
     base_url: str
-    """What an OpenAI client takes as ``base_url``."""
+    """The ``base_url`` for an OpenAI client."""
     api_key: str
-    """Shown this once; only its hash is kept."""
+    """The session's key, which is not readable later."""
 
 
 class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,17 +59,8 @@ class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def to_reward_body(reward: Reward) -> RewardBody:
-    """A reward as it is sent, without its session and its time."""
-    return RewardBody(
-        reward.value,
-        reward.source,
-        reward.scorer,
-        reward.call_id,
-        reward.detail,
-        reward.scorer_version,
-        reward.cost,
-        reward.reward_id,
-    )
+    """Return a reward without its session and time."""
+    return msgspec.convert(reward, RewardBody, from_attributes=True)
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -84,12 +72,12 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     reward: float | None = None
-    """What the agent gives itself."""
+    """The reward that the agent gives itself."""
     metadata: Json = msgspec.field(default_factory=dict)
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
-    """From other sources; admin key only."""
+    """Rewards of other sources; only with the admin key."""
     scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
-    """Which scorers are done with it; admin key only."""
+    """The scorers that are done with the session; only with the admin key."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -103,7 +91,7 @@ class EndedSession(msgspec.Struct):
     session_id: str
     status: SessionStatus
     changed: bool
-    """False: it had ended before, and stays as it was."""
+    """False if the session had ended before and stays as it was."""
 
 
 class CallView(msgspec.Struct):
@@ -134,12 +122,12 @@ class SessionView(msgspec.Struct):
     metadata: Json
     created_at: float
     ended_at: float | None
-    calls: list[CallView]
-    rewards: list[RewardBody]
+    calls: list[CallView] = msgspec.field(default_factory=list[CallView])
+    rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
 
 
 class ApiError(Exception):
-    """An answer that is not a success. ``param`` is the path of the fault in the request."""
+    """An error response. ``param`` is the path of the invalid value in the request."""
 
     def __init__(
         self,
@@ -163,20 +151,19 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def from_validation(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:
-    """msgspec says where: «Expected `str`, got `int` - at `$.messages[0].role`»."""
+    """Convert an error of msgspec such as «Expected `str`, got `int` - at `$.messages[0].role`»."""
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    _, unknown, field = message.partition("unknown field `")
-    if unknown:
-        name = field.rstrip("`")
-        path = f"{path}.{name}" if path else name
-        return bad_request(f"Unknown parameter: '{path}'.", path, "unknown_parameter")
-    _, missing, field = message.partition("missing required field `")
-    if missing:
-        name = field.rstrip("`")
-        path = f"{path}.{name}" if path else name
-        return bad_request(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+    for problem, label, code in (
+        ("unknown field `", "Unknown parameter", "unknown_parameter"),
+        ("missing required field `", "Missing required parameter", "missing_required_parameter"),
+    ):
+        _, is_match, field = message.partition(problem)
+        if is_match:
+            name = field.rstrip("`")
+            path = f"{path}.{name}" if path else name
+            return bad_request(f"{label}: '{path}'.", path, code)
     if not isinstance(error, msgspec.ValidationError):
         return bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
-    where = f" at '{path}'" if path else ""
-    return bad_request(f"Invalid request{where}: {message}", path or None, "invalid_type")
+    position = f" at '{path}'" if path else ""
+    return bad_request(f"Invalid request{position}: {message}", path or None, "invalid_type")

@@ -69,9 +69,9 @@ class FeedbackView(msgspec.Struct):
     correction: str | None
     author: str
     created_at: float
-    reward: float | None
+    reward: float | None = None
     """The reward of the session or call that follows from it."""
-    lesson: bool
+    lesson: bool = False
     """True if the correction can be trained on."""
     reason: str | None = None
     """The reason why it cannot."""
@@ -82,20 +82,13 @@ class FeedbackList(msgspec.Struct):
 
 
 def _feedback_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
-    return FeedbackView(
-        feedback_id=feedback.feedback_id,
-        session_id=feedback.session_id,
-        call_id=feedback.call_id,
-        thumbs=feedback.thumbs,
-        score=feedback.score,
-        text=feedback.text,
-        correction=feedback.correction,
-        author=feedback.author,
-        created_at=feedback.created_at,
-        reward=reward_value(feedback),
-        lesson=feedback.correction_ids is not None,
-        reason=reason,
+    view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
+    view.reward, view.lesson, view.reason = (
+        reward_value(feedback),
+        feedback.correction_ids is not None,
+        reason,
     )
+    return view
 
 
 def reward_value(feedback: Feedback) -> float | None:

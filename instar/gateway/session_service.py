@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from instar.errors import ConflictError
 from instar.gateway.auth import Caller, hash_key, new_key
@@ -29,7 +30,6 @@ from instar.gateway.session_states import SessionState, SessionStates
 from instar.types import (
     Call,
     Channel,
-    Json,
     Reward,
     RewardSource,
     Score,
@@ -61,21 +61,17 @@ class SessionService:
             raise ApiError(403, message, param="channel")
         _check_sampling(body.sampling)
         key = new_key()
-        metadata = body.metadata if body.task is None else {**body.metadata, "task": body.task}
+        fields = msgspec.structs.asdict(body)
+        if (task := fields.pop("task")) is not None:
+            fields["metadata"] = {**body.metadata, "task": task}
+        fields["metadata"] = self._redactor.redact_value(fields["metadata"])
         session = Session(
             session_id=new_id("sess"),
             run_id=self._identity.run_id,
             agent_id=caller.agent_id or self._identity.agent_id,
             policy_id=self._identity.policy_id,
-            channel=body.channel,
-            group_id=body.group_id,
-            slot=body.slot,
-            attempt=body.attempt,
-            task_id=body.task_id,
-            seed=body.seed,
-            sampling=body.sampling,
-            metadata=self._redactor.redact_value(metadata),
             created_at=time.time(),
+            **fields,
         )
         try:
             await self._store.open_session(session, hash_key(key))
@@ -106,7 +102,7 @@ class SessionService:
             session_id,
             status,
             reason,
-            [_to_reward(session_id, reward, redactor.redact_value(reward.detail)) for reward in rewards],
+            [self._to_reward(session_id, reward) for reward in rewards],
             redactor.redact_value(body.metadata),
             [self._to_score(session_id, score) for score in scores],
         )
@@ -138,9 +134,15 @@ class SessionService:
         caller.check_access((await self._states.get(session_id)).session)
         session = await self._store.session(session_id)
         assert session is not None, "sessions are never deleted"
-        return _session_view(
-            session, await self._store.calls(session_id), await self._store.rewards(session_id)
-        )
+        view = msgspec.convert(session, SessionView, from_attributes=True)
+        view.calls = [_call_view(call) for call in await self._store.calls(session_id)]
+        view.rewards = [to_reward_body(reward) for reward in await self._store.rewards(session_id)]
+        return view
+
+    def _to_reward(self, session_id: str, body: RewardBody) -> Reward:
+        fields = msgspec.structs.asdict(body)
+        fields["detail"] = self._redactor.redact_value(body.detail)
+        return Reward(session_id=session_id, created_at=time.time(), **fields)
 
     def _to_score(self, session_id: str, body: ScoreBody) -> Score:
         reason = None if body.reason is None else self._redactor.redact_text(body.reason)
@@ -160,42 +162,6 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         low, high = SAMPLING_RANGES.get(name, (0, math.inf))
         if not low <= value <= high:
             raise bad_request(f"'{path}' is {value}; it must be between {low:g} and {high:g}.", path)
-
-
-def _to_reward(session_id: str, body: RewardBody, detail: Json) -> Reward:
-    return Reward(
-        session_id=session_id,
-        value=body.value,
-        source=body.source,
-        scorer=body.scorer,
-        call_id=body.call_id,
-        detail=detail,
-        created_at=time.time(),
-        reward_id=body.reward_id,
-        scorer_version=body.scorer_version,
-        cost=body.cost,
-    )
-
-
-def _session_view(session: Session, calls: Sequence[Call], rewards: Sequence[Reward]) -> SessionView:
-    return SessionView(
-        session_id=session.session_id,
-        run_id=session.run_id,
-        agent_id=session.agent_id,
-        policy_id=session.policy_id,
-        channel=session.channel,
-        status=session.status,
-        group_id=session.group_id,
-        slot=session.slot,
-        attempt=session.attempt,
-        task_id=session.task_id,
-        reason=session.reason,
-        metadata=session.metadata,
-        created_at=session.created_at,
-        ended_at=session.ended_at,
-        calls=[_call_view(call) for call in calls],
-        rewards=[to_reward_body(reward) for reward in rewards],
-    )
 
 
 def _call_view(call: Call) -> CallView:

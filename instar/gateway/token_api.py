@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from instar.gateway.pipeline.record import Recorder, RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState, SessionStates
 from instar.record.base import Renderer
 from instar.record.graph import MessageGraph
-from instar.types import FinishReason, Ids, Json, Message, SamplingParams, Tool, ToolCall, new_id
+from instar.types import FinishReason, Ids, Json, Message, SamplingParams, Tool, new_id
 
 MAX_SUBMITTED_CALLS = 256
 
@@ -37,7 +37,7 @@ class SubmittedToolCall(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str
 
 
-class SubmittedMessage(msgspec.Struct, forbid_unknown_fields=True):
+class SubmittedMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str
     reasoning: str | None = None
@@ -178,9 +178,7 @@ def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int)
         reply=_build_reply(call, path),
         has_message=call.reply is not None,
         messages=None if call.messages is None else tuple(map(_build_message, call.messages)),
-        tools=tuple(
-            Tool(name=t.name, description=t.description, parameters=t.parameters) for t in call.tools
-        ),
+        tools=tuple(cast(Tool, msgspec.to_builtins(tool)) for tool in call.tools),
         model=call.model,
         parent_id=call.parent_id,
         client_key=call.client_key,
@@ -213,18 +211,9 @@ def _build_reply(call: CallBody, path: str) -> SampledReply:
 
 
 def _build_message(body: SubmittedMessage) -> Message:
-    message = Message(role=body.role, content=body.content)
-    if body.reasoning is not None:
-        message["reasoning"] = body.reasoning
-    if body.tool_calls:
-        message["tool_calls"] = [
-            ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in body.tool_calls
-        ]
-    if body.tool_call_id is not None:
-        message["tool_call_id"] = body.tool_call_id
-    if body.name is not None:
-        message["name"] = body.name
-    return message
+    if not body.tool_calls:
+        body.tool_calls = None
+    return cast(Message, msgspec.to_builtins(body))
 
 
 def _check_vocabulary(ids: Sequence[int], vocab_size: int, path: str) -> None:

@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from instar.gateway.auth import Caller
 from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.context import GatewayContext
-from instar.gateway.deadline import Deadline
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.pipeline.parse import (
@@ -25,7 +24,7 @@ from instar.gateway.pipeline.place import ReplayLookup, place
 from instar.gateway.pipeline.record import Recorder, RequestMeta
 from instar.gateway.pipeline.resolve import SessionHints, SessionResolver
 from instar.gateway.pipeline.respond import JSON, Responder, error_response
-from instar.gateway.pipeline.sample import ModelCall
+from instar.gateway.pipeline.sample import Deadline, ModelCall
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_states import PendingRequest, SessionStates
 from instar.record.base import Placement

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from instar.gateway.deadline import Deadline
+from instar.gateway.pipeline.sample import Deadline
 
 
 async def test_what_takes_too_long_is_a_timeout() -> None:
