@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Lifespan, Receive, Scope, Send
 
 from instar.config import GatewayConfig, ModelRoute, RunConfig, SamplingConfig, UpstreamEngineConfig
 from instar.engines.base import Engine
@@ -123,7 +123,6 @@ def create_app(
     providers = {name: ProviderSource(context, one) for name, one in (upstreams or {}).items()}
     provider = ProviderSource(context, upstream) if upstream is not None else None
     router = ModelRouter(source, provider, providers, models or {})
-    sessions, loop_lag = SessionService(context, states), LoopLagMonitor()
     feedback = FeedbackService(
         store,
         context.redactor,
@@ -132,24 +131,11 @@ def create_app(
         max_context=lambda: engine.info.max_context if engine else None,
         models=models or {},
     )
-    services = ControlServices(sessions, feedback, submissions, loop_lag)
-    dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
-    chat = next(dialect for dialect in dialects if dialect.name == "chat")
-    control = ControlApi(context, reader, router, states, services, error_dialect=chat)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        async with _run_in_background(loop_lag.run(), _close_idle_sessions(sessions, config.idle_timeout)):
-            yield
-        await recorder.drain()
-
-    error_types = (ApiError, StoreError, HTTPException, Exception)
+    services = ControlServices(SessionService(context, states), feedback, submissions, LoopLagMonitor())
     return GatewayApp(
         CallPipeline(context, reader, router, states, resolver, recorder),
-        dialects,
-        routes=control.routes(),
-        lifespan=lifespan,
-        exception_handlers=dict.fromkeys(error_types, control.on_error),
+        ControlApi(context, reader, router, states, services),
+        _lifespan(config, services, recorder),
     )
 
 
@@ -157,9 +143,12 @@ class GatewayApp(Starlette):
     """Passes model calls directly to the pipeline, because a router and its middleware would cost more than
     some calls."""
 
-    def __init__(self, pipeline: CallPipeline, dialects: list[Dialect], **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
+        error_types = (ApiError, StoreError, HTTPException, Exception)
+        handlers = dict.fromkeys(error_types, control.on_error)
+        super().__init__(routes=control.routes(), lifespan=lifespan, exception_handlers=handlers)
         self._pipeline = pipeline
+        dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self._dialects = {f"/v1{path}": d for d in dialects for path in (d.path, d.count_path) if path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -177,6 +166,17 @@ class GatewayApp(Starlette):
         if (dialect := self._dialects.get(path)) is not None:
             return RouteMatch(dialect, session_id, counts_tokens=path == f"/v1{dialect.count_path}")
         return None
+
+
+def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Recorder) -> Lifespan[Starlette]:
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        close_idle = _close_idle_sessions(services.sessions, config.idle_timeout)
+        async with _run_in_background(services.loop_lag.run(), close_idle):
+            yield
+        await recorder.drain()
+
+    return lifespan
 
 
 @asynccontextmanager

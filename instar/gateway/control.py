@@ -24,7 +24,7 @@ from instar.gateway.base import (
     from_validation,
 )
 from instar.gateway.context import GatewayContext
-from instar.gateway.dialects.base import Dialect
+from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService
 from instar.gateway.pipeline.parse import RequestReader, parse_retry_evidence
@@ -56,16 +56,13 @@ class ControlApi:
         router: ModelRouter,
         states: SessionStates,
         services: ControlServices,
-        error_dialect: Dialect,
     ) -> None:
-        """``error_dialect`` formats the errors of routes that have no dialect."""
         self._store = context.store
         self._policy_id = context.identity.policy_id
         self._reader = reader
         self._router = router
         self._states = states
         self._services = services
-        self._error_dialect = error_dialect
 
     def routes(self) -> list[Route]:
         return [
@@ -159,7 +156,7 @@ class ControlApi:
         return _struct(FeedbackList(await self._services.feedback.list_feedback(session_id)))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
-        return error_response(self._error_dialect, error)
+        return error_response(ChatDialect(), error)
 
     async def _authenticate(self, http: HttpRequest) -> Caller:
         return await self._reader.authenticate(http.headers)

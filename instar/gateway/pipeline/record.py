@@ -203,10 +203,10 @@ class Recorder:
         first: _RecordedReply | None,
         aborted: str | None,
     ) -> _RecordedReply:
-        session = state.session
+        session, params = state.session, reply.params
         base_messages = len(meta.messages) if first else placement.base_messages
         content = self._redact(meta, placement, reply, first, base_messages)
-        is_redacted = content.first_redacted_message is not None
+        has_tokens = content.first_redacted_message is None
         reason = aborted or reply.untrainable_reason
         if reason is not None:
             reason = self._redactor.redact_text(reason)  # Providers quote the key that they refuse.
@@ -214,11 +214,10 @@ class Recorder:
             reason = redaction_reason(content.first_redacted_message, reason)
         chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
         sampled_ids = np.asarray(reply.ids, np.int32)
-        has_tokens = not is_redacted
         # A further reply is based on the first one, as far as that was stored.
         base_tokens = len(first.call.prompt_ids) if first else placement.base_tokens
         behavior_logprobs = None
-        if reply.params.modifies_distribution:
+        if params.modifies_distribution:
             behavior_logprobs = np.asarray(reply.behavior_logprobs if has_tokens else (), np.float32)
         call = Call(
             call_id=new_id("call"),
@@ -248,14 +247,13 @@ class Recorder:
             model=meta.request.model,
             client_key=meta.client_key,
             digests=self._pack_digests(meta, base_messages, chain, reply.message),
-            params=reply.params,
+            params=params,
             started_at=meta.started_at,
             first_token_at=reply.first_token_at,
             ended_at=reply.ended_at or time.time(),
         )
-        return _RecordedReply(
-            call, chain, sampled_ids if is_redacted else None, content.first_redacted_message
-        )
+        withheld_ids = None if has_tokens else sampled_ids
+        return _RecordedReply(call, chain, withheld_ids, content.first_redacted_message)
 
     def _redact(
         self,
