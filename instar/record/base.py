@@ -1,4 +1,4 @@
-"""Between messages and tokens: what a renderer and a message graph are."""
+"""The interface of renderers, which convert between messages and tokens, and of the message graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from instar.types import Ids, Link, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call. The first piece of a call has its id and name; the arguments of all its
-    pieces add up to its own."""
+    """A piece of a tool call. The first piece has the id and the name; the concatenated arguments of all
+    pieces are those of the call."""
 
     index: int
-    """Which tool call of the reply, from 0."""
+    """The index of the tool call in the reply."""
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -25,7 +25,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReplyDelta:
-    """A piece of a reply. One of the three is set."""
+    """A piece of a reply. Exactly one field is set."""
 
     text: str = ""
     reasoning: str = ""
@@ -33,27 +33,27 @@ class ReplyDelta:
 
 
 class StreamParser(ABC):
-    """Sampled ids, as they come, → the reply. What the deltas add up to is exactly ``message``."""
+    """Parses sampled ids into a reply as they arrive. The sum of the deltas is exactly ``message``."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
 
     @abstractmethod
     def finish(self) -> list[ReplyDelta]:
-        """Release what was held back; nothing is fed after that."""
+        """Emit the text that was held back. Nothing may be fed afterwards."""
 
     @property
     @abstractmethod
     def message(self) -> Message:
-        """The reply so far, whole after ``finish``."""
+        """The reply so far, complete after ``finish``."""
 
 
 class Renderer(ABC):
-    """Messages and tools ↔ tokens, for one model."""
+    """Converts messages and tools to tokens, and tokens to replies, for one model."""
 
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
-        """The renderer for a model's folder; imports transformers."""
+        """Load the renderer for a model's folder. This imports transformers."""
         from instar.record.render import load_renderer
 
         return load_renderer(folder, model)
@@ -61,11 +61,11 @@ class Renderer(ABC):
     @property
     @abstractmethod
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a reply."""
+        """The tokens that end a reply."""
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """The prompt that asks for the next reply. Raises RenderError when the model's template refuses."""
+        """Return the prompt for the next reply. Raise RenderError if the model's template rejects it."""
 
     @abstractmethod
     def extend(
@@ -75,8 +75,8 @@ class Renderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        """``prompt_ids`` + ``sampled_ids`` + the new messages, the first two unchanged. A reply that was
-        cut is closed first. None when this model's format cannot be continued exactly."""
+        """Return ``prompt_ids`` + ``sampled_ids``, unchanged, followed by the new messages. A truncated reply
+        is closed first. None means that this model's format cannot be continued exactly."""
 
     @abstractmethod
     def stream(
@@ -87,17 +87,17 @@ class Renderer(ABC):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        """``eager``: let the arguments of a tool call out as they come, not when the call is closed. What
-        turns out malformed is plain text, unless a piece of it was let out already: then the call stands
-        as it was written."""
+        """Return a parser for a reply. With ``eager``, the arguments of a tool call are emitted as they are
+        written and not when the call is closed. A malformed call is plain text, unless a piece of it was
+        emitted already: then it stays a call with the arguments as written."""
 
     @abstractmethod
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        """For a prompt that is no conversation: the reply is all text, as it is."""
+        """Return a parser for a prompt that is not a conversation: the reply is plain text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Plain text → tokens, nothing added."""
+        """Encode plain text without adding special tokens."""
 
     def parse(
         self,
@@ -113,13 +113,13 @@ class Renderer(ABC):
 
     @abstractmethod
     def token_text(self, token_id: int) -> str:
-        """One token, for showing."""
+        """Return the text of one token, for display."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request belongs in its session's graph, and the prompt that follows from it. Where the tokens
-    are another's business, the prompt is empty."""
+    """The place of a request in its session's graph, and the resulting prompt. The prompt is empty if a
+    provider renders it."""
 
     prompt_ids: Ids
     link: Link
@@ -128,6 +128,6 @@ class Placement:
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""
-    """Stands for the messages and tools, or the prompt: equal for the same request again."""
+    """A hash of the messages and tools, or of the prompt: equal for equal requests."""
     first_redacted_message: int | None = None
-    """The first of the messages left to the base that holds a redacted span."""
+    """The index of the first message with a redaction among those shared with the base."""

@@ -1,15 +1,15 @@
-"""The exact continuation of a conversation, for a chat template that nobody wrote a bridge for.
+"""The exact continuation of a conversation, for chat templates without a hand-written bridge.
 
-What a template writes behind a reply is found by rendering the new messages behind a stand-in history and
-taking what follows the stand-in's reply: the end-of-turn token, the new messages, the opening of the next
-reply. That difference is put behind the real tokens. It is right only if it does not depend on what
-stands before; `TemplateBridge` proves this once, over histories of different shapes, for each role
-that can follow a reply, and refuses to bridge a role for which it does not hold.
+To find what a template writes after a reply, the new messages are rendered after a placeholder history. The
+tokens after the placeholder's reply (the end-of-turn token, the new messages, the start of the next reply)
+are appended to the real tokens. This is correct only if these tokens do not depend on the history.
+`TemplateBridge` verifies that once, with histories of different shapes, for each role that can follow a
+reply, and does not bridge a role for which it does not hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from instar.errors import RenderError
@@ -22,31 +22,27 @@ PROBE_TOOL = Tool(
 )
 _REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
 _SHAPES = 6
-"""Stand-in histories to try: with and without a system message, up to two turns before."""
+"""The number of placeholder histories: with and without a system message, with up to two earlier turns."""
 
 
-class RenderIds(Protocol):
+class TokenRenderer(Protocol):
     def __call__(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
     ) -> list[int]: ...
 
 
-class Encode(Protocol):
-    def __call__(self, text: str) -> list[int]: ...
-
-
 class TemplateBridge:
     def __init__(
         self,
-        render: RenderIds,
-        encode: Encode,
+        render: TokenRenderer,
+        encode: Callable[[str], list[int]],
         stop_ids: Collection[int],
         *,
         structured_calls: bool,
         tool_formats: Sequence[Sequence[Tool]] = ((),),
     ) -> None:
-        """``structured_calls``: the template itself writes an assistant's calls. ``tool_formats``: sets of
-        tools to prove stability under."""
+        """``structured_calls``: the template itself writes an assistant's calls. ``tool_formats``: the sets
+        of tools with which stability is verified."""
         self._render = render
         self._encode = encode
         self._stop_ids = frozenset(stop_ids)
@@ -56,7 +52,7 @@ class TemplateBridge:
             for role in ("user", "tool", "system")
             if all(self._is_stable(role, tools) for tools in tool_formats)
         )
-        """Roles that may follow a reply with the tokens before them unchanged."""
+        """The roles that may follow a reply while the tokens before them stay unchanged."""
 
     def extend(
         self,
@@ -71,29 +67,30 @@ class TemplateBridge:
             return None
         if "system" not in self.roles and any(message["role"] == "system" for message in new_messages):
             return None
-        behind = self._behind(0, new_messages, tools)
-        if not behind:
+        continuation = self._continuation(0, new_messages, tools)
+        if not continuation:
             return None
-        closed = len(sampled_ids) > 0 and sampled_ids[-1] in self._stop_ids
-        return [*prompt_ids, *sampled_ids, *(behind[1:] if closed else behind)]
+        is_closed = len(sampled_ids) > 0 and sampled_ids[-1] in self._stop_ids
+        return [*prompt_ids, *sampled_ids, *(continuation[1:] if is_closed else continuation)]
 
-    def _behind(self, shape: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-        """The tokens from the end-of-turn token of a stand-in history on; empty when they are not to be
-        found, None when the template refuses such a conversation."""
+    def _continuation(self, shape: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """Return the tokens from the end-of-turn token of a placeholder history on. The list is empty if they
+        cannot be located; None means that the template rejects such a conversation."""
         history = self._history(shape, new)
         try:
-            asked = len(self._render(history[:-1], tools, generation=False))
-            answered = self._render(history, tools, generation=False)
-            whole = self._render([*history, *new], tools, generation=True)
+            prompt_length = len(self._render(history[:-1], tools, generation=False))
+            with_reply = self._render(history, tools, generation=False)
+            conversation = self._render([*history, *new], tools, generation=True)
         except RenderError:
             return None
-        end = next((i for i in reversed(range(asked, len(answered))) if answered[i] in self._stop_ids), None)
-        if end is None or whole[: end + 1] != answered[: end + 1]:
+        reply = range(prompt_length, len(with_reply))
+        end = next((i for i in reversed(reply) if with_reply[i] in self._stop_ids), None)
+        if end is None or conversation[: end + 1] != with_reply[: end + 1]:
             return []
-        return whole[end:]
+        return conversation[end:]
 
     def _history(self, shape: int, new: Sequence[Message]) -> list[Message]:
-        """A stand-in conversation, up to and with a reply that ``new`` can follow."""
+        """Return a placeholder conversation that ends with a reply which ``new`` can follow."""
         question = Message(role="user", content="Hi")
         reply = Message(role="assistant", content=_REPLIES[shape % len(_REPLIES)])
         before: list[Message] = []
@@ -104,41 +101,41 @@ class TemplateBridge:
                 Message(role="user", content=f"Question {turn}?"),
                 Message(role="assistant", content=f"Answer {turn}."),
             ]
-        answered: list[str] = []
+        call_ids: list[str] = []
         for message in new:
             if message["role"] != "tool":
                 break
-            answered.append(message.get("tool_call_id") or "call-0")
-        if answered and self._structured_calls:
+            call_ids.append(message.get("tool_call_id") or "call-0")
+        if call_ids and self._structured_calls:
             reply["content"] = ""
             reply["tool_calls"] = [
-                ToolCall(id=call_id, name=PROBE_TOOL["name"], arguments='{"q": "x"}') for call_id in answered
+                ToolCall(id=call_id, name=PROBE_TOOL["name"], arguments='{"q": "x"}') for call_id in call_ids
             ]
         return [*before, question, reply]
 
     def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
         probes = _new_messages(role)
-        outcomes = [self._same_behind_all(new, tools) for new in probes]
-        # A template may refuse the longer ones (two user messages in a row, say), not the plain one.
+        outcomes = [self._is_history_independent(new, tools) for new in probes]
+        # A template may reject the longer probes (two user messages in a row, for example), not the first.
         if outcomes[0] is None or False in outcomes:
             return False
-        return role == "tool" or self._matches_whole_render(probes[0], tools)
+        return role == "tool" or self._matches_full_render(probes[0], tools)
 
-    def _same_behind_all(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
-        """None when the template refuses these messages behind every history."""
-        tried = [self._behind(shape, new, tools) for shape in range(_SHAPES)]
-        found = [behind for behind in tried if behind is not None]
-        return all(behind and behind == found[0] for behind in found) if found else None
+    def _is_history_independent(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
+        """Return None if the template rejects these messages after every history."""
+        attempts = [self._continuation(shape, new, tools) for shape in range(_SHAPES)]
+        accepted = [tokens for tokens in attempts if tokens is not None]
+        return all(tokens and tokens == accepted[0] for tokens in accepted) if accepted else None
 
-    def _matches_whole_render(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """That prompt + reply + difference is what the template writes for the whole conversation."""
+    def _matches_full_render(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """True if prompt + reply + continuation is what the template writes for the whole conversation."""
         for shape in range(_SHAPES):
-            if (behind := self._behind(shape, new, tools)) is None:
+            if (continuation := self._continuation(shape, new, tools)) is None:
                 continue
             history = self._history(shape, new)
             prompt = self._render(history[:-1], tools, generation=True)
-            whole = self._render([*history, *new], tools, generation=True)
-            if [*prompt, *self._encode(history[-1]["content"]), *behind] != whole:
+            conversation = self._render([*history, *new], tools, generation=True)
+            if [*prompt, *self._encode(history[-1]["content"]), *continuation] != conversation:
                 return False
         return True
 

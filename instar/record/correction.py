@@ -1,4 +1,4 @@
-"""The answer that a person would have given, as the tokens that the model would have sampled for it."""
+"""A person's corrected reply as the tokens that the model would have sampled for it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,48 @@ from instar.errors import RenderError
 from instar.record.base import Renderer
 from instar.types import Call, Ids, Message
 
-TALK = (
+_CONVERSATION = (
     Message(role="user", content="Hi"),
     Message(role="assistant", content="Ok"),
     Message(role="user", content="Hi"),
 )
-"""Behind its reply stands how the model's format ends one."""
-REASONING_END = "\n</think>\n\n"
+"""The tokens after its reply show how the model's format ends one."""
+_REASONING_END = "\n</think>\n\n"
 
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
-    """``text`` in the place of what was sampled behind the call's prompt, with the token that ends a reply.
-    A tool call is written as the model writes it. Raises RenderError where the model's format has no way to
-    say exactly that there."""
-    prompt, end = call.prompt_ids.tolist(), _end(renderer, call)
-    # Of a prompt that opens the reasoning, the answer begins behind its end.
-    for before in ("", REASONING_END):
-        ids = [*renderer.encode(before + text), end]
-        if _says(renderer, call, prompt, ids, text):
+    """Return the tokens of ``text`` as the reply to the call's prompt, with the token that ends a reply.
+
+    A tool call must be written as the model writes it. Raise RenderError if the model's format cannot express
+    exactly this text there.
+    """
+    prompt, end = call.prompt_ids.tolist(), _end_token(renderer, call)
+    # If the prompt opens the reasoning, the reply begins after the end of the reasoning.
+    for prefix in ("", _REASONING_END):
+        ids = [*renderer.encode(prefix + text), end]
+        if _parses_as(renderer, call, prompt, ids, text):
             return np.asarray(ids, np.int32)
-    raise RenderError("the model's format reads it as something else than an answer")
+    raise RenderError("the model's format does not parse this text as a reply")
 
 
-def _end(renderer: Renderer, call: Call) -> int:
-    """The token that the model ended this call with, or would have."""
+def _end_token(renderer: Renderer, call: Call) -> int:
+    """Return the token that ended this call's reply, or would have ended it."""
     stops = renderer.stop_token_ids
     if len(call.sampled_ids) and (last := int(call.sampled_ids[-1])) in stops:
         return last
-    asked, answered = renderer.render(TALK[:1]), renderer.render(TALK)
-    begin = next((i for i, (a, b) in enumerate(zip(asked, answered, strict=False)) if a != b), len(asked))
-    end = next((token for token in answered[begin:] if token in stops), None)
+    prompt, complete = renderer.render(_CONVERSATION[:1]), renderer.render(_CONVERSATION)
+    begin = next((i for i, (a, b) in enumerate(zip(prompt, complete, strict=False)) if a != b), len(prompt))
+    end = next((token for token in complete[begin:] if token in stops), None)
     if end is None:
-        raise RenderError("the model's format does not tell how an answer ends")
+        raise RenderError("the model's format has no token that ends a reply")
     return end
 
 
-def _says(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
+def _parses_as(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
     if call.dialect in ("completions", "tokens") or not call.messages:
         parser = renderer.stream_text()
         parser.feed(ids)
         parser.finish()
         return parser.message["content"] == text
-    said = renderer.parse(ids, call.tools, prompt_ids=prompt)
-    return bool(said.get("tool_calls")) or said["content"].strip() == text.strip()
+    reply = renderer.parse(ids, call.tools, prompt_ids=prompt)
+    return bool(reply.get("tool_calls")) or reply["content"].strip() == text.strip()

@@ -1,4 +1,4 @@
-"""Renderers that the `renderers` library wrote by hand for a model family, bridge and parsers included."""
+"""Renderers of the `renderers` library, which has a renderer, a bridge and a parser per model family."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What the library raises for messages and tools that its family's format cannot write."""
+_RENDER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""The errors that the library raises for messages and tools that a family's format cannot express."""
 
 
 class FamilyRenderer(Renderer):
@@ -41,7 +41,7 @@ class FamilyRenderer(Renderer):
         try:
             return self._render(messages, tools)
         except RenderError:
-            # Some formats have room for one system message only.
+            # Some formats allow only one system message.
             if (joined := join_system_messages(messages)) is messages:
                 raise
             return self._render(joined, tools)
@@ -51,11 +51,11 @@ class FamilyRenderer(Renderer):
             return list(
                 self._library.render_ids(_messages(messages), tools=_specs(tools), add_generation_prompt=True)
             )
-        except _REFUSALS as error:
-            raise RenderError(f"the model's format refuses these messages: {error}") from error
+        except _RENDER_ERRORS as error:
+            raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def lists_tools(self) -> bool:
-        """Whether the family's format tells the model of tools at all."""
+        """True if the family's format lists tools at all."""
         question = [Message(role="user", content="Hi")]
         return self._render(question, (PROBE_TOOL,)) != self._render(question, ())
 
@@ -71,9 +71,9 @@ class FamilyRenderer(Renderer):
             bridged = self._library.bridge_to_next_turn(
                 list(prompt_ids), list(sampled_ids), _messages(new_messages), tools=_specs(tools)
             )
-        except _REFUSALS:
+        except _RENDER_ERRORS:
             return None
-        # A bridge may trim what was sampled behind a turn's end; then the prefix is not the sampled one.
+        # A bridge may trim tokens sampled after the end of a turn. Then the prefix is not the sampled one.
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
         return list(bridged.token_ids)
@@ -112,8 +112,8 @@ class FamilyRenderer(Renderer):
 
 
 def join_system_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """With the system messages at the beginning joined, by an empty line. The same where there is no more
-    than one."""
+    """Return the messages with the leading system messages joined by an empty line, or the same object if
+    there is at most one."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages

@@ -1,16 +1,16 @@
-"""Replies of the families that the `renderers` library knows, as they come.
+"""Streamed replies of the model families that the `renderers` library supports.
 
-The library parses whole replies, and its word on a reply is the last one. So that a stream need not wait for
-the end, a reply is taken as runs of plain text between tokens that may mean something (`<think>`,
-`<tool_call>`, ...). At every such token the library parses what there is: text and tool calls that are closed
-come out. In a run it is asked until it shows where the run's text goes; from then on the text is let out
-as it is decoded. The cost goes with the length of the reply, and with the number of such tokens.
+The library parses complete replies, and its result for the complete reply is final. To stream before the end,
+a reply is divided into runs of plain text between tokens that may have a meaning (`<think>`, `<tool_call>`,
+...). At every such token the library parses the reply so far, and closed text and tool calls are emitted.
+Within a run the library is called until it shows to which channel the run's text belongs; from then on the
+text is emitted as it is decoded. The cost grows with the length of the reply and the number of such tokens.
 
-Arguments come as they are written where a call is `{"name": ..., "arguments": {...}}` between tokens of its
-own (Qwen3, Qwen3-VL). Other families write arguments in a form that becomes JSON only when it is whole, or
-in a frame of their own; their calls come when they are closed. A call within reasoning that was not closed
-comes at the end, for it is a draft if the reasoning is closed after it. White space around reasoning and
-content is dropped: formats differ in which of it they write themselves.
+Arguments are emitted as they are written if a call is `{"name": ..., "arguments": {...}}` between its own
+tokens (Qwen3, Qwen3-VL). Other families write arguments in a form that becomes JSON only when it is complete,
+or in another frame; their calls are emitted when they are closed. A call within unclosed reasoning is emitted
+at the end, because it is a draft if the reasoning is closed after it. White space around reasoning and
+content is dropped, because formats differ in how much of it they write themselves.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from instar.record.arguments import PartialToolCall
 from instar.record.base import ReplyDelta, StreamParser
 from instar.record.stream import Detokenizer, StopStringFilter, complete_call_delta, overlap_length
-from instar.record.tools import parse_call
+from instar.record.tool_calls import PartialToolCall, parse_call
 from instar.types import Message, Tool, ToolCall, new_id
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse, ParsedToolCall
 
-Parse = Callable[[list[int]], "ParsedResponse"]
+ParseReply = Callable[[list[int]], "ParsedResponse"]
 MARKERS = ("<think>", "</think>", "<tool_call", "<|", "<｜")
-"""What a format may write as plain text, where its tokenizer has no token for it."""
+"""Markers that a format may write as plain text if its tokenizer has no token for them."""
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 
 
 @dataclass(slots=True)
 class ReplyChannel:
-    """Reasoning, or content: what was let out of it, and what it was when a run began."""
+    """Reasoning or content: the text that was emitted, and the complete text when the current run began."""
 
     pieces: list[str] = field(default_factory=list[str])
     base: str = ""
@@ -47,16 +46,16 @@ class ReplyChannel:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def rest(self, whole: str) -> str:
-        """What of the whole was not let out. What was let out and is not in it stands: it was seen."""
-        said = self.text
-        if whole.startswith(said):
-            return whole[len(said) :]
-        pairs = enumerate(zip(said, whole, strict=False))
-        return whole[next((i for i, (a, b) in pairs if a != b), len(whole)) :]
+    def rest(self, complete_text: str) -> str:
+        """Return the part that was not emitted. Emitted text that is not part of it cannot be taken back."""
+        emitted = self.text
+        if complete_text.startswith(emitted):
+            return complete_text[len(emitted) :]
+        pairs = enumerate(zip(emitted, complete_text, strict=False))
+        return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
 
-    def holds(self, now: str, run: str) -> bool:
-        """Whether a run of text is the end of this channel, which has grown since the run began."""
+    def ends_with_run(self, now: str, run: str) -> bool:
+        """True if this channel has grown since the run began and ends with the run's text."""
         if now == self.base or not now.startswith(self.base) or not now.endswith(run):
             return False
         return self.base.startswith(now[: len(now) - len(run)].rstrip())
@@ -65,7 +64,7 @@ class ReplyChannel:
 class FamilyStreamParser(StreamParser):
     def __init__(
         self,
-        parse: Parse,
+        parse: ParseReply,
         decode: Callable[[list[int]], str],
         tools: Sequence[Tool],
         stop: Sequence[str],
@@ -74,8 +73,8 @@ class FamilyStreamParser(StreamParser):
         bare_calls: bool,
         eager: bool,
     ) -> None:
-        """``boundaries``: tokens that may mean something. ``bare_calls``: the format writes a call as a
-        reply that is nothing but JSON."""
+        """``boundaries``: the tokens that may have a meaning. ``bare_calls``: the format writes a call as a
+        reply that is only JSON."""
         self._parse = parse
         self._decode = decode
         self._tools = tools
@@ -106,17 +105,17 @@ class FamilyStreamParser(StreamParser):
     def finish(self) -> list[ReplyDelta]:
         deltas = self._close_call()
         parsed = self._parse(self._ids)
-        reasoning, content = self._told(parsed)
+        reasoning, content = self._texts(parsed)
         malformed: list[str] = []
         for i, attempt in enumerate(parsed.tool_calls):
             if i in self._calls:
                 continue
-            if self._tools and (call := _valid(attempt)):
-                deltas.append(self._let_call_out(i, call))
+            if self._tools and (call := _to_tool_call(attempt)):
+                deltas.append(self._emit_call(i, call))
             else:
-                malformed.append(self._written(attempt))
+                malformed.append(self._raw_text(attempt))
         content = _cut(content + "".join(malformed), self._stop)
-        return [*self._let_out(reasoning, content), *deltas]
+        return [*self._emit_rest(reasoning, content), *deltas]
 
     @property
     def message(self) -> Message:
@@ -139,7 +138,7 @@ class FamilyStreamParser(StreamParser):
 
     def _take(self, text: str) -> list[ReplyDelta]:
         if self._open is not None:
-            return self._open.feed(self._cutter.feed(text))
+            return self._open.feed(self._stop_filter.feed(text))
         self._run += text
         if self._channel is not None:
             return self._flow(self._channel)
@@ -148,63 +147,63 @@ class FamilyStreamParser(StreamParser):
         return self._place_run()
 
     def _place_run(self) -> list[ReplyDelta]:
-        """Ask where the run's text goes, less and less often."""
+        """Find the channel of the run's text. The library is called less and less often."""
         run = self._run.strip()
         self._tried += bool(run)
         if not run or self._tried < self._try_at:
             return []
         self._try_at *= 2
-        reasoning, content = self._told(self._parse(self._ids), cut=False)
+        reasoning, content = self._texts(self._parse(self._ids), cut=False)
         if self._bare_calls and content.startswith("{"):
             return []
         for channel, now in ((self._content, content), (self._reasoning, reasoning)):
-            if channel.holds(now.rstrip("\ufffd"), run):
+            if channel.ends_with_run(now.rstrip("\ufffd"), run):
                 self._channel = channel
                 self._run = channel.rest(now.rstrip("\ufffd")) + self._run[len(self._run.rstrip()) :]
                 return self._flow(channel)
         return []
 
     def _flow(self, channel: ReplyChannel) -> list[ReplyDelta]:
-        """Let out what cannot be the start of a stop string or of a marker."""
+        """Emit what cannot be the start of a stop string or of a marker."""
         if self._ended:
             return []
         text = _cut(self._run, self._stop)
         if len(text) < len(self._run):
             self._ended = True
-            return self._say(channel, text.rstrip())
+            return self._emit(channel, text.rstrip())
         if marker := _MARKER.search(text):
-            said = self._say(channel, text[: marker.start()].rstrip())
-            return said + self._at_boundary(text[marker.end() :])
-        sure = self._settled(text)
-        self._run = text[len(sure) :]
-        return self._say(channel, sure)
+            deltas = self._emit(channel, text[: marker.start()].rstrip())
+            return deltas + self._at_boundary(text[marker.end() :])
+        decided = self._decided(text)
+        self._run = text[len(decided) :]
+        return self._emit(channel, decided)
 
-    def _settled(self, text: str) -> str:
+    def _decided(self, text: str) -> str:
         return text[: len(text) - max(overlap_length(text, held) for held in self._held_for)].rstrip()
 
-    def _say(self, channel: ReplyChannel, text: str) -> list[ReplyDelta]:
+    def _emit(self, channel: ReplyChannel, text: str) -> list[ReplyDelta]:
         if not text:
             return []
         channel.pieces.append(text)
         return [ReplyDelta(text=text) if channel is self._content else ReplyDelta(reasoning=text)]
 
-    # --- what the library says --------------------------------------------------------------------
+    # --- results of the library -------------------------------------------------------------------
 
     def _at_boundary(self, text: str = "") -> list[ReplyDelta]:
-        """``text``: of the next run, where a boundary was within a token."""
+        """``text`` begins the next run if the boundary was inside a token."""
         deltas = self._close_call()
         self._begin_run(text)
         if self._ended:
             return deltas
         parsed = self._parse(self._ids)
-        self._reasoning.base, self._content.base = self._told(parsed, cut=False)
-        deltas += self._let_out(*map(self._settled, self._told(parsed)))
+        self._reasoning.base, self._content.base = self._texts(parsed, cut=False)
+        deltas += self._emit_rest(*map(self._decided, self._texts(parsed)))
         if parsed.tool_calls and self._tools and self._calls_are_safe():
             deltas += self._closed_calls(parsed.tool_calls)
         return deltas
 
     def _calls_are_safe(self) -> bool:
-        """Whether the first call began outside of reasoning."""
+        """True if the first call began outside of reasoning."""
         if self._safe_calls is None:
             self._safe_calls = self._parse(self._ids[:-1]).reasoning_complete is not False
         return self._safe_calls
@@ -214,24 +213,24 @@ class FamilyStreamParser(StreamParser):
         for i, attempt in enumerate(attempts):
             if i in self._calls or attempt.token_span is None:
                 continue
-            if call := _valid(attempt):
-                deltas.append(self._let_call_out(i, call))
+            if call := _to_tool_call(attempt):
+                deltas.append(self._emit_call(i, call))
             elif self._eager and attempt.status == "unclosed_block" and i == len(attempts) - 1:
                 self._attempt = i
         return deltas
 
-    def _let_call_out(self, attempt: int, call: ToolCall) -> ReplyDelta:
+    def _emit_call(self, attempt: int, call: ToolCall) -> ReplyDelta:
         delta = complete_call_delta(len(self._calls), call)
         self._calls[attempt] = call
         return delta
 
     def _begin_call(self, attempt: int) -> list[ReplyDelta]:
-        cutter = StopStringFilter(self._stop)
-        begun = PartialToolCall.try_start(cutter.feed(self._run), len(self._calls))
-        if begun is None:
+        stop_filter = StopStringFilter(self._stop)
+        started = PartialToolCall.try_start(stop_filter.feed(self._run), len(self._calls))
+        if started is None:
             return []
-        self._cutter = cutter
-        self._open, deltas = begun
+        self._stop_filter = stop_filter
+        self._open, deltas = started
         self._calls[attempt] = self._open.call
         return deltas
 
@@ -239,20 +238,20 @@ class FamilyStreamParser(StreamParser):
         if self._open is None:
             return []
         call, self._open = self._open, None
-        rest = self._cutter.feed(self._detokenizer.finish()) + self._cutter.finish()
+        rest = self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
         return [*call.feed(rest), *call.finish()]
 
-    def _told(self, parsed: ParsedResponse, *, cut: bool = True) -> tuple[str, str]:
-        """Reasoning and content. With ``cut``, up to a stop string."""
-        told = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
-        return (_cut(told[0], self._stop), _cut(told[1], self._stop)) if cut else told
+    def _texts(self, parsed: ParsedResponse, *, cut: bool = True) -> tuple[str, str]:
+        """Return reasoning and content. With ``cut``, they end at a stop string."""
+        texts = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
+        return (_cut(texts[0], self._stop), _cut(texts[1], self._stop)) if cut else texts
 
-    def _let_out(self, reasoning: str, content: str) -> list[ReplyDelta]:
-        thought = self._say(self._reasoning, self._reasoning.rest(reasoning))
-        return thought + self._say(self._content, self._content.rest(content))
+    def _emit_rest(self, reasoning: str, content: str) -> list[ReplyDelta]:
+        deltas = self._emit(self._reasoning, self._reasoning.rest(reasoning))
+        return deltas + self._emit(self._content, self._content.rest(content))
 
-    def _written(self, attempt: ParsedToolCall) -> str:
-        """What is no valid call, as the model wrote it."""
+    def _raw_text(self, attempt: ParsedToolCall) -> str:
+        """Return an invalid call as the model wrote it."""
         if attempt.token_span is None:
             return attempt.raw
         start, end = attempt.token_span
@@ -260,18 +259,18 @@ class FamilyStreamParser(StreamParser):
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    found = [at for at in map(text.find, stop) if at >= 0]
-    return text[: min(found)] if found else text
+    positions = [at for at in map(text.find, stop) if at >= 0]
+    return text[: min(positions)] if positions else text
 
 
-def _valid(attempt: ParsedToolCall) -> ToolCall | None:
+def _to_tool_call(attempt: ParsedToolCall) -> ToolCall | None:
     if attempt.status != "ok" or not attempt.name or not _is_text(attempt.name):
         return None
     return ToolCall(id=attempt.id or new_id("call"), name=attempt.name, arguments=_arguments(attempt))
 
 
 def _arguments(attempt: ParsedToolCall) -> str:
-    """As they were generated, where the library shows them so; else the value it read, written as JSON."""
+    """Return the arguments as generated if the library provides them, else the parsed value as JSON."""
     arguments: Any = attempt.arguments
     if isinstance(arguments, str):
         return arguments
@@ -287,7 +286,7 @@ def _arguments(attempt: ParsedToolCall) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Not so with half a surrogate pair, which JSON can write."""
+    """True if the text can be encoded. JSON can contain half a surrogate pair, which cannot."""
     try:
         return bool(text.encode())
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
-"""What requests are compared by: hashes of every prefix of their messages.
+"""Hashes of every prefix of a request's messages, by which requests are compared.
 
-In the canonical chain, an assistant's message counts by what it says: white space around its content, the
-ids of its tool calls and the way their arguments are spaced do not matter, for agents change those in
-passing. The exact chain sees every byte; it decides how much of its base's messages a call may leave to the
-store. The hashes are keyed, so that they tell nothing of a text that was redacted.
+The canonical chain ignores what agents change when they send back a reply: white space around its content,
+the ids of its tool calls and the white space in their arguments. The exact chain covers every byte; it
+determines how many messages a call shares with its base in the store. The hashes are keyed, so that they
+reveal nothing about text that was redacted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PROMPT = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """Index k of ``canonical`` and ``exact`` stands for the first k messages; ``digests`` holds the two
-    hashes of each message alone."""
+    """Index k of ``canonical`` and ``exact`` is the hash of the first k messages; ``digests`` has the two
+    hashes of each single message."""
 
     tools_digest: bytes
     canonical: list[bytes]
@@ -39,7 +39,7 @@ class HashChain:
 
     @property
     def key(self) -> bytes:
-        """Stands for the whole request."""
+        """The hash of the whole request."""
         return self.canonical[-1] + self.tools_digest
 
     def prefix(self, count: int) -> HashChain:
@@ -50,40 +50,40 @@ class HashChain:
     def extend(self, digests: Iterable[bytes]) -> HashChain:
         canonical, exact, own = [*self.canonical], [*self.exact], [*self.digests]
         for digest in digests:
-            canonical.append(_link(canonical[-1], digest[:DIGEST_SIZE]))
-            exact.append(_link(exact[-1], digest[DIGEST_SIZE:]))
+            canonical.append(_combine(canonical[-1], digest[:DIGEST_SIZE]))
+            exact.append(_combine(exact[-1], digest[DIGEST_SIZE:]))
             own.append(digest)
         return HashChain(self.tools_digest, canonical, exact, own)
 
     def with_tools(self, tools: bytes) -> HashChain:
         return HashChain(tools, self.canonical, self.exact, self.digests)
 
-    def pack(self, since: int) -> bytes:
-        """For ``Call.digests``, of a chain that ends with the reply: the tools', then those of the messages
-        from ``since`` on."""
-        return b"".join([self.tools_digest, *self.digests[since:]])
+    def pack(self, start: int) -> bytes:
+        """Return the value of ``Call.digests`` for a chain that ends with the reply: the digests of the tools
+        and of the messages from index ``start``."""
+        return b"".join([self.tools_digest, *self.digests[start:]])
 
 
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
-    """``Call.digests`` → the tools' digest and those of the messages and the reply."""
+    """Return the digest of the tools and those of the messages and the reply."""
     return packed[:DIGEST_SIZE], [packed[at : at + _PAIR] for at in range(DIGEST_SIZE, len(packed), _PAIR)]
 
 
 def is_prompt_digest(packed: bytes) -> bool:
-    """Whether ``Call.digests`` are those of a prompt given as text."""
+    """True if ``Call.digests`` belongs to a prompt that was sent as text."""
     return len(packed) == _PROMPT.size
 
 
 def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
-    """The prompt's digest; length and digest of prompt and reply together."""
-    prompt, length, whole = _PROMPT.unpack(packed)
-    return prompt, (length, whole)
+    """Return the digest of the prompt, and length and digest of prompt + reply."""
+    prompt, length, both = _PROMPT.unpack(packed)
+    return prompt, (length, both)
 
 
 class MessageHasher:
     def __init__(self, key: bytes = b"") -> None:
         self._key = key
-        self._none = self._hash(())
+        self._no_tools = self._hash(())
 
     def empty_chain(self, tools: Sequence[Tool] = ()) -> HashChain:
         start = bytes(DIGEST_SIZE)
@@ -93,30 +93,30 @@ class MessageHasher:
         return self.empty_chain(tools).extend(map(self.hash_message, messages))
 
     def hash_tools(self, tools: Sequence[Tool]) -> bytes:
-        return self._hash(tools) if tools else self._none
+        return self._hash(tools) if tools else self._no_tools
 
     def hash_message(self, message: Message) -> bytes:
-        """The canonical digest and the exact one."""
-        said = self._hash(canonical_content(message))
+        """Return the canonical digest followed by the exact one."""
+        canonical = self._hash(canonical_content(message))
         if message["role"] == "assistant":
-            return said + self._hash(message)
-        # All but the id of the call it answers, and a tool's name, is in what it says.
+            return canonical + self._hash(message)
+        # The canonical content lacks only the id of the answered call and the name of the tool.
         rest = [message.get("tool_call_id"), message.get("name")]
-        return said + (said if rest == [None, None] else self._hash([said.hex(), rest]))
+        return canonical + (canonical if rest == [None, None] else self._hash([canonical.hex(), rest]))
 
     def hash_text(self, text: str) -> bytes:
         return self.hash_bytes(text.encode("utf-8", "surrogatepass"))
 
     def pack_prompt(self, prompt: str, reply: str) -> bytes:
-        """For ``Call.digests`` where the prompt was given as text."""
-        whole = prompt + reply
-        return _PROMPT.pack(self.hash_text(prompt), len(whole), self.hash_text(whole))
+        """Return the value of ``Call.digests`` for a prompt that was sent as text."""
+        both = prompt + reply
+        return _PROMPT.pack(self.hash_text(prompt), len(both), self.hash_text(both))
 
     def hash_bytes(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=DIGEST_SIZE, key=self._key).digest()
 
     def _hash(self, value: Any) -> bytes:
-        # Integers beyond 64 bits and lone surrogates, which JSON allows and orjson does not, go the slow way.
+        # JSON allows integers beyond 64 bits and lone surrogates, orjson does not.
         try:
             packed = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
         except TypeError:
@@ -125,7 +125,7 @@ class MessageHasher:
 
 
 def canonical_content(message: Message) -> list[Any]:
-    """What a message says, without what agents change in passing."""
+    """Return the content of a message without what agents change when they send it back."""
     role = message["role"]
     if role == "assistant":
         calls = [[call["name"], parse_arguments(call)] for call in message.get("tool_calls", ())]
@@ -134,12 +134,17 @@ def canonical_content(message: Message) -> list[Any]:
 
 
 def parse_arguments(call: ToolCall) -> Any:
-    """As the value they stand for; what is no JSON stays text."""
+    """Return the arguments as the JSON value, or as text if they are not JSON."""
     try:
         return json.loads(call["arguments"])
     except (ValueError, RecursionError):
         return call["arguments"]
 
 
-def _link(before: bytes, digest: bytes) -> bytes:
+def _combine(before: bytes, digest: bytes) -> bytes:
     return blake2b(before + digest, digest_size=DIGEST_SIZE).digest()
+
+
+def normalize_call_id(call_id: str) -> str:
+    """Return only letters and digits: some agents drop all other characters of an id."""
+    return "".join(filter(str.isalnum, call_id))

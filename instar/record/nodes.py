@@ -1,19 +1,21 @@
-"""A recorded call as the message graph keeps it, and when two messages are the same."""
+"""A recorded call as the message graph keeps it, and the comparison of messages with recorded replies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
 
-from instar.record.hashing import parse_arguments
-from instar.types import Ids, Json, Message, ToolCall
+from instar.record.base import Placement, Renderer
+from instar.record.hashing import normalize_call_id, parse_arguments
+from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
-REDACTED = "redacted from message "
-"""How the reason of a call begins that is not trainable because of a redacted span."""
+_BRIDGE_TOKENS = 1024
+"""The number of tokens at the end of a prompt that a renderer gets to continue it. They include the start of
+the last turn."""
 
 
 @dataclass(slots=True)
@@ -24,50 +26,49 @@ class CallNode:
     client_key: str | None
     is_ok: bool
     has_tokens: bool
-    """Whether its tokens are at hand."""
+    """True if the tokens are known."""
     is_stored: bool
-    """Whether they are in the store, for others to stand on."""
+    """True if the tokens are in the store, so that other calls can refer to them."""
     base: CallNode | None
     base_tokens: int
     base_messages: int
     prompt: Ids
-    """Beyond the base's first ``base_tokens``."""
+    """The prompt after the first ``base_tokens`` of the base."""
     sampled: Ids
-    tools: bytes
-    exact: list[bytes]
-    """The exact chain beyond ``base_messages``, the reply included."""
+    tools_digest: bytes
     reply: Message | None
-    """Kept where it has tool calls: an agent may give it back changed."""
-    digest: bytes
-    """Of the reply."""
-    messages: int
+    """The reply if it has tool calls: an agent may send it back changed."""
+    reply_digest: bytes
+    message_count: int
+    exact: list[bytes] = field(default_factory=list[bytes])
+    """The exact chain after ``base_messages``, including the reply."""
     first_redacted_message: int | None = None
-    """The first message with a redacted span; the reply's place is behind the messages."""
+    """The index of the first message with a redaction; the reply comes after the messages."""
     prompt_and_reply: tuple[int, bytes] | None = None
-    """Length and digest of prompt + reply, where the prompt was given as text."""
+    """Length and digest of prompt + reply, if the prompt was sent as text."""
 
     def prompt_ids(self) -> Ids:
-        whole = self.sequence()
-        return whole[: len(whole) - len(self.sampled)]
+        sequence = self.sequence()
+        return sequence[: len(sequence) - len(self.sampled)]
 
     def sequence(self, length: int | None = None) -> Ids:
-        """Prompt + sampled tokens, or the first ``length`` of them. Not recursive: sessions are long."""
+        """Return prompt + sampled tokens, or the first ``length`` of them."""
+        # Not recursive, because sessions can be longer than the stack.
         pieces: list[Ids] = []
         node: CallNode | None = self
-        wanted = length
+        needed = length
         while node is not None:
-            room = len(node.prompt) + len(node.sampled)
-            end = room if wanted is None else wanted - node.base_tokens
+            end = len(node.prompt) + len(node.sampled) if needed is None else needed - node.base_tokens
             if end > 0:
                 if end > len(node.prompt):
                     pieces.append(node.sampled[: end - len(node.prompt)])
                 pieces.append(node.prompt[:end])
-                wanted = node.base_tokens
+                needed = node.base_tokens
             node = node.base
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def shared_messages(self, exact: Sequence[bytes]) -> int:
-        """How many leading messages equal those of this call and its reply, byte for byte."""
+        """Return the number of leading messages that are identical to those of this call and its reply."""
         node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:
@@ -79,63 +80,42 @@ class CallNode:
             node = node.base
         return 0
 
+    def redacted_within(self, count: int) -> int | None:
+        """Return the index of the first redacted message if it is among the first ``count``."""
+        first = self.first_redacted_message
+        return first if first is not None and first < count else None
+
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """The newest, if possible a finished one with the very tool call ids."""
+    """Return the newest candidate, preferring the same tool call ids, then successful calls."""
     return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].is_ok, pair[0]))[
         1
     ]
-
-
-def redaction_reason(at: int, reason: str | None) -> str:
-    """The reason of a call that holds a redacted span, in message ``at`` at first, and ``reason`` beside."""
-    return f"{REDACTED}{at}: {reason or 'it holds a secret'}"
-
-
-def parse_redaction_reason(reason: str | None) -> int | None:
-    if reason is None or not reason.startswith(REDACTED):
-        return None
-    return int(reason.removeprefix(REDACTED).partition(":")[0])
-
-
-def redacted_within(node: CallNode, count: int) -> int | None:
-    """Where the first redacted span of its first ``count`` messages is."""
-    return (
-        node.first_redacted_message
-        if node.first_redacted_message is not None and node.first_redacted_message < count
-        else None
-    )
 
 
 def _reply_ids(node: CallNode) -> tuple[str, ...]:
     return tool_call_ids(node.reply) if node.reply else ()
 
 
-def normalize_call_id(call_id: str) -> str:
-    """Some agents drop all but letters and digits."""
-    return "".join(filter(str.isalnum, call_id))
-
-
 def matches_reply(message: Message, reply: Message) -> bool:
-    given, made = message.get("tool_calls", ()), reply.get("tool_calls", ())
+    """True if an agent's message is our reply, possibly with changed arguments."""
+    received, sent = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
         message["content"].strip() == reply["content"].strip()
-        and len(given) == len(made)
-        and all(_is_call(a, b) for a, b in zip(given, made, strict=True))
+        and len(received) == len(sent)
+        and all(_matches_call(a, b) for a, b in zip(received, sent, strict=True))
     )
 
 
-def _is_call(given: ToolCall, made: ToolCall) -> bool:
-    if given["name"] != made["name"] or normalize_call_id(given["id"]) != normalize_call_id(made["id"]):
+def _matches_call(received: ToolCall, sent: ToolCall) -> bool:
+    same_id = normalize_call_id(received["id"]) == normalize_call_id(sent["id"])
+    if received["name"] != sent["name"] or not same_id:
         return False
-    arguments, generated = parse_arguments(given), parse_arguments(made)
+    arguments, generated = parse_arguments(received), parse_arguments(sent)
     if not isinstance(arguments, dict) or not isinstance(generated, dict):
         return arguments == generated
-    given_members = cast(Json, arguments)
-    return all(
-        name in given_members and given_members[name] == value
-        for name, value in cast(Json, generated).items()
-    )
+    members = cast(Json, arguments)
+    return all(name in members and members[name] == value for name, value in cast(Json, generated).items())
 
 
 def tool_call_ids(message: Message) -> tuple[str, ...]:
@@ -146,3 +126,32 @@ def common_prefix_length(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
+
+
+def extend_prompt(
+    placement: Placement,
+    parent: CallNode,
+    messages: Sequence[Message],
+    count: int,
+    tools: Sequence[Tool],
+    renderer: Renderer,
+) -> Placement | None:
+    """Return the placement with the parent's tokens followed by the messages from index ``count``, or None if
+    the conversation cannot be continued exactly."""
+    if not parent.has_tokens:
+        return None
+    before = parent.sequence()
+    end = before[: len(before) - len(parent.sampled)][-_BRIDGE_TOKENS:].tolist()
+    sampled = parent.sampled.tolist()
+    extended = renderer.extend(end, sampled, messages[count:], tools)
+    if extended is not None:
+        added = np.asarray(extended[len(end) + len(sampled) :], np.int32)
+        prompt = np.concatenate([before, added])
+    elif any(message["role"] == "assistant" for message in messages[count:]):
+        return None  # the agent wrote a reply itself, so this is another history
+    else:
+        # The whole conversation may still begin with exactly these tokens.
+        prompt = np.asarray(renderer.render(messages, tools), np.int32)
+        if not np.array_equal(prompt[: len(before)], before):
+            return None
+    return replace(placement, prompt_ids=prompt, base_tokens=len(before) if parent.is_stored else 0)

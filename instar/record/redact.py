@@ -1,7 +1,7 @@
-"""Secrets are cut out of what is stored.
+"""Removal of secrets from what is stored.
 
-Each kind of secret has a mark that its text must hold; a text without any is not searched further, so that
-looking for secrets costs next to nothing where there are none.
+Each kind of secret has markers, one of which its text must contain. A text without any marker is not searched
+further, so that the search costs almost nothing for text without secrets.
 """
 
 from __future__ import annotations
@@ -17,19 +17,37 @@ from instar.errors import ConfigError
 from instar.types import Json, Message, Tool, ToolCall
 
 _NOT_IN_WORD = r"(?<![A-Za-z0-9_-])"
+_REASON_PREFIX = "redacted from message "
+
+
+def redaction_reason(message_index: int, reason: str | None) -> str:
+    """Return the reason of a call that is not trainable because of a redaction, first in ``message_index``,
+    and possibly because of another ``reason``."""
+    return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
+
+
+def is_redaction_reason(reason: str | None) -> bool:
+    return reason is not None and reason.startswith(_REASON_PREFIX)
+
+
+def parse_redaction_reason(reason: str | None) -> int | None:
+    """Return the index of the first redacted message."""
+    if reason is None or not reason.startswith(_REASON_PREFIX):
+        return None
+    return int(reason.removeprefix(_REASON_PREFIX).partition(":")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class SecretPattern:
     name: str
     markers: tuple[str, ...]
-    """One of these begins it."""
+    """The secret contains one of these."""
     rare_character: str
-    """A rarer character that it holds, looked for first; empty where there is none."""
+    """A rarer character that it contains, searched first; empty if there is none."""
     pattern: re.Pattern[str]
 
     def replacement(self, match: re.Match[str]) -> str:
-        """What stands in its place; the group ``before`` stays."""
+        """Return the text that replaces a match, which keeps its group ``before``."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
@@ -59,20 +77,20 @@ SECRET_PATTERNS: tuple[SecretPattern, ...] = (
     ),
     _secret("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
-"""Private keys are cut to the end of the text where their own end is missing."""
+"""A private key without its end line is removed to the end of the text."""
 
 
 @dataclass(slots=True)
 class Redactor:
     secrets: Sequence[SecretPattern] = SECRET_PATTERNS
     patterns: Sequence[re.Pattern[str]] = ()
-    _marks: dict[str, list[str]] = field(init=False)
-    """Sign that a secret must hold → the marks of those that do."""
+    _markers: dict[str, list[str]] = field(init=False)
+    """The markers of all secrets that contain a rare character, by that character."""
 
     def __post_init__(self) -> None:
-        self._marks = {}
+        self._markers = {}
         for secret in self.secrets:
-            self._marks.setdefault(secret.rare_character, []).extend(secret.markers)
+            self._markers.setdefault(secret.rare_character, []).extend(secret.markers)
 
     @staticmethod
     def from_config(config: RedactConfig) -> Redactor:
@@ -82,38 +100,38 @@ class Redactor:
                 patterns.append(re.compile(pattern))
             except re.error as error:
                 raise ConfigError(
-                    f"gateway.redact.patterns[{i}]: {pattern!r} is no pattern: {error}"
+                    f"gateway.redact.patterns[{i}]: {pattern!r} is not a valid pattern: {error}"
                 ) from error
         return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
     def redact_text(self, text: str) -> str:
-        """The text itself when there is nothing to cut out."""
-        if self._is_marked(text):
+        """Return the text without secrets, or the same object if there are none."""
+        if self._has_marker(text):
             for secret in self.secrets:
-                if any(mark in text for mark in secret.markers):
+                if any(marker in text for marker in secret.markers):
                     text = secret.pattern.sub(secret.replacement, text)
         for pattern in self.patterns:
-            text = pattern.sub(_cut, text)
+            text = pattern.sub(_replacement, text)
         return text
 
-    def _is_marked(self, text: str) -> bool:
-        # Plain loops: they take half the time of any(), and run over every text.
-        for sign, marks in self._marks.items():
-            if sign in text:
-                for mark in marks:
-                    if mark in text:
+    def _has_marker(self, text: str) -> bool:
+        # Plain loops take half the time of any(), and this runs over every text.
+        for character, markers in self._markers.items():
+            if character in text:
+                for marker in markers:
+                    if marker in text:
                         return True
         return False
 
     def redact_message(self, message: Message) -> Message:
-        """The message itself when there is nothing to cut out."""
+        """Return the message without secrets, or the same object if there are none."""
         clean = message
         for name in ("content", "reasoning", "name", "tool_call_id"):
-            if (text := message.get(name)) and (cut := self.redact_text(text)) != text:
-                clean = cast(Message, {**clean, name: cut})
+            if (text := message.get(name)) and (redacted := self.redact_text(text)) != text:
+                clean = cast(Message, {**clean, name: redacted})
         if not (calls := message.get("tool_calls")):
             return clean
-        cleaned = [self._call(call) for call in calls]
+        cleaned = [self._redact_call(call) for call in calls]
         if any(a is not b for a, b in zip(calls, cleaned, strict=True)):
             clean = cast(Message, {**clean, "tool_calls": cleaned})
         return clean
@@ -123,7 +141,7 @@ class Redactor:
         return cleaned if cleaned != tools else tools
 
     def redact_value(self, value: Any) -> Any:
-        """Every text within it."""
+        """Return a JSON value with every text in it redacted."""
         match value:
             case str():
                 return self.redact_text(value)
@@ -135,26 +153,26 @@ class Redactor:
             case _:
                 return value
 
-    def _call(self, call: ToolCall) -> ToolCall:
+    def _redact_call(self, call: ToolCall) -> ToolCall:
         clean = ToolCall(
             id=self.redact_text(call["id"]),
             name=self.redact_text(call["name"]),
-            arguments=self._arguments(call["arguments"]),
+            arguments=self._redact_arguments(call["arguments"]),
         )
         return call if clean == call else clean
 
-    def _arguments(self, arguments: str) -> str:
-        """JSON, whose escapes may hide what is looked for."""
+    def _redact_arguments(self, arguments: str) -> str:
+        # The arguments are JSON, whose escapes may hide a secret from a search in the text.
         clean = self.redact_text(arguments)
         if "\\" not in clean:
             return clean
         try:
             value = json.loads(clean)
-            found = self.redact_value(value)
+            redacted = self.redact_value(value)
         except (ValueError, RecursionError):
-            return clean  # no JSON, or none that anyone would read
-        return clean if found == value else json.dumps(found, ensure_ascii=False)
+            return clean  # not JSON, or nested too deeply
+        return clean if redacted == value else json.dumps(redacted, ensure_ascii=False)
 
 
-def _cut(match: re.Match[str]) -> str:
+def _replacement(match: re.Match[str]) -> str:
     return "[redacted]" if match[0] else ""

@@ -1,10 +1,13 @@
-"""Renderers: one written by hand in the `renderers` library where it knows the model, else one over the
-model's own chat template with our bridge and, where the template knows no tools, our tool format."""
+"""Renderers: the one that the `renderers` library has for the model's family, or else one over the model's
+own chat template, with our bridge and, if the template has no tools, our tool format."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,43 +16,50 @@ from instar.errors import ConfigError, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
-from instar.record.encode import CachingEncoder
+from instar.record.hashing import parse_arguments
 from instar.record.stream import THINK_OPEN, Detokenizer, PlainTextScanner, ReplyScanner, TextStreamParser
-from instar.record.tools import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
+from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
 from instar.types import Json, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Renderer", "TemplateRenderer", "load_renderer"]
+_CACHED_CHARACTERS = 8 * 1024 * 1024
+_PROBES = (
+    "{0}user\nHello there.{1}\n{0}assistant\n",
+    " {0}  system\n\n\tA  B{1}{1}\n {0}\n",
+    "é{0}日本語 naïve{1}🙂 'quoted' {0}x{1}",
+    "{0}{1}",
+    "a{0} b{1} c\n\n{0}\n d",
+)
 
 
 def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     from renderers.base import MODEL_RENDERER_MAP  # slow to import
 
     tokenizer = load_tokenizer(folder)
-    # The library maps names of published models only: a fine-tune's template may differ from its origin's.
+    # The library maps only names of published models: a fine-tune may have another template than its origin.
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer
 
         renderer = FamilyRenderer(tokenizer, family)
-        # One that never tells the model of tools would drop them silently.
+        # A renderer that does not list tools would drop them silently.
         if renderer.lists_tools() or tokenizer.chat_template is None:
             return renderer
     if tokenizer.chat_template is None:
-        raise ConfigError(f"model.name: {model.name!r} has no chat template, so it cannot take messages")
+        raise ConfigError(f"model.name: {model.name!r} has no chat template, so it cannot be sent messages")
     return TemplateRenderer(tokenizer, _eos_ids(folder), model.tool_format)
 
 
 def _eos_ids(folder: Path) -> list[int]:
-    """End-of-text tokens that the model's generation settings name."""
+    """Return the end-of-text tokens from the model's generation config."""
     path = folder / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     return [eos] if isinstance(eos, int) else list(eos or ())
 
 
 def to_template_message(message: Message) -> Json:
-    """In the shape that chat templates and `renderers` read."""
+    """Return a message in the shape that chat templates and `renderers` expect."""
     out: Json = {"role": message["role"], "content": message["content"]}
     if reasoning := message.get("reasoning"):
         out["reasoning_content"] = reasoning
@@ -58,7 +68,7 @@ def to_template_message(message: Message) -> Json:
             {
                 "id": call["id"],
                 "type": "function",
-                "function": {"name": call["name"], "arguments": _parsed_arguments(call)},
+                "function": {"name": call["name"], "arguments": parse_arguments(call)},
             }
             for call in calls
         ]
@@ -69,35 +79,92 @@ def to_template_message(message: Message) -> Json:
     return out
 
 
-def _parsed_arguments(call: ToolCall) -> Any:
-    """As an object: many templates walk through it. What is no JSON stays text."""
-    try:
-        return json.loads(call["arguments"])
-    except (ValueError, RecursionError):
-        return call["arguments"]
+class CachingEncoder:
+    """Encodes text and caches the tokens of its pieces.
+
+    A tokenizer splits text at its added tokens (`<|im_start|>` and the like) first and encodes the pieces
+    between them separately. With cached pieces, the instructions and tools that open every session of an
+    agent, and the messages of a history that is rendered again, are encoded once. The constructor verifies
+    that pieces can be encoded separately; if not, whole texts are encoded.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, cached_characters: int = _CACHED_CHARACTERS
+    ) -> None:
+        self._backend: Any = tokenizer.backend_tokenizer
+        self._max_size = cached_characters
+        self._cache: OrderedDict[str, list[int]] = OrderedDict()
+        self._size = 0
+        self._added_ids: dict[str, int] = {}
+        self._splitter = self._create_splitter()
+
+    @property
+    def is_splitting(self) -> bool:
+        return self._splitter is not None
+
+    @property
+    def cache_size(self) -> int:
+        """The number of characters whose tokens are cached."""
+        return self._size
+
+    def __call__(self, text: str) -> list[int]:
+        if self._splitter is None:
+            return self.encode_whole(text)
+        return list(chain.from_iterable(map(self._encode_piece, self._splitter.split(text))))
+
+    def encode_whole(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        if not piece:
+            return []
+        if (added := self._added_ids.get(piece)) is not None:
+            return [added]
+        if (cached := self._cache.get(piece)) is not None:
+            self._cache.move_to_end(piece)
+            return cached
+        ids = self.encode_whole(piece)
+        self._cache[piece] = ids
+        self._size += len(piece)
+        while self._size > self._max_size:
+            self._size -= len(self._cache.popitem(last=False)[0])
+        return ids
+
+    def _create_splitter(self) -> re.Pattern[str] | None:
+        """Return the pattern that splits text into pieces, or None if they cannot be encoded separately."""
+        added: list[dict[str, Any]] = json.loads(self._backend.to_str())["added_tokens"]
+        if not added or any(t["lstrip"] or t["rstrip"] or t["single_word"] or t["normalized"] for t in added):
+            return None
+        self._added_ids = {token["content"]: token["id"] for token in added}
+        longest_first = sorted(self._added_ids, key=len, reverse=True)
+        self._splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        pairs = zip(longest_first, longest_first[::-1], strict=True)
+        texts = [probe.format(*pair) for pair in list(pairs)[:8] for probe in _PROBES]
+        is_exact = all(self(text) == self.encode_whole(text) for text in texts)
+        return self._splitter if is_exact else None
 
 
 class TemplateRenderer(Renderer):
-    """Over a model's own chat template."""
+    """Renders with the model's own chat template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int] = (), tool_format: str = "auto"
     ) -> None:
         self._tokenizer = tokenizer
         self._encoder = CachingEncoder(tokenizer)
-        # The library's own fallback, which applies the template too: it knows the stop tokens.
+        # The library's own fallback applies the template too; it is used for its stop tokens.
         from renderers.configs import DefaultRendererConfig
         from renderers.default import DefaultRenderer
 
         self._library = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
         self._tool_role = self._writes_tool_role()
-        knows_tools = self._template_calls_parse()
-        if tool_format == "template" and not knows_tools:
+        has_tools = self._template_calls_parse()
+        if tool_format == "template" and not has_tools:
             raise ConfigError(
-                "model.tool_format: 'template' needs a chat template that lists tools and writes calls as "
+                "model.tool_format: 'template' requires a chat template that lists tools and writes calls as "
                 f"{CALL_OPEN}JSON{CALL_CLOSE}; this model's does not. Use 'auto' or 'generic'"
             )
-        self._generic = tool_format == "generic" or not knows_tools
+        self._generic = tool_format == "generic" or not has_tools
         stops = {*self._library.get_stop_token_ids(), *eos_ids, *self._turn_end()}
         self._stop_token_ids = tuple(sorted(stops))
         self._hidden = frozenset(self._hidden_ids()) | stops
@@ -116,12 +183,11 @@ class TemplateRenderer(Renderer):
 
     @property
     def uses_generic_tools(self) -> bool:
-        """Whether tools go by the generic format."""
         return self._generic
 
     @property
     def bridged_roles(self) -> frozenset[str]:
-        """Roles that can follow a reply without rendering the history anew."""
+        """The roles that can follow a reply without rendering the history again."""
         return self._bridge.roles
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -137,7 +203,9 @@ class TemplateRenderer(Renderer):
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
         if self._generic:
-            new_messages = to_generic_messages(new_messages, tools, tool_role=self._tool_role, block=False)
+            new_messages = to_generic_messages(
+                new_messages, tools, tool_role=self._tool_role, list_tools=False
+            )
             tools = ()
         return self._bridge.extend(prompt_ids, sampled_ids, new_messages, tools)
 
@@ -173,8 +241,8 @@ class TemplateRenderer(Renderer):
                 tokenize=False,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            # A template refuses by raise_exception, or trips over a role or field it was not written for.
-            raise RenderError(f"the model's chat template refuses these messages: {error}") from error
+            # A template calls raise_exception, or fails on a role or field that it was not written for.
+            raise RenderError(f"the model's chat template rejects these messages: {error}") from error
         return self._encoder(cast(str, text))
 
     def _decode(self, ids: list[int]) -> str:
@@ -187,44 +255,44 @@ class TemplateRenderer(Renderer):
         return self._decode(self._ids([Message(role="user", content="Hi")], (), generation=True))
 
     def _hidden_ids(self) -> list[int]:
-        """Special tokens that are no part of a reply's text; the markers we parse stay visible."""
+        """Return the special tokens that are not part of a reply's text. The markers that we parse stay."""
         special = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
         return [token_id for token_id, text in special if "think" not in text and "tool_call" not in text]
 
     def _turn_end(self) -> set[int]:
-        """The special token that the template puts behind a reply."""
+        """Return the special token that the template writes after a reply."""
         question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
-        asked = self._ids([question], (), generation=True)
-        answered = self._ids([question, reply], (), generation=False)
+        prompt = self._ids([question], (), generation=True)
+        conversation = self._ids([question, reply], (), generation=False)
         special = set(self._tokenizer.all_special_ids)
-        return {next((i for i in answered[len(asked) :] if i in special), -1)} - {-1}
+        return {next((i for i in conversation[len(prompt) :] if i in special), -1)} - {-1}
 
     def _writes_tool_role(self) -> bool:
-        mark = "7440-mark"
+        marker = "7440-mark"
         try:
             text = self._text(
                 [
                     Message(role="user", content="Hi"),
                     Message(role="assistant", content="Ok"),
-                    Message(role="tool", content=mark),
+                    Message(role="tool", content=marker),
                 ]
             )
         except RenderError:
             return False
-        return mark in text
+        return marker in text
 
     def _template_calls_parse(self) -> bool:
-        """Whether the template lists tools, and writes a call in the form that we read back."""
+        """True if the template lists tools and writes a call in the form that we parse."""
         question = Message(role="user", content="Hi")
         call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
         try:
-            listed = self._text([question], [PROBE_TOOL])
-            said = self._text(
+            with_tools = self._text([question], [PROBE_TOOL])
+            with_call = self._text(
                 [question, Message(role="assistant", content="", tool_calls=[call])], [PROBE_TOOL]
             )
         except RenderError:
             return False
-        if listed == self._text([question]) or PROBE_TOOL["name"] not in listed:
+        if with_tools == self._text([question]) or PROBE_TOOL["name"] not in with_tools:
             return False
-        written = parse_call(said.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
+        written = parse_call(with_call.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
         return written is not None and written["name"] == call["name"]

@@ -1,18 +1,17 @@
-"""Sampled ids → reply, as they come. Whole replies go the same way, so both always agree.
+"""Parsing of sampled ids into a reply, as they arrive. Complete replies are parsed by the same code.
 
-Three stages: ids → text that never ends inside a character; text → text up to a stop string; text →
-reasoning, content and tool calls. Each holds back what it cannot tell yet: the bytes of half a
-character, what may be the start of a stop string, what may become a tool call (or, when eager, the part of a
-call that has no argument yet).
+There are three stages: ids to text that never ends inside a character; text up to a stop string; text to
+reasoning, content and tool calls. Each stage holds back what is not decided yet: the bytes of half a
+character, a possible start of a stop string, a possible tool call (or, if eager, a call without a first
+argument).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from instar.record.arguments import PartialToolCall
 from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
-from instar.record.tools import CALL_CLOSE, CALL_OPEN, parse_call
+from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, PartialToolCall, parse_call
 from instar.types import Message, ToolCall
 
 THINK_OPEN = "<think>"
@@ -21,7 +20,7 @@ _UNDECODED = "\ufffd"
 
 
 class Detokenizer:
-    """Decodes a window of the last tokens only, so its cost does not grow with the reply."""
+    """Decodes only a window of the last tokens, so that its cost does not grow with the reply."""
 
     _WINDOW, _KEEP = 32, 8
 
@@ -34,7 +33,7 @@ class Detokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         self._window += [i for i in ids if i not in self._hidden]
         text = self._decode(self._window)
-        # Up to three bytes of an unfinished character decode to as many replacement characters.
+        # Up to three bytes of an incomplete character decode to as many replacement characters.
         end = len(text)
         while end > len(text) - 3 and text[end - 1 : end] == _UNDECODED:
             end -= 1
@@ -50,7 +49,7 @@ class Detokenizer:
 
 
 class StopStringFilter:
-    """Lets text through up to the first stop string."""
+    """Passes text up to the first stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -63,10 +62,10 @@ class StopStringFilter:
         if self.done:
             return ""
         text = self._held + text
-        found = [at for at in map(text.find, self._stop) if at >= 0]
-        if found:
+        positions = [at for at in map(text.find, self._stop) if at >= 0]
+        if positions:
             self.done, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(positions)]
         keep = max(overlap_length(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -77,7 +76,7 @@ class StopStringFilter:
 
 
 def overlap_length(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that ``marker`` begins with."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``marker``."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length
@@ -89,7 +88,7 @@ def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
 
 
 class ReplyScanner:
-    """Text → reasoning, content and tool calls. White space beside a call belongs to neither."""
+    """Splits text into reasoning, content and tool calls. White space next to a call is dropped."""
 
     def __init__(self, *, calls: bool, reasoning: bool = False, eager: bool = False) -> None:
         self._look_for_calls = calls
@@ -113,12 +112,12 @@ class ReplyScanner:
     def finish(self) -> list[ReplyDelta]:
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
-            self._reason(rest)
+            self._emit_reasoning(rest)
         elif self._open is not None:
             self._out += self._open.feed(rest)
             self._close_call(self._open)
         else:
-            self._say(rest)
+            self._add_content(rest)
             if not self.tool_calls:
                 self._emit_text(self._space)
         return self._take()
@@ -128,7 +127,7 @@ class ReplyScanner:
         return out
 
     def _advance(self) -> bool:
-        """One move; False when more text is needed."""
+        """Do one step. Return False if more text is needed."""
         if not self._buffer:
             return False
         if self._state == "start":
@@ -140,10 +139,10 @@ class ReplyScanner:
         return self._in_content()
 
     def _begin(self) -> bool:
-        begun = self._buffer.lstrip()
-        if begun.startswith(THINK_OPEN):
-            self._state, self._buffer = "reasoning", begun[len(THINK_OPEN) :]
-        elif THINK_OPEN.startswith(begun):
+        text = self._buffer.lstrip()
+        if text.startswith(THINK_OPEN):
+            self._state, self._buffer = "reasoning", text[len(THINK_OPEN) :]
+        elif THINK_OPEN.startswith(text):
             return False
         else:
             self._state = "content"
@@ -152,57 +151,57 @@ class ReplyScanner:
     def _in_reasoning(self) -> bool:
         before, closed, after = self._buffer.partition(THINK_CLOSE)
         if closed:
-            self._reason(before)
+            self._emit_reasoning(before)
             self._state, self._buffer, self._trim_next = "content", after, True
             return True
         keep = overlap_length(self._buffer, THINK_CLOSE)
-        self._reason(self._buffer[: len(self._buffer) - keep])
+        self._emit_reasoning(self._buffer[: len(self._buffer) - keep])
         self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
 
     def _in_content(self) -> bool:
         if not self._look_for_calls:
-            self._say(self._buffer)
+            self._add_content(self._buffer)
             self._buffer = ""
             return False
         before, opened, rest = self._buffer.partition(CALL_OPEN)
         if not opened:
             keep = overlap_length(before, CALL_OPEN)
-            self._say(before[: len(before) - keep])
+            self._add_content(before[: len(before) - keep])
             self._buffer = before[len(before) - keep :]
             return False
-        self._say(before)
+        self._add_content(before)
         self._buffer = CALL_OPEN + rest
         return self._in_call(rest)
 
     def _in_call(self, rest: str) -> bool:
-        begun = rest.lstrip()
+        start = rest.lstrip()
         body, closed, after = rest.partition(CALL_CLOSE)
-        if (not begun or begun.startswith("{")) and not closed:
+        if (not start or start.startswith("{")) and not closed:
             return self._eager and self._begin_call(rest)
         if closed and (call := parse_call(body)):
             self._out.append(complete_call_delta(len(self.tool_calls), call))
-            self._called(call)
+            self._add_call(call)
             self._buffer = after
         else:
-            self._say(CALL_OPEN)
+            self._add_content(CALL_OPEN)
             self._buffer = rest
         return True
 
     def _begin_call(self, rest: str) -> bool:
-        sure = len(rest) - overlap_length(rest, CALL_CLOSE)
-        if begun := PartialToolCall.try_start(rest[:sure], len(self.tool_calls)):
-            self._open, deltas = begun
+        decided = len(rest) - overlap_length(rest, CALL_CLOSE)
+        if started := PartialToolCall.try_start(rest[:decided], len(self.tool_calls)):
+            self._open, deltas = started
             self._out += deltas
-            self._called(self._open.call)
-            self._buffer = rest[sure:]
+            self._add_call(self._open.call)
+            self._buffer = rest[decided:]
         return False
 
     def _in_open_call(self, call: PartialToolCall) -> bool:
         body, closed, after = self._buffer.partition(CALL_CLOSE)
-        sure = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
-        self._out += call.feed(body[:sure])
-        self._buffer = after if closed else body[sure:]
+        decided = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
+        self._out += call.feed(body[:decided])
+        self._buffer = after if closed else body[decided:]
         if closed:
             self._close_call(call)
         return bool(closed)
@@ -211,25 +210,25 @@ class ReplyScanner:
         self._out += call.finish()
         self._open = None
 
-    def _called(self, call: ToolCall) -> None:
+    def _add_call(self, call: ToolCall) -> None:
         self.tool_calls.append(call)
         self._space, self._trim_next = "", True
 
-    def _reason(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         if text:
             self.reasoning.append(text)
             self._out.append(ReplyDelta(reasoning=text))
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         if self._trim_next:
             text = text.lstrip()
             if not text:
                 return
             self._trim_next = False
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        self._emit_text(said)
+        visible = text.rstrip()
+        self._space = text[len(visible) :]
+        self._emit_text(visible)
 
     def _emit_text(self, text: str) -> None:
         if text:
@@ -238,7 +237,7 @@ class ReplyScanner:
 
 
 class PlainTextScanner:
-    """In the place of a scanner, where a reply is nothing but text."""
+    """Replaces ``ReplyScanner`` for replies that are only text."""
 
     def __init__(self) -> None:
         self.content: list[str] = []
@@ -254,20 +253,18 @@ class PlainTextScanner:
 
 
 class TextStreamParser(StreamParser):
-    """The three stages in a row."""
-
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str], scanner: ReplyScanner | PlainTextScanner
     ) -> None:
         self._detokenizer = detokenizer
-        self._cutter = StopStringFilter(stop)
+        self._stop_filter = StopStringFilter(stop)
         self._scanner = scanner
 
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]:
-        return self._scanner.feed(self._cutter.feed(self._detokenizer.feed(ids)))
+        return self._scanner.feed(self._stop_filter.feed(self._detokenizer.feed(ids)))
 
     def finish(self) -> list[ReplyDelta]:
-        last = self._cutter.feed(self._detokenizer.finish()) + self._cutter.finish()
+        last = self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
         return self._scanner.feed(last) + self._scanner.finish()
 
     @property

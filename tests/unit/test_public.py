@@ -115,7 +115,7 @@ def test_the_run_on_the_newcomers_page_is_valid() -> None:
 
 
 def test_the_tool_format_is_documented_as_it_is() -> None:
-    from instar.record.tools import format_call, format_tool_list
+    from instar.record.tool_calls import format_call, format_tool_list
     from instar.types import Tool, ToolCall
 
     schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}

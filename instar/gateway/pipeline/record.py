@@ -18,7 +18,6 @@ from instar.gateway.session_states import SessionState
 from instar.record.base import Placement, Renderer
 from instar.record.graph import MessageGraph
 from instar.record.hashing import HashChain
-from instar.record.nodes import redaction_reason
 from instar.types import (
     Call,
     CallStatus,

@@ -15,8 +15,7 @@ from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.pipeline.parse import RetryEvidence
 from instar.gateway.session_states import SessionState, SessionStates
-from instar.record.hashing import HashChain, MessageHasher
-from instar.record.nodes import normalize_call_id
+from instar.record.hashing import HashChain, MessageHasher, normalize_call_id
 from instar.types import Call, Channel, Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")

@@ -6,7 +6,7 @@ import json
 import random
 
 from instar.record.base import ReplyDelta
-from instar.record.tools import format_call
+from instar.record.tool_calls import format_call
 from instar.types import Message, Tool, ToolCall
 
 CALC = Tool(

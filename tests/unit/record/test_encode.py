@@ -6,7 +6,7 @@ import pytest
 
 from instar.config import ModelConfig
 from instar.models import load_tokenizer, resolve_model
-from instar.record.encode import CachingEncoder
+from instar.record.render import CachingEncoder
 from tests.tiny import make_tiny_tokenizer
 
 PIECES = [
@@ -34,39 +34,38 @@ def texts(specials: list[str], count: int) -> list[str]:
 
 
 def check(encoder: CachingEncoder, specials: list[str]) -> None:
-    assert encoder._cut is not None
+    assert encoder.is_splitting
     for text in texts(specials, 2000):
-        assert encoder(text) == encoder._whole(text)
-        assert encoder(text) == encoder._whole(text)  # from memory
+        assert encoder(text) == encoder.encode_whole(text)
+        assert encoder(text) == encoder.encode_whole(text)  # from the cache
 
 
-def test_pieces_are_encoded_as_the_whole() -> None:
+def test_caching_encoder_pieces_equal_whole_text() -> None:
     tokenizer = make_tiny_tokenizer()
     check(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
-def test_the_default_models_tokenizer_too() -> None:
+def test_caching_encoder_is_exact_for_the_default_model() -> None:
     try:
         folder = resolve_model(ModelConfig().name)
-    except Exception as error:  # noqa: BLE001 — offline, say
-        pytest.skip(f"the default model cannot be had: {error}")
+    except Exception as error:  # noqa: BLE001 — offline, for example
+        pytest.skip(f"the default model is not available: {error}")
     tokenizer = load_tokenizer(folder)
     check(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
-def test_a_token_that_swallows_space_is_not_cut_at() -> None:
+def test_caching_encoder_does_not_split_at_tokens_that_strip_space() -> None:
     from tokenizers import AddedToken
 
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<sep>", lstrip=True, normalized=False)])
     encoder = CachingEncoder(tokenizer)
-    assert encoder._cut is None
+    assert not encoder.is_splitting
     assert encoder("a <sep> b") == tokenizer.encode("a <sep> b", add_special_tokens=False)
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instar.record.encode._BUDGET", 100)
-    encoder = CachingEncoder(make_tiny_tokenizer())
+def test_caching_encoder_cache_stays_within_its_limit() -> None:
+    encoder = CachingEncoder(make_tiny_tokenizer(), cached_characters=100)
     for i in range(50):
         encoder(f"text number {i}")
-    assert sum(map(len, encoder._kept)) <= 100
+    assert 0 < encoder.cache_size <= 100

@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from instar.record.arguments import JsonObjectTracker
 from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
 from instar.record.render import TemplateRenderer
-from instar.record.tools import format_call, parse_call
+from instar.record.tool_calls import JsonObjectTracker, format_call, parse_call
 from instar.types import Message, ToolCall
 from tests.unit.record.talk import CALC, call_text, calls_of, reply_text, words
 

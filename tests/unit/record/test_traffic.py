@@ -24,10 +24,9 @@ from instar.gateway.dialects.base import Dialect
 from instar.gateway.pipeline.parse import parse_external_id
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
-from instar.record.hashing import HashChain, MessageHasher
-from instar.record.nodes import normalize_call_id
+from instar.record.hashing import HashChain, MessageHasher, normalize_call_id
 from instar.record.render import TemplateRenderer
-from instar.record.tools import format_call
+from instar.record.tool_calls import format_call
 from instar.registry import list_names, resolve
 from instar.types import Call, CallStatus, Json, Link, Message, new_id
 from tests.tiny import make_tiny_tokenizer
