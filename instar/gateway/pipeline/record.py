@@ -18,6 +18,7 @@ from instar.gateway.session_states import SessionState
 from instar.record.base import Placement, Renderer
 from instar.record.graph import MessageGraph
 from instar.record.hashing import HashChain
+from instar.record.redact import redaction_reason
 from instar.types import (
     Call,
     CallStatus,
