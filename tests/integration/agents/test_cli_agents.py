@@ -102,7 +102,7 @@ def check_exact(calls: Sequence[Call]) -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
-async def test_an_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: bool, tmp_path: Path) -> None:
+async def test_cli_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: bool, tmp_path: Path) -> None:
     run = await run_agent(agent, tmp_path, opened=opened)
     assert run.file == AFTER, run.said
     assert len(run.sessions) == 1
@@ -114,7 +114,7 @@ async def test_an_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: bo
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "qwen-code", "opencode"])
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
-async def test_sub_agents_are_conversations_of_their_own(name: str, opened: bool, tmp_path: Path) -> None:
+async def test_sub_agents_have_their_own_conversations(name: str, opened: bool, tmp_path: Path) -> None:
     run = await run_agent(installed(name), tmp_path, helpers=True, opened=opened)
     assert run.file == AFTER, run.said
     found = conversations(run.calls)

@@ -1,4 +1,4 @@
-"""A rule that takes its time, fails at first, and scores in the background."""
+"""A slow background scorer that fails at first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run whose sessions are scored by a process of their own."""
+"""A complete run whose sessions are scored by a separate process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.torture.tortured import HERE, Tortured, settings
 
 
 @pytest.mark.timeout(180)
-def test_a_run_is_scored_in_the_background_also_by_a_process_that_dies(tmp_path: Path) -> None:
+def test_run_is_scored_in_background_despite_killed_process(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
     config = settings(tmp_path, model, steps=3)
     config["reward"] = [{"type": "plugin", "name": "tests.integration.rewards.slow:SlowRule"}]

@@ -1,4 +1,4 @@
-"""Live sessions are scored as they complete, by everything that `reward` names but the agent itself."""
+"""Live sessions are scored when they complete, by all scorers except the agent's own."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(120)
-def test_live_sessions_are_scored(tmp_path: Path) -> None:
+def test_serve_scores_live_sessions(tmp_path: Path) -> None:
     with start(tmp_path, settings(tmp_path)) as process:
         try:
             assert process.stdout is not None
-            told = json.loads(process.stdout.readline())
-            root = told["base_url"].removesuffix("/v1")
-            session = post(f"{root}/sessions", told["api_key"], {})
+            status = json.loads(process.stdout.readline())
+            root = status["base_url"].removesuffix("/v1")
+            session = post(f"{root}/sessions", status["api_key"], {})
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             post(f"{session['base_url']}/chat/completions", session["api_key"], body)
             post(f"{root}/sessions/{session['session_id']}/complete", session["api_key"], {"reward": 0.25})
@@ -84,10 +84,10 @@ def test_live_sessions_are_scored(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_name_that_no_scorer_has_is_refused_at_start(tmp_path: Path) -> None:
+def test_serve_rejects_unknown_scorer_name_at_start(tmp_path: Path) -> None:
     config = settings(tmp_path) | {"scoring": {"combine": {"weights": {"maths": 1.0}}}}
     with start(tmp_path, config) as process:
-        _, said = process.communicate(timeout=50)
+        _, stderr = process.communicate(timeout=50)
     assert process.returncode == 1
-    assert "scoring.combine.weights: given 'maths', which is no scorer of this run" in said
-    assert "Traceback" not in said
+    assert "scoring.combine.weights: given 'maths', which is no scorer of this run" in stderr
+    assert "Traceback" not in stderr

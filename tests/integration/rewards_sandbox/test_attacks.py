@@ -99,7 +99,7 @@ os._exit(0)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", available_sandboxes())
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_an_attack_fails_and_leaves_no_trace(
+async def test_attack_fails_and_leaves_no_trace(
     kind: str, attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = tmp_path / "folders"
@@ -133,7 +133,7 @@ async def test_an_attack_fails_and_leaves_no_trace(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", available_sandboxes())
-async def test_an_honest_answer_passes_under_the_same_limits(kind: str) -> None:
+async def test_honest_answer_passes_under_the_same_limits(kind: str) -> None:
     async with start_scorer(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
         many = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(6)]
         assert [reward.value for reward in await asyncio.gather(*many)] == [1.0] * 6

@@ -1,4 +1,4 @@
-"""Every recipe of a task set, one step of it with a tiny model: agents, gateway, scores and trainer."""
+"""One step of every task set's recipe with a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import make_tiny_model
 ROOT = Path(__file__).parents[3]
 RECIPES = ["gsm8k", "gym", "textarena", "verifiers", "humaneval", "bfcl"]
 SOURCES = {"textarena": "agent", "verifiers": "agent"}
-"""Who says what a session was worth; a rule, where nothing is said here."""
+"""The source of the rewards; RULE for recipes that are not listed."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def train(recipe: str, model: Path, folder: Path, *settings: str) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_of_the_recipe(recipe: str, model: Path, tmp_path: Path) -> None:
+def test_recipe_trains_one_step(recipe: str, model: Path, tmp_path: Path) -> None:
     if recipe == "bfcl" and find_spec("bfcl_eval") is None:
         pytest.skip("bfcl-eval is installed apart: pip install --no-deps bfcl-eval")
     train(recipe, model, tmp_path / "run")
@@ -61,7 +61,7 @@ def test_a_step_of_the_recipe(recipe: str, model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_the_agent_that_has_its_answers_checked(model: Path, tmp_path: Path) -> None:
+def test_gsm8k_check_agent_trains_one_step(model: Path, tmp_path: Path) -> None:
     agent = "rollout.agent.function=instar.agents.gsm8k:check"
     train("gsm8k", model, tmp_path / "run", agent, "reward={type: agent}")
     with sqlite3.connect(tmp_path / "run" / "store.db") as store:

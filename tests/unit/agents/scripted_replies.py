@@ -1,4 +1,4 @@
-"""What the scripted engine replies to the agents, from what the prompt says."""
+"""Functions for the scripted engine that reply to the agents depending on the prompt."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OPERATIONS = (
 )
 
 
-def said(prompt: str) -> list[tuple[str, str]]:
-    """Who said what, tool results under their own name."""
+def parse_messages(prompt: str) -> list[tuple[str, str]]:
+    """Return the role and text of each message; tool results have the role `tool`."""
     return [
         ("tool" if "<tool_response>" in text else role, text.strip())
         for role, text in MESSAGE.findall(prompt)
@@ -34,31 +34,31 @@ def expression(question: str) -> str:
 
 
 def solver(prompt: str, seed: int | None) -> str:
-    role, text = said(prompt)[-1]
+    role, text = parse_messages(prompt)[-1]
     return numbers(text)[-1] if role == "tool" else call("calc", expression=expression(text))
 
 
 def writer(prompt: str, seed: int | None) -> str:
-    """Writes the calculation down, and answers with its result."""
-    text = said(prompt)[-1][1]
+    """Write the calculation, then answer with its result."""
+    text = parse_messages(prompt)[-1][1]
     return f"#### {text.removeprefix('= ')}" if text.startswith("= ") else expression(text)
 
 
 def checker(prompt: str, seed: int | None) -> str:
-    """Has the number checked that it calculated."""
-    role, text = said(prompt)[-1]
+    """Have the calculated number checked."""
+    role, text = parse_messages(prompt)[-1]
     if role == "tool":
         return call("check_answer", answer=numbers(text)[-1])
     return call("calc", expression=expression(text))
 
 
 def doubter(prompt: str, seed: int | None) -> str:
-    """Tries another number first."""
-    role, text = said(prompt)[-1]
+    """Have a wrong number checked first."""
+    role, text = parse_messages(prompt)[-1]
     if role != "tool":
         return call("calc", expression=expression(text))
     if "wrong" in text:
-        return call("check_answer", answer=numbers(said(prompt)[-3][1])[-1])
+        return call("check_answer", answer=numbers(parse_messages(prompt)[-3][1])[-1])
     return call("check_answer", answer="0")
 
 
@@ -74,9 +74,9 @@ def numbers(text: str) -> list[str]:
 
 
 def guesser(prompt: str, seed: int | None) -> str:
-    """Halves what is left."""
+    """Guess by bisection."""
     low, high, last = 1, 20, 0
-    for role, text in said(prompt):
+    for role, text in parse_messages(prompt):
         if role == "assistant":
             last = int(numbers(text)[0])
         elif "number is higher" in text:
@@ -87,16 +87,16 @@ def guesser(prompt: str, seed: int | None) -> str:
 
 
 def poker(prompt: str, seed: int | None) -> str:
-    """Never bets, never folds."""
-    told = said(prompt)[-1][1]
-    return "[call]" if "'[call]'" in told.splitlines()[-1] else "[check]"
+    """Neither bet nor fold."""
+    observation = parse_messages(prompt)[-1][1]
+    return "[call]" if "'[call]'" in observation.splitlines()[-1] else "[check]"
 
 
 # --- function calls -----------------------------------------------------------------------------
 
 
 def triangle(prompt: str, seed: int | None) -> str:
-    """The call that the first task of the set asks for."""
+    """Return the call that solves the first task."""
     return call("calculate_triangle_area", base=10, height=5)
 
 

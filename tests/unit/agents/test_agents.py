@@ -1,4 +1,4 @@
-"""The agents of the task sets, over a real gateway: what they say, what they are rewarded for."""
+"""The agents of the task sets, over a real gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYNTHETIC = {"type": "gsm8k", "synthetic": {"split": "heldout", "size": 7}}
 
 
 async def tried(harness: RolloutHarness, tasks: dict[str, Any], agent: str, reward: Any, **args: Any) -> Any:
-    """Every task once; the figures."""
+    """Evaluate every task once and return the metrics."""
     config = make_config(
         harness.folder, held_out=tasks, agent=f"instar.agents.{agent}", args=args, reward=reward, retries=0
     )
@@ -32,36 +32,36 @@ async def rewards_of(harness: RolloutHarness) -> list[list[Any]]:
     return [list(await harness.store.rewards(row.session.session_id)) for row in rows]
 
 
-async def test_an_agent_that_knows_nothing_of_rewards_is_scored_by_its_last_number(tmp_path: Path) -> None:
+async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> None:
     async with open_harness(tmp_path, script=f"{HERE}:writer") as harness:
         figures = await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
         assert figures["accuracy"] == 1.0
-        for given in await rewards_of(harness):
-            assert [reward.source for reward in given] == [RewardSource.RULE]
+        for rewards in await rewards_of(harness):
+            assert [reward.source for reward in rewards] == [RewardSource.RULE]
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.calls for row in rows} == {2}
 
 
-async def test_an_answer_without_a_number_is_worth_nothing(tmp_path: Path) -> None:
+async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
     async with open_harness(tmp_path, script=f"{HERE}:babbler") as harness:
         assert (await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(("script", "reward", "calls"), [("checker", 1.0, 2), ("doubter", 0.5, 3)])
-async def test_a_checked_answer_is_worth_less_with_every_check(
+async def test_gsm8k_tool_agent_reward_halves_with_every_check(
     tmp_path: Path, script: str, reward: float, calls: int
 ) -> None:
     async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:
         figures = await tried(harness, SYNTHETIC, "gsm8k:check", {"type": "agent"}, max_tokens=200)
         assert figures["accuracy"] == reward
-        for given in await rewards_of(harness):
-            assert [reward.source for reward in given] == [RewardSource.AGENT]
+        for rewards in await rewards_of(harness):
+            assert [reward.source for reward in rewards] == [RewardSource.AGENT]
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.calls for row in rows} == {calls}
         assert {row.session.metadata.get("turns") for row in rows} == {calls}
 
 
-async def test_games_are_played_to_their_end(tmp_path: Path) -> None:
+async def test_textarena_agent_plays_games_to_the_end(tmp_path: Path) -> None:
     async with open_harness(tmp_path, script=f"{HERE}:guesser") as harness:
         tasks = {"type": "textarena", "games": ["GuessTheNumber-v0"], "size": 6}
         figures = await tried(harness, tasks, "textarena:play", {"type": "agent"})
@@ -70,7 +70,7 @@ async def test_games_are_played_to_their_end(tmp_path: Path) -> None:
         assert len({row.calls for row in rows}) > 1
 
 
-async def test_a_game_for_two_is_the_same_game_whatever_else_is_played(tmp_path: Path) -> None:
+async def test_textarena_game_for_two_is_deterministic(tmp_path: Path) -> None:
     values: list[list[float]] = []
     for number, games in enumerate((["KuhnPoker-v0"], ["KuhnPoker-v0", "KuhnPoker-v0-short"])):
         folder = tmp_path / str(number)
@@ -79,13 +79,13 @@ async def test_a_game_for_two_is_the_same_game_whatever_else_is_played(tmp_path:
             await tried(harness, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
             groups = {group.group_id: group.task for group in await harness.store.groups(RUN, Channel.VAL)}
             rows = await harness.store.sessions(RUN, channel=Channel.VAL)
-            found = {groups[row.session.group_id or ""].task_id: row.reward for row in rows}
-            values.append([found[f"KuhnPoker-v0-{seed}"] or 0.0 for seed in range(0, 8, 2)])
+            rewards = {groups[row.session.group_id or ""].task_id: row.reward for row in rows}
+            values.append([rewards[f"KuhnPoker-v0-{seed}"] or 0.0 for seed in range(0, 8, 2)])
     assert values[0] == values[1]
     assert {abs(value) for value in values[0]} <= {0.0, 1.0}
 
 
-async def test_a_game_that_does_not_end_is_worth_what_is_said(tmp_path: Path) -> None:
+async def test_textarena_unfinished_game_gets_configured_reward(tmp_path: Path) -> None:
     async with open_harness(tmp_path, script=f"{HERE}:guesser") as harness:
         tasks = {
             "type": "textarena",
@@ -98,7 +98,7 @@ async def test_a_game_that_does_not_end_is_worth_what_is_said(tmp_path: Path) ->
         assert figures["accuracy"] == -0.25
 
 
-async def test_a_verifiers_environment_is_run_and_its_rubric_believed(tmp_path: Path) -> None:
+async def test_verifiers_agent_returns_reward_of_rubric(tmp_path: Path) -> None:
     tasks = {
         "type": "verifiers",
         "environment": "recipes.calculator_env:load_environment",
@@ -112,7 +112,7 @@ async def test_a_verifiers_environment_is_run_and_its_rubric_believed(tmp_path: 
             assert {row.calls for row in rows} == {calls}
 
 
-async def test_an_environment_whose_calls_fail_is_a_failed_session(tmp_path: Path) -> None:
+async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Path) -> None:
     tasks = {
         "type": "verifiers",
         "environment": "recipes.calculator_env:load_environment",
@@ -126,9 +126,7 @@ async def test_an_environment_whose_calls_fail_is_a_failed_session(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("script", "reward"), [("triangle", 1.0), ("wrong_triangle", 0.0), ("babbler", 0.0)])
-async def test_function_calls_are_checked_as_the_leaderboard_does(
-    tmp_path: Path, script: str, reward: float
-) -> None:
+async def test_bfcl_calls_are_scored_by_the_checker(tmp_path: Path, script: str, reward: float) -> None:
     pytest.importorskip("bfcl_eval")
     async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:
         rule = {"type": "rule", "function": "instar.rollout.tasksets.bfcl:score"}

@@ -27,16 +27,16 @@ from instar.demo.agent import EXAMPLES, prompt
         ("1" * 65, "error"),
     ],
 )
-def test_the_tool_does_arithmetic_and_nothing_else(expression: str, answer: str) -> None:
+def test_calculator_evaluates_only_arithmetic(expression: str, answer: str) -> None:
     assert calculate(json.dumps({"expression": expression})) == answer
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[]", "3", "null", '{"expr": "1"}', '{"expression": 5}'])
-def test_a_bad_call_gets_an_error(arguments: str) -> None:
+def test_calculator_returns_error_for_invalid_arguments(arguments: str) -> None:
     assert calculate(arguments) == "error"
 
 
-def test_the_worked_examples_are_right() -> None:
+def test_demo_examples_are_correct() -> None:
     system, *messages = prompt()
     assert system["role"] == "system"
     turns = [messages[start : start + 4] for start in range(0, len(messages), 4)]

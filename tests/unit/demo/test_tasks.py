@@ -17,7 +17,7 @@ def problem(task: Json) -> tuple[str, tuple[str, ...]]:
     return task["kind"], tuple(re.findall(r"\d+", task["question"]))
 
 
-def test_a_quarter_is_plain_and_every_kind_is_there() -> None:
+def test_demo_tasks_contain_all_kinds_and_a_quarter_plain() -> None:
     for tasks in (train_tasks(0, 480), heldout_tasks(0, 128)):
         counts = Counter(task["kind"] for task in tasks)
         assert set(counts) == set(kinds())
@@ -25,7 +25,7 @@ def test_a_quarter_is_plain_and_every_kind_is_there() -> None:
         assert max(counts.values()) - min(counts[kind] for kind in counts if kind not in ARITHMETIC) <= 1
 
 
-def test_answers_are_right() -> None:
+def test_demo_answers_are_correct() -> None:
     for task in [*train_tasks(3, 300), *heldout_tasks(3, 128)]:
         numbers = [int(number) for number in re.findall(r"\d+", task["question"])]
         expected = {
@@ -44,14 +44,14 @@ def test_answers_are_right() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_training_never_sees_a_held_out_problem(seed: int) -> None:
+def test_demo_training_and_held_out_tasks_are_disjoint(seed: int) -> None:
     trained = [problem(task) for task in train_tasks(seed, 4000)]
     held_out = [problem(task) for other in range(4) for task in heldout_tasks(other, 400)]
     assert not set(trained) & set(held_out)
     assert len(set(trained)) == len(trained), "no problem comes twice"
 
 
-def test_seeds_make_other_sets_and_the_same_seed_the_same() -> None:
+def test_demo_tasks_are_determined_by_the_seed() -> None:
     assert train_tasks(1, 50) == train_tasks(1, 50)
     assert train_tasks(1, 50) != train_tasks(2, 50)
     assert train_tasks(1, 100)[:50] == train_tasks(1, 50)
@@ -71,7 +71,7 @@ def test_seeds_make_other_sets_and_the_same_seed_the_same() -> None:
         ("seven", 0),
     ],
 )
-def test_the_last_number_of_the_final_reply_counts(reply: str, reward: float) -> None:
+def test_demo_score_uses_last_number_of_final_reply(reply: str, reward: float) -> None:
     first = make_call("a", [1], [5], reply=Message(role="assistant", content="7440"))
     last = make_call("b", [1], [6], reply=Message(role="assistant", content=reply))
     assert score({"answer": 7440}, Transcript("s", [first, last], None)) == reward

@@ -1,8 +1,8 @@
-"""A judge on a real socket that speaks OpenAI's chat completions and Anthropic's messages.
+"""A fake judge on a real socket with OpenAI's chat completions and Anthropic's messages.
 
-What it thinks is a function of the question. ``faults`` are played first, one per request: ``hang``,
-``drop``, ``cut`` (the connection ends within the answer), ``garbage``, ``nonsense`` (not even its own API),
-a status such as ``500``, or ``429:2`` with its Retry-After.
+Its answer is a function of the request. ``faults`` come first, one per request: ``hang``, ``drop``, ``cut``
+(the connection ends within the response), ``garbage`` (no answer), ``nonsense`` (not a response of its API), a
+status such as ``500``, or ``429:2`` with a Retry-After header.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JudgeRequest:
 
 
 AnswerFunction = Callable[[JudgeRequest], Any]
-"""The answer: JSON, or a text to be given as it is."""
+"""Returns the answer: JSON, or a text that is sent unchanged."""
 
 
 @dataclass
@@ -51,26 +51,26 @@ class JudgeServer:
     _busy: int = 0
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        asked = JudgeRequest(request.path, dict(request.headers), await request.json())
-        self.requests.append(asked)
+        received = JudgeRequest(request.path, dict(request.headers), await request.json())
+        self.requests.append(received)
         self._busy += 1
         self.max_concurrency = max(self.max_concurrency, self._busy)
         try:
             if self.faults:
                 return await self._fail(request, self.faults.pop(0))
             await asyncio.sleep(0)
-            return self._think(asked)
+            return self._answer(received)
         finally:
             self._busy -= 1
 
-    def _think(self, asked: JudgeRequest) -> web.Response:
-        if not self.takes_schema and ("response_format" in asked.body or "tools" in asked.body):
+    def _answer(self, received: JudgeRequest) -> web.Response:
+        if not self.takes_schema and ("response_format" in received.body or "tools" in received.body):
             return web.json_response(
                 {"error": {"message": "Unknown parameter: 'response_format'."}}, status=400
             )
-        thought = self.answer_with(asked)
-        anthropic = asked.path.endswith("/messages")
-        return web.json_response((_messages if anthropic else _chat)(thought, asked.body))
+        answer = self.answer_with(received)
+        anthropic = received.path.endswith("/messages")
+        return web.json_response((_messages if anthropic else _chat)(answer, received.body))
 
     async def _fail(self, request: web.Request, fault: str) -> web.StreamResponse:
         if fault == "hang":
@@ -91,29 +91,29 @@ class JudgeServer:
             return web.Response(text="<html>Bad gateway</html>")
         status, _, wait = fault.partition(":")
         headers = {"Retry-After": wait} if wait else {}
-        said = {"error": {"message": f"no: {request.headers.get('authorization')}", "type": "some_error"}}
-        return web.json_response(said, status=int(status) if status.isdigit() else 500, headers=headers)
+        body = {"error": {"message": f"no: {request.headers.get('authorization')}", "type": "some_error"}}
+        return web.json_response(body, status=int(status) if status.isdigit() else 500, headers=headers)
 
 
-def _chat(thought: Any, body: dict[str, Any]) -> Any:
-    text = thought if isinstance(thought, str) else json.dumps(thought)
+def _chat(answer: Any, body: dict[str, Any]) -> Any:
+    text = answer if isinstance(answer, str) else json.dumps(answer)
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": TOKENS_IN, "completion_tokens": TOKENS_OUT}
     return {"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
 
 
-def _messages(thought: Any, body: dict[str, Any]) -> Any:
-    if "tools" in body and not isinstance(thought, str):
-        content = {"type": "tool_use", "id": "1", "name": body["tools"][0]["name"], "input": thought}
+def _messages(answer: Any, body: dict[str, Any]) -> Any:
+    if "tools" in body and not isinstance(answer, str):
+        content = {"type": "tool_use", "id": "1", "name": body["tools"][0]["name"], "input": answer}
     else:
-        content = {"type": "text", "text": thought if isinstance(thought, str) else json.dumps(thought)}
+        content = {"type": "text", "text": answer if isinstance(answer, str) else json.dumps(answer)}
     usage = {"input_tokens": TOKENS_IN, "output_tokens": TOKENS_OUT}
     return {"id": "1", "type": "message", "content": [content], "stop_reason": "end_turn", "usage": usage}
 
 
 @asynccontextmanager
-async def judge_server(think: AnswerFunction) -> AsyncGenerator[JudgeServer]:
-    server = JudgeServer(think)
+async def judge_server(answer_with: AnswerFunction) -> AsyncGenerator[JudgeServer]:
+    server = JudgeServer(answer_with)
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post("/v1/chat/completions", server.answer)
     app.router.add_post("/v1/messages", server.answer)

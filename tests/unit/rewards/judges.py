@@ -1,4 +1,4 @@
-"""Judges and sessions to be judged, for tests."""
+"""Judges, and transcripts to judge, for tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assistant(text: str) -> Message:
 
 
 def make_transcript(*turns: tuple[Message, str], session_id: str = "s") -> Transcript:
-    """Each turn: what is said to the assistant, and its reply."""
+    """Build a transcript of turns, each a message to the assistant and its reply."""
     calls: list[Call] = []
     for place, (message, reply) in enumerate(turns):
         parent = calls[-1] if calls else None
@@ -55,7 +55,7 @@ def make_answer_transcript(text: str, session_id: str = "s") -> Transcript:
 
 @asynccontextmanager
 async def start_judge(path: Path, url: str, **settings: Any) -> AsyncGenerator[Judge]:
-    """A judge of a run whose store is at this path."""
+    """Start a judge of a run whose store is at this path."""
     section = {"type": "judge", "endpoint": url, "model": "m", **settings}
     judge = create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
     store = SqliteStore(path)

@@ -1,4 +1,4 @@
-"""What the tests of rules share."""
+"""Helpers for tests of rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import Message, Reward, RewardSource, Task
 from tests.unit.data.builders import make_call
 
 EMPTY_CONTEXT = ScoringContext("run", cast(Store, None))
-"""These scorers use nothing of the run."""
+"""A context for scorers that do not use the run."""
 
 
 def transcript(text: str) -> Transcript:

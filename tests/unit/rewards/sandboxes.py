@@ -1,4 +1,4 @@
-"""The sandboxes that this machine has, and how to see what a job left behind."""
+"""The sandboxes of this machine, and helpers that find what a job left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sandbox_problem(kind: str) -> str | None:
 
 
 def available_sandboxes() -> list[object]:
-    """For `pytest.mark.parametrize`: a kind that this machine lacks is skipped, and says why."""
+    """Return parameters for pytest. A kind that does not work on this machine is skipped with the reason."""
     return [
         pytest.param(
             kind,
@@ -44,14 +44,14 @@ async def run(sandbox: Sandbox, code: str, *arguments: str, **limits: float) -> 
 
 
 def find_processes(marker: str) -> list[int]:
-    """Processes of this machine whose arguments hold the marker."""
-    found: list[int] = []
+    """Return the ids of processes whose arguments contain the marker."""
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 if marker.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def list_names(folder: Path) -> list[str]:

@@ -19,24 +19,24 @@ def ruled(value: float) -> Reward:
     return Reward("s", value, RewardSource.RULE, "math")
 
 
-def test_votes_that_agree_and_votes_that_do_not() -> None:
-    (told,) = measure_agreement([[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]])
-    assert (told.judge, told.rewards, told.mean, told.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
-    assert told.votes == 0.5
-    assert (told.orders, told.rule_same_side, told.rule_correlation) == (None, None, None)
-    (told,) = measure_agreement([[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]])
-    assert told.votes == pytest.approx(1 / 3)
+def test_agreement_of_votes_is_one_minus_mean_difference() -> None:
+    (result,) = measure_agreement([[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]])
+    assert (result.judge, result.rewards, result.mean, result.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
+    assert result.votes == 0.5
+    assert (result.orders, result.rule_same_side, result.rule_correlation) == (None, None, None)
+    (result,) = measure_agreement([[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]])
+    assert result.votes == pytest.approx(1 / 3)
     assert measure_agreement([[judged(1, votes=[1.0])]])[0].votes is None
 
 
-def test_orders_of_pairs() -> None:
-    (told,) = measure_agreement(
+def test_agreement_of_orders_is_share_of_agreeing_pairs() -> None:
+    (result,) = measure_agreement(
         [[judged(0.5, orders=4, orders_agreed=1)], [judged(0.5, orders=4, orders_agreed=3)]]
     )
-    assert told.orders == 0.5
+    assert result.orders == 0.5
 
 
-def test_a_judge_against_the_rules() -> None:
+def test_agreement_compares_judge_with_rules() -> None:
     sessions = [
         [ruled(1.0), judged(0.9)],
         [ruled(0.0), judged(0.2)],
@@ -53,7 +53,7 @@ def test_a_judge_against_the_rules() -> None:
     assert process.rule_sessions == 0  # a step is no session
 
 
-async def test_a_whole_run_in_pages(tmp_path: Path) -> None:
+async def test_run_agreement_reads_sessions_in_pages(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     await begin(store)
     for i in range(5):
@@ -63,7 +63,7 @@ async def test_a_whole_run_in_pages(tmp_path: Path) -> None:
             Reward(f"s{i}", i / 4, RewardSource.RULE, "math"),
         ]
         await store.add_rewards(rewards)
-    (told,) = await measure_run_agreement(store, RUN, page=2)
+    (result,) = await measure_run_agreement(store, RUN, page=2)
     await store.close()
-    assert (told.rewards, told.rule_sessions, told.rule_same_side) == (5, 5, 1.0)
-    assert told.rule_correlation == pytest.approx(1)
+    assert (result.rewards, result.rule_sessions, result.rule_same_side) == (5, 5, 1.0)
+    assert result.rule_correlation == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""What is asked of each call, of the sessions of a group, and of what happened next."""
+"""The rubrics process, followup and pairwise."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-def steps_asked(asked: JudgeRequest) -> list[int]:
-    found = re.search(r"these steps, each of them once: ([\d, ]+)\.", asked.system)
-    assert found is not None
-    return [int(number) for number in found[1].split(", ")]
+def requested_steps(request: JudgeRequest) -> list[int]:
+    match = re.search(r"these steps, each of them once: ([\d, ]+)\.", request.system)
+    assert match is not None
+    return [int(number) for number in match[1].split(", ")]
 
 
 LESSON = make_transcript(
@@ -50,31 +50,31 @@ LESSON = make_transcript(
 # --- process ------------------------------------------------------------------------------------
 
 
-def by_step(asked: JudgeRequest) -> Any:
-    return {"steps": [{"step": n, "reasons": f"r{n}", "score": n / 10} for n in steps_asked(asked)]}
+def by_step(request: JudgeRequest) -> Any:
+    return {"steps": [{"step": n, "reasons": f"r{n}", "score": n / 10} for n in requested_steps(request)]}
 
 
-async def test_every_call_gets_a_reward_of_its_own(path: Path) -> None:
+async def test_process_judge_rewards_every_call(path: Path) -> None:
     async with judge_server(by_step) as server, start_judge(path, server.url, rubric="process") as judge:
         rewards = await judge.score(TASK, LESSON)
     assert [(r.call_id, r.value) for r in rewards] == [("s-1", 0.1), ("s-2", 0.2), ("s-3", 0.3), ("s-4", 0.4)]
     assert rewards[1].detail == {"step": 2, "votes": [0.2], "spread": 0.0, "reasons": ["r2"]}
-    (asked,) = server.requests
-    assert asked.user.count("missing semicolon") == 1  # each message is shown once
+    (request,) = server.requests
+    assert request.user.count("missing semicolon") == 1  # each message is shown once
 
 
-async def test_a_long_session_is_asked_about_in_parts(path: Path) -> None:
+async def test_process_judge_splits_long_sessions_into_windows(path: Path) -> None:
     long = make_transcript(*((user(f"turn {i} {'x' * 400}"), "ok") for i in range(10)))
     async with judge_server(by_step) as server:
         async with start_judge(path, server.url, rubric="process", max_prompt_chars=2000) as judge:
             rewards = await judge.score(TASK, long)
-    assert sorted(n for asked in server.requests for n in steps_asked(asked)) == list(range(1, 11))
+    assert sorted(n for request in server.requests for n in requested_steps(request)) == list(range(1, 11))
     assert len(server.requests) == 4
     assert [r.call_id for r in rewards] == [f"s-{i}" for i in range(1, 11)]
 
 
-async def test_a_step_that_is_passed_over_is_garbage(path: Path) -> None:
-    def think(asked: JudgeRequest) -> Any:
+async def test_process_judge_rejects_answers_with_missing_steps(path: Path) -> None:
+    def answer(request: JudgeRequest) -> Any:
         return {"steps": [{"step": 1, "reasons": "", "score": 0.5}]}
 
     async with judge_server(think) as server, start_judge(path, server.url, rubric="process") as judge:
@@ -85,20 +85,20 @@ async def test_a_step_that_is_passed_over_is_garbage(path: Path) -> None:
 # --- what happened next -------------------------------------------------------------------------
 
 
-def what_followed(asked: JudgeRequest) -> Any:
-    mark = asked.user.split()[0]
-    said: list[Any] = []
-    for number in steps_asked(asked):
-        next_ = asked.user.partition(f"{mark} step {number}, what came next: ")[2].split(mark)[0]
+def what_followed(request: JudgeRequest) -> Any:
+    mark = request.user.split()[0]
+    answers: list[Any] = []
+    for number in requested_steps(request):
+        next_ = request.user.partition(f"{mark} step {number}, what came next: ")[2].split(mark)[0]
         signal = "unclear"
-        for word, meant in (("Thanks", "accepted"), ("wrong", "corrected"), ("error", "tool_failed")):
+        for word, word_signal in (("Thanks", "accepted"), ("wrong", "corrected"), ("error", "tool_failed")):
             if word in next_:
-                signal = meant
-        said.append({"step": number, "reasons": "", "signal": signal})
-    return {"steps": said}
+                signal = word_signal
+        answers.append({"step": number, "reasons": "", "signal": signal})
+    return {"steps": answers}
 
 
-async def test_a_live_session_is_rewarded_by_what_its_user_did_next(path: Path) -> None:
+async def test_followup_judge_rewards_calls_by_user_reaction(path: Path) -> None:
     async with (
         judge_server(what_followed) as server,
         start_judge(path, server.url, rubric="followup") as judge,
@@ -112,10 +112,10 @@ async def test_a_live_session_is_rewarded_by_what_its_user_did_next(path: Path) 
         ("s-3", 1.0, "accepted"),
     ]
     assert [(r.call_id, r.value) for r in wrong] == [("z-1", 0.0)]
-    assert steps_asked(server.requests[0]) == [1, 2, 3]
+    assert requested_steps(server.requests[0]) == [1, 2, 3]
 
 
-async def test_what_a_signal_is_worth_is_a_setting(path: Path) -> None:
+async def test_followup_judge_uses_configured_signal_values(path: Path) -> None:
     signals = {"accepted": 0.5, "tool_failed": None}
     async with judge_server(what_followed) as server:
         async with start_judge(path, server.url, rubric="followup", signals=signals) as judge:
@@ -123,12 +123,12 @@ async def test_what_a_signal_is_worth_is_a_setting(path: Path) -> None:
     assert [(r.call_id, r.value) for r in rewards] == [("s-3", 0.5)]
 
 
-async def test_most_votes_decide_and_a_draw_is_unclear(path: Path) -> None:
+async def test_followup_judge_takes_majority_and_treats_ties_as_unclear(path: Path) -> None:
     async with judge_server(what_followed) as server:
         for words, value in ((("accepted", "corrected", "accepted"), [1.0]), (("accepted", "corrected"), [])):
-            said = iter(words)
-            server.answer_with = lambda asked, said=said: {
-                "steps": [{"step": 1, "reasons": "", "signal": next(said)}]
+            answers = iter(words)
+            server.answer_with = lambda request, answers=answers: {
+                "steps": [{"step": 1, "reasons": "", "signal": next(answers)}]
             }
             async with start_judge(
                 path, server.url, rubric="followup", votes=len(words), model=str(value)
@@ -137,7 +137,7 @@ async def test_most_votes_decide_and_a_draw_is_unclear(path: Path) -> None:
                 assert [r.value for r in await judge.score(NO_TASK, session)] == value
 
 
-async def test_a_session_in_which_nothing_followed_is_not_asked_about(path: Path) -> None:
+async def test_followup_judge_skips_sessions_without_followup(path: Path) -> None:
     async with (
         judge_server(what_followed) as server,
         start_judge(path, server.url, rubric="followup") as judge,
@@ -149,10 +149,10 @@ async def test_a_session_in_which_nothing_followed_is_not_asked_about(path: Path
 # --- pairs --------------------------------------------------------------------------------------
 
 
-def longer_wins(asked: JudgeRequest) -> Any:
-    mark = asked.user.split()[0]
+def longer_wins(request: JudgeRequest) -> Any:
+    mark = request.user.split()[0]
     a, b = (
-        asked.user.partition(f"{mark} session {name}, step 1: reply of the assistant\n")[2].split("\n")[0]
+        request.user.partition(f"{mark} session {name}, step 1: reply of the assistant\n")[2].split("\n")[0]
         for name in "AB"
     )
     winner = "tie" if len(a) == len(b) else "A" if len(a) > len(b) else "B"
@@ -166,7 +166,7 @@ async def group(judge: Judge, *answers: str) -> list[Reward]:
     )
 
 
-async def test_a_group_is_compared_in_both_orders(path: Path) -> None:
+async def test_pairwise_judge_asks_in_both_orders(path: Path) -> None:
     async with judge_server(longer_wins) as server, start_judge(path, server.url, rubric="pairwise") as judge:
         assert judge.background
         rewards = await group(judge, "xx", "xxxx", "x", "xxx")
@@ -178,8 +178,8 @@ async def test_a_group_is_compared_in_both_orders(path: Path) -> None:
     assert all(pair["points"] == 1.0 for pair in rewards[1].detail["pairs"])
 
 
-async def test_a_judge_that_always_takes_the_first_tells_nothing(path: Path) -> None:
-    async with judge_server(lambda asked: {"reasons": "", "winner": "A"}) as server:
+async def test_pairwise_judge_ignores_position_bias(path: Path) -> None:
+    async with judge_server(lambda request: {"reasons": "", "winner": "A"}) as server:
         async with start_judge(path, server.url, rubric="pairwise", votes=2) as judge:
             rewards = await group(judge, "x", "xx", "xxx")
     assert [r.value for r in rewards] == pytest.approx([0.5] * 3)
@@ -187,7 +187,7 @@ async def test_a_judge_that_always_takes_the_first_tells_nothing(path: Path) -> 
     assert [r.detail["orders"] for r in rewards] == [4, 4, 4]
 
 
-async def test_the_number_of_pairs_is_bounded_and_same_answers_are_not_compared(path: Path) -> None:
+async def test_pairwise_judge_limits_pairs_and_skips_equal_answers(path: Path) -> None:
     async with judge_server(longer_wins) as server:
         async with start_judge(path, server.url, rubric="pairwise", pairs=8) as judge:
             await group(judge, *("x" * n for n in range(1, 9)))
@@ -198,7 +198,7 @@ async def test_the_number_of_pairs_is_bounded_and_same_answers_are_not_compared(
     assert len(server.requests) == 16
 
 
-async def test_a_group_that_broke_off_goes_on_with_what_is_left(path: Path) -> None:
+async def test_pairwise_judge_resumes_an_interrupted_group(path: Path) -> None:
     async with judge_server(longer_wins) as server:
         server.faults = ["500", "drop"]
         async with start_judge(path, server.url, rubric="pairwise") as judge:
@@ -211,7 +211,7 @@ async def test_a_group_that_broke_off_goes_on_with_what_is_left(path: Path) -> N
 
 
 @pytest.mark.parametrize("size", range(2, 12))
-def test_pairs_are_all_of_them_or_connect_everyone(size: int) -> None:
+def test_choose_pairs_returns_all_or_connects_all_sessions(size: int) -> None:
     every = choose_pairs(size, 1000)
     assert len({frozenset(pair) for pair in every}) == len(every) == size * (size - 1) // 2
     for most in (1, size):
@@ -219,7 +219,7 @@ def test_pairs_are_all_of_them_or_connect_everyone(size: int) -> None:
         assert {place for pair in ring for place in pair} == set(range(size))
 
 
-def test_expected_points_follow_the_games() -> None:
+def test_expected_win_rates_follow_the_comparisons() -> None:
     games = [PairComparison(0, 1, 1.0, 1, 1), PairComparison(1, 2, 1.0, 1, 1)]
     first, second, third = expected_win_rates(3, games)  # 0 and 2 never met
     assert 1 > first > second > third > 0
@@ -230,7 +230,7 @@ def test_expected_points_follow_the_games() -> None:
 # --- the record ---------------------------------------------------------------------------------
 
 
-def test_branches_broken_calls_and_tool_calls_are_told() -> None:
+def test_session_steps_render_branches_failures_and_tool_calls() -> None:
     call = ToolCall(id="1", name="search", arguments='{"q": 1}')
     first = make_call("a", [1], [5], messages=(user("hi"),), reply=assistant("one"))
     reply = Message(role="assistant", content="", reasoning="hm", tool_calls=[call])
@@ -272,7 +272,7 @@ def test_branches_broken_calls_and_tool_calls_are_told() -> None:
 
 
 @pytest.mark.parametrize("limit", [10, 11, 25, 99, 100])
-def test_parts_fit_their_limit_and_keep_both_ends(limit: int) -> None:
+def test_truncated_parts_keep_both_ends(limit: int) -> None:
     parts = [JudgePromptPart(str(i), chr(97 + i) * 20) for i in range(5)]
     fitted = truncate_parts(parts, limit)
     assert sum(len(part.text) for part in fitted) == limit

@@ -52,7 +52,7 @@ async def judge_with(gateway: Served, key: str) -> None:
     assert reward.detail["votes"] == [0.5, 0.5]
 
 
-async def test_its_questions_are_recorded_but_neither_scored_nor_trained_on(gateway: Served) -> None:
+async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gateway: Served) -> None:
     await judge_with(gateway, ADMIN)
     rows = await gateway.store.sessions("run")
     assert len(rows) == 2
@@ -69,26 +69,26 @@ async def test_its_questions_are_recorded_but_neither_scored_nor_trained_on(gate
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
 
 
-async def test_it_is_asked_without_a_proxy(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose owner would be told the run's key."""
+async def test_run_model_is_asked_without_proxy(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The owner of the proxy would see the run's key.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     await judge_with(gateway, ADMIN)
 
 
-async def test_an_agents_key_will_do(gateway: Served) -> None:
+async def test_run_model_accepts_an_agent_key(gateway: Served) -> None:
     await judge_with(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
     assert {row.session.agent_id for row in await gateway.store.sessions("run")} == {JUDGE_AGENT}
 
 
-async def test_a_wrong_key_is_permanent_and_not_told(gateway: Served) -> None:
+async def test_run_model_with_wrong_key_fails_without_retry_or_leak(gateway: Served) -> None:
     with pytest.raises(ScoreError, match="401") as failed:
         await judge_with(gateway, "sk-instar-not-known")
     assert not failed.value.retryable
     assert "sk-instar-not-known" not in str(failed.value)
 
 
-async def test_a_gateway_that_is_away_is_tried_again_where_it_is_then(gateway: Served) -> None:
+async def test_run_model_follows_a_gateway_that_moved(gateway: Served) -> None:
     judge = own_judge()
     around = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
     await judge.start(around)

@@ -50,7 +50,7 @@ def transcript(text: str, returned: float | None = None) -> Transcript:
     return Transcript("s", [make_call("a", [1], [5], reply=reply)], returned)
 
 
-def only(config: RunConfig, taskset: TaskSet | None = None) -> Scorer:
+def create_scorer(config: RunConfig, taskset: TaskSet | None = None) -> Scorer:
     (scorer,) = create_scorers(config, taskset)
     return scorer
 
@@ -59,25 +59,25 @@ def config(**reward: Any) -> RunConfig:
     return RunConfig.model_validate({"reward": reward})
 
 
-async def test_a_rule_sync_or_async_with_arguments() -> None:
-    scorer = only(config(type="rule", function=f"{HERE}:exact", args={"worth": 2}))
+async def test_rule_accepts_sync_and_async_functions_with_arguments() -> None:
+    scorer = create_scorer(config(type="rule", function=f"{HERE}:exact", args={"worth": 2}))
     assert await scorer.score(TASK, transcript("yes")) == [
         Reward("s", 2.0, RewardSource.RULE, scorer=f"{HERE}:exact")
     ]
     assert [r.value for r in await scorer.score(TASK, transcript("no"))] == [0.0]
-    later = only(config(type="rule", function=f"{HERE}:exact_later"))
+    later = create_scorer(config(type="rule", function=f"{HERE}:exact_later"))
     assert [r.value for r in await later.score(TASK, transcript("yes"))] == [1.0]
 
 
-async def test_the_task_sets_own_scorer() -> None:
+async def test_rule_without_function_uses_scorer_of_task_set() -> None:
     taskset = TaskSet([TASK], lambda task, text: float(len(text)))
-    scorer = only(config(type="rule"), taskset)
+    scorer = create_scorer(config(type="rule"), taskset)
     assert [r.value for r in await scorer.score(TASK, transcript("four"))] == [4.0]
     with pytest.raises(ConfigError, match=r"reward\.function"):
-        only(config(type="rule"), TaskSet([TASK]))
+        create_scorer(config(type="rule"), TaskSet([TASK]))
 
 
-async def test_a_rule_that_takes_its_time_holds_up_nobody_and_ends_at_its_deadline() -> None:
+async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -90,41 +90,43 @@ async def test_a_rule_that_takes_its_time_holds_up_nobody_and_ends_at_its_deadli
         return [transcript("yes")]
 
     ticking = asyncio.create_task(tick())
-    scorer = only(config(type="rule", function=f"{HERE}:slow"))
-    verdict = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
+    scorer = create_scorer(config(type="rule", function=f"{HERE}:slow"))
+    result = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
     ticking.cancel()
-    assert "no answer within 0.3 s" in (verdict.scores[0].reason or "")
+    assert "no answer within 0.3 s" in (result.scores[0].reason or "")
     assert ticks > 5
 
 
-async def test_a_rule_may_ask_for_the_main_thread() -> None:
+async def test_rule_with_thread_false_runs_in_main_thread() -> None:
     rule = {"type": "rule", "function": f"{HERE}:in_main_thread"}
-    assert [r.value for r in await only(config(**rule)).score(TASK, transcript("x"))] == [0.0]
-    assert [r.value for r in await only(config(**rule, thread=False)).score(TASK, transcript("x"))] == [1.0]
+    assert [r.value for r in await create_scorer(config(**rule)).score(TASK, transcript("x"))] == [0.0]
+    assert [
+        r.value for r in await create_scorer(config(**rule, thread=False)).score(TASK, transcript("x"))
+    ] == [1.0]
 
 
-@pytest.mark.parametrize("boxed", [False, True], ids=["shut in", "in bubblewrap"])
-async def test_what_a_verifier_evaluates_can_do_no_harm(boxed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_bubblewrap", [False, True], ids=["self-sandboxed", "bubblewrap"])
+async def test_reasoning_gym_scorer_cannot_harm_the_machine(in_bubblewrap: bool, tmp_path: Path) -> None:
     """reasoning-gym's countdown evaluates the answer as Python."""
     pytest.importorskip("reasoning_gym")
-    if boxed and shutil.which("bwrap") is None:
+    if in_bubblewrap and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     tasks = ReasoningGymTasksConfig(type="reasoning_gym", dataset="countdown", size=4)
     taskset = load_tasks(tasks)
-    scorer = only(config(type="rule"), taskset)
+    scorer = create_scorer(config(type="rule"), taskset)
     assert isinstance(scorer, RuleReward)
     assert scorer.workers is not None
-    if boxed:
+    if in_bubblewrap:
         scorer.workers.command_prefix = bubblewrap_command()
-    kept, made = tmp_path / "kept", tmp_path / "made"
+    kept, created = tmp_path / "kept", tmp_path / "created"
     kept.touch()
     await scorer.start(ScoringContext("run", None))  # pyright: ignore[reportArgumentType]
     try:
         right = taskset[1].data["metadata"]["expression"]
         assert [r.value for r in await scorer.score(taskset[1], transcript(f"Answer: {right}"))] == [1.0]
         for harm in (
-            f"__import__('os').system('touch {made}')",
-            f"open('{made}', 'w').close()",
+            f"__import__('os').system('touch {created}')",
+            f"open('{created}', 'w').close()",
             f"__import__('os').remove('{kept}')",
             f"__import__('subprocess').run(['/bin/rm', '{kept}'])",
             "__import__('os').fork()",
@@ -134,18 +136,18 @@ async def test_what_a_verifier_evaluates_can_do_no_harm(boxed: bool, tmp_path: P
             (reward,) = await scorer.score(taskset[1], transcript(f"Answer: {harm}"))
             assert reward.value < 0.1
         assert kept.exists()
-        assert not made.exists()
+        assert not created.exists()
     finally:
         await scorer.close()
 
 
-async def test_a_rule_must_give_a_finite_number() -> None:
-    scorer = only(config(type="rule", function=f"{HERE}:nonsense"))
+async def test_rule_that_returns_nan_raises() -> None:
+    scorer = create_scorer(config(type="rule", function=f"{HERE}:nonsense"))
     with pytest.raises(InstarError, match="nan"):
         await scorer.score(TASK, transcript("yes"))
 
 
-def test_scorers_are_told_apart_by_name() -> None:
+def test_scorers_with_the_same_name_are_rejected() -> None:
     twice = {"type": "rule", "function": f"{HERE}:exact"}
     sections = [twice, twice | {"args": {"worth": 2}}]
     with pytest.raises(
@@ -159,7 +161,7 @@ def test_scorers_are_told_apart_by_name() -> None:
     assert second.version, "other arguments are another version"
 
 
-async def test_a_detail_that_is_no_json_is_the_scorers_failure() -> None:
+async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
     class Odd(Scorer):
         name = "odd"
 
@@ -169,20 +171,20 @@ async def test_a_detail_that_is_no_json_is_the_scorers_failure() -> None:
     async def load() -> list[Transcript]:
         return [transcript("yes")]
 
-    verdict = await score_sessions(Odd(), TASK, ["s"], load, ScoringConfig(retries=0))
-    (score,) = verdict.scores
+    result = await score_sessions(Odd(), TASK, ["s"], load, ScoringConfig(retries=0))
+    (score,) = result.scores
     assert score.state is ScoreState.FALLBACK
     assert "not JSON" in (score.reason or "")
 
 
-async def test_the_agents_own_word() -> None:
-    scorer = only(config(type="agent"))
+async def test_agent_reward_is_what_the_agent_returned() -> None:
+    scorer = create_scorer(config(type="agent"))
     assert await scorer.score(TASK, transcript("x")) == []
     assert await scorer.score(TASK, transcript("x", 0.5)) == [
         Reward("s", 0.5, RewardSource.AGENT, scorer="returned")
     ]
 
 
-async def test_an_agents_reward_that_is_no_number_fails_its_session_alone() -> None:
+async def test_agent_reward_that_is_nan_raises() -> None:
     with pytest.raises(InstarError, match="the agent returned nan as its reward"):
-        await only(config(type="agent")).score(TASK, transcript("x", float("nan")))
+        await create_scorer(config(type="agent")).score(TASK, transcript("x", float("nan")))

@@ -41,10 +41,12 @@ EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "right", "text", "value"), EXACT)
-async def test_exact(settings: dict[str, Any], right: Any, text: str, value: float) -> None:
+@pytest.mark.parametrize(("settings", "expected", "text", "value"), EXACT)
+async def test_exact_rule_compares_normalized_text(
+    settings: dict[str, Any], expected: Any, text: str, value: float
+) -> None:
     async with start_scorer(type="exact", **settings) as scorer:
-        assert (await score_text(scorer, {"answer": right}, text)).value == value
+        assert (await score_text(scorer, {"answer": expected}, text)).value == value
 
 
 NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
@@ -67,13 +69,15 @@ NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "right", "text", "value"), NUMERIC)
-async def test_numeric(settings: dict[str, Any], right: Any, text: str, value: float) -> None:
+@pytest.mark.parametrize(("settings", "expected", "text", "value"), NUMERIC)
+async def test_numeric_rule_compares_within_tolerance(
+    settings: dict[str, Any], expected: Any, text: str, value: float
+) -> None:
     async with start_scorer(type="numeric", **settings) as scorer:
-        assert (await score_text(scorer, {"answer": right}, text)).value == value
+        assert (await score_text(scorer, {"answer": expected}, text)).value == value
 
 
-def test_where_an_answer_is() -> None:
+def test_answer_is_extracted_from_text() -> None:
     assert find_last_number("the 3rd of 1,000,000.25") == "1,000,000.25"
     assert find_last_number("none") is None
     assert parse_number("1/0") is None
@@ -82,7 +86,7 @@ def test_where_an_answer_is() -> None:
     assert extract_answer("", part="last_line") is None
 
 
-async def test_a_field_within_a_field_and_one_that_is_missing() -> None:
+async def test_expected_field_may_be_nested_and_missing_field_raises() -> None:
     async with start_scorer(type="exact", expected="meta.answer") as scorer:
         assert (await score_text(scorer, {"meta": {"answer": "a"}}, "a")).value == 1.0
         with pytest.raises(ScoreError, match=r"no field 'meta.answer'; it has question"):
@@ -90,7 +94,7 @@ async def test_a_field_within_a_field_and_one_that_is_missing() -> None:
         assert await scorer.score(Task("", {}), transcript("a")) == []
 
 
-def test_a_version_changes_with_what_it_scores_and_not_with_its_name() -> None:
+def test_rule_version_depends_on_settings_but_not_on_name() -> None:
     plain = ExactRewardConfig(type="exact")
     assert settings_version(plain) == settings_version(plain.model_copy(update={"name": "other"}))
     assert settings_version(plain) != settings_version(plain.model_copy(update={"ignore_case": True}))
@@ -107,16 +111,16 @@ MATH = [
 ]
 
 
-async def test_math_is_equal_in_meaning_and_a_hard_one_cannot_hang() -> None:
+async def test_math_rule_compares_by_value_and_times_out() -> None:
     async with start_scorer(type="math", seconds=1.0) as scorer:
-        for right, text, value in MATH:
-            assert (await score_text(scorer, {"answer": right}, text)).value == value, text
+        for expected, text, value in MATH:
+            assert (await score_text(scorer, {"answer": expected}, text)).value == value, text
         hard = await score_text(scorer, {"answer": "5"}, "$9^{9^{9^{9}}}$")
         assert (hard.value, hard.detail["reason"]) == (0.0, "the check took longer than 1 s")
         assert (await score_text(scorer, {"answer": "72"}, "72")).value == 1.0
 
 
-async def test_json_schema() -> None:
+async def test_json_schema_rule_validates_answers() -> None:
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     async with start_scorer(type="json_schema", against=schema) as scorer:
         assert (await score_text(scorer, {}, 'Here:\n```json\n{"a": 1}\n```')).value == 1.0
@@ -131,7 +135,7 @@ async def test_json_schema() -> None:
             await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
 
 
-async def test_a_long_wrong_answer_is_wrong_and_its_reason_short() -> None:
+async def test_json_schema_rule_truncates_long_reasons() -> None:
     async with start_scorer(type="json_schema", against={"type": "object"}) as scorer:
         wrong = await score_text(scorer, {}, f'"{"x" * 200_000}"')
         assert (wrong.value, len(wrong.detail["reason"])) == (0.0, 500)
@@ -141,7 +145,7 @@ async def test_a_long_wrong_answer_is_wrong_and_its_reason_short() -> None:
             await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), transcript("3"))
 
 
-async def test_regex_and_a_catastrophic_one() -> None:
+async def test_regex_rule_times_out_on_catastrophic_patterns() -> None:
     async with start_scorer(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
         assert (await score_text(scorer, {}, "aaa")).value == 1.0
         many = await asyncio.gather(*(score_text(scorer, {}, "a" * 40 + "b") for _ in range(3)))
@@ -154,12 +158,12 @@ async def test_regex_and_a_catastrophic_one() -> None:
         create_scorers(RunConfig.model_validate({"reward": {"type": "regex", "pattern": "("}}))
 
 
-async def test_a_worker_that_dies_is_replaced() -> None:
+async def test_worker_pool_replaces_a_dead_worker() -> None:
     workers = CheckWorkerPool("regex")
     await workers.start()
     workers.idle_workers[0].kill()
-    asked = {"pattern": "a", "how": "search", "ignore_case": False, "answer": "a"}
-    assert await workers.run_check(5.0, **asked) == {"ok": True}
+    request = {"pattern": "a", "how": "search", "ignore_case": False, "answer": "a"}
+    assert await workers.run_check(5.0, **request) == {"ok": True}
     await workers.close()
 
 
@@ -197,10 +201,10 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("tests", "code", "passed_of"), COUNTED)
-def test_only_a_test_that_ran_has_passed(
+def test_sandbox_runner_counts_only_tests_that_ran(
     tests: str, code: str, passed_of: tuple[int, int], tmp_path: Path
 ) -> None:
-    """The program that a sandbox runs; these answers need none."""
+    """Run the sandbox's test runner directly; these answers are harmless."""
     for name, text in {"answer.py": code, "tests.json": json.dumps([tests]), "key": "KEY"}.items():
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-B", str(RUNNER_SCRIPT), "answer.py"]
@@ -209,6 +213,6 @@ def test_only_a_test_that_ran_has_passed(
     assert (report["passed"], report["total"]) == passed_of, done.stderr
 
 
-def test_files_are_counted_only_once_they_are_the_jobs_own() -> None:
-    """This process sees the machine's, as bubblewrap does at first."""
+def test_bubblewrap_ignores_files_before_the_root_is_switched() -> None:
+    """This process sees the machine's files, as bubblewrap does at first."""
     assert bubblewrap._measure_files([os.getpid()]) == (0, 0)  # pyright: ignore[reportPrivateUsage]

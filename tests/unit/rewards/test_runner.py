@@ -1,4 +1,4 @@
-"""The scoring runner over a real store, with scorers that fail in every way."""
+"""The scoring runner over a real store, with scorers that fail in many ways."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ QUICK = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
 
 
 class Counting(Scorer):
-    """A judge without a model: fails, hangs or answers as the session's name says."""
+    """A fake judge that fails, hangs or answers depending on the session's name."""
 
     name = "judge:test"
     version = "1"
     background = True
 
     def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
         self.tasks: dict[str, Task] = {}
         self.now = 0
         self.most = 0
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         session = transcript.session_id
-        self.asked[session] += 1
+        self.attempts[session] += 1
         self.tasks[session] = task
         assert transcript.final_text == "hi"
         self.now += 1
@@ -61,7 +61,7 @@ class Counting(Scorer):
             raise ValueError("garbage")
         if "hopeless" in session:
             raise ScoreError("no budget")
-        if "once" in session and self.asked[session] == 1:
+        if "once" in session and self.attempts[session] == 1:
             raise ScoreError("busy", retryable=True, retry_after=0.01)
         return [
             Reward(session, 0.5, RewardSource.JUDGE, cost=0.01),
@@ -113,33 +113,37 @@ async def running(runner: ScoringRunner) -> AsyncIterator[None]:
 
 async def until_scored(store: SqliteStore, *names: str, by: int = 1) -> None:
     async with asyncio.timeout(20):
-        while any(len(found) < by for found in (await store.scores(names)).values()):  # noqa: ASYNC110
+        while any(len(scores) < by for scores in (await store.scores(names)).values()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
-async def test_every_session_ends_scored_or_with_a_reason(store: SqliteStore) -> None:
+async def test_every_session_is_scored_or_has_a_failure_reason(store: SqliteStore) -> None:
     names = ["good", "once", "fails", "hangs", "hopeless"]
     for name in names:
         await add(store, name)
     scorer = Counting()
     async with running(make(store, scorer)):
         await until_scored(store, *names)
-    found = {name: scores[0] for name, scores in (await store.scores(names)).items()}
-    assert {name: (score.state, score.attempts, score.reason) for name, score in found.items()} == {
+    scores = {name: scores[0] for name, scores in (await store.scores(names)).items()}
+    assert {name: (score.state, score.attempts, score.reason) for name, score in scores.items()} == {
         "good": (ScoreState.SCORED, 1, None),
         "once": (ScoreState.SCORED, 2, None),
         "fails": (ScoreState.FALLBACK, 2, "ValueError: garbage"),
         "hangs": (ScoreState.FALLBACK, 2, "no answer within 0.3 s"),
         "hopeless": (ScoreState.FALLBACK, 1, "no budget"),
     }
-    whole, call = await store.rewards("good")
-    assert (whole.scorer, whole.scorer_version, whole.cost) == ("judge:test", "1", 0.01)
-    assert whole.reward_id == "good/judge:test@1"
-    assert call.reward_id == "good/judge:test@1/call-good"
+    session_reward, call_reward = await store.rewards("good")
+    assert (session_reward.scorer, session_reward.scorer_version, session_reward.cost) == (
+        "judge:test",
+        "1",
+        0.01,
+    )
+    assert session_reward.reward_id == "good/judge:test@1"
+    assert call_reward.reward_id == "good/judge:test@1/call-good"
     assert await store.rewards("fails") == []
 
 
-async def test_a_fallback_may_be_a_value(store: SqliteStore) -> None:
+async def test_fallback_value_is_recorded_as_reward(store: SqliteStore) -> None:
     await add(store, "hopeless")
     config = QUICK.model_copy(update={"fallback": -1.0})
     async with running(make(store, Counting(), config=config)):
@@ -149,8 +153,8 @@ async def test_a_fallback_may_be_a_value(store: SqliteStore) -> None:
     assert reward.detail == {"reason": "no budget"}
 
 
-async def test_none_is_scored_twice_and_none_is_missed(store: SqliteStore) -> None:
-    """Sessions that end in another order than they were opened, over two runners one after the other."""
+async def test_every_session_is_scored_exactly_once(store: SqliteStore) -> None:
+    """Sessions end in another order than they were opened; two runners follow one another."""
     names = [f"s{number}" for number in range(60)]
     for name in names:
         await store.open_session(make_session(name, channel=Channel.LIVE))
@@ -167,12 +171,12 @@ async def test_none_is_scored_twice_and_none_is_missed(store: SqliteStore) -> No
         await store.end_session(name, SessionStatus.COMPLETED)
     async with running(make(store, scorer)):
         await until_scored(store, *names)
-    assert scorer.asked == Counter(names)
+    assert scorer.attempts == Counter(names)
     assert 1 < scorer.most <= QUICK.concurrency
     assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 60}}
 
 
-async def test_a_scorer_that_hangs_keeps_only_its_own_sessions_waiting(store: SqliteStore) -> None:
+async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -> None:
     class Stuck(Counting):
         name = "stuck"
 
@@ -194,7 +198,7 @@ async def test_a_scorer_that_hangs_keeps_only_its_own_sessions_waiting(store: Sq
 
 
 class Narrow(Counting):
-    """One at a time, each taking a third of its deadline."""
+    """Scores one session at a time, each in a third of its deadline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +209,7 @@ class Narrow(Counting):
         return await super().score(task, transcript)
 
 
-async def test_waiting_for_a_turn_is_no_part_of_the_deadline(store: SqliteStore) -> None:
+async def test_wait_for_concurrency_limit_does_not_count_towards_deadline(store: SqliteStore) -> None:
     names = [f"s{number}" for number in range(6)]
     for name in names:
         await add(store, name)
@@ -213,26 +217,26 @@ async def test_waiting_for_a_turn_is_no_part_of_the_deadline(store: SqliteStore)
     async with running(make(store, scorer)):
         await until_scored(store, *names)
     assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 6}}
-    assert (scorer.asked, scorer.most) == (Counter(names), 1)
+    assert (scorer.attempts, scorer.most) == (Counter(names), 1)
 
 
 class NarrowRule(Narrow):
     background = False
 
 
-async def test_nor_is_it_where_a_rollout_waits(store: SqliteStore) -> None:
+async def test_wait_for_concurrency_limit_does_not_count_in_rollouts(store: SqliteStore) -> None:
     await add(store, "s")
     transcript = Transcript("s", await store.calls("s"), None)
     scorer = NarrowRule()
     scoring = InlineScoring([scorer], QUICK)
-    verdicts = await asyncio.gather(*(scoring.score(Task("t", {}), transcript) for _ in range(6)))
-    assert {(score.state, score.attempts) for each in verdicts for score in each.scores} == {
+    results = await asyncio.gather(*(scoring.score(Task("t", {}), transcript) for _ in range(6)))
+    assert {(score.state, score.attempts) for each in results for score in each.scores} == {
         (ScoreState.SCORED, 1)
     }
     assert scorer.most == 1
 
 
-async def test_rollouts_have_background_scorers_and_live_sessions_all(store: SqliteStore) -> None:
+async def test_live_sessions_use_all_scorers_and_rollouts_background_ones(store: SqliteStore) -> None:
     await store.open_group(make_group("g", task=Task("t", {"q": 7})))
     await add(store, "trained", Channel.TRAIN, group_id="g")
     await add(store, "live", metadata={"task": {"q": 8}}, task_id="own")
@@ -241,8 +245,8 @@ async def test_rollouts_have_background_scorers_and_live_sessions_all(store: Sql
     async with running(make(store, judge, rule)):
         await until_scored(store, "trained")
         await until_scored(store, "live", by=2)
-    assert set(judge.asked) == {"trained", "live"}
-    assert set(rule.asked) == {"live"}
+    assert set(judge.attempts) == {"trained", "live"}
+    assert set(rule.attempts) == {"live"}
     assert judge.tasks["trained"] == Task("t", {"q": 7})
     assert judge.tasks["live"] == Task("own", {"q": 8})
 
@@ -253,7 +257,7 @@ async def until_ready(store: SqliteStore, group_id: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_group_is_ready_once_all_its_sessions_are_scored(store: SqliteStore) -> None:
+async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStore) -> None:
     await store.open_group(make_group("g", size=3))
     await add(store, "a", Channel.TRAIN, group_id="g", slot=0)
     await add(store, "b-hangs", Channel.TRAIN, group_id="g", slot=1)
@@ -272,13 +276,13 @@ async def test_a_group_is_ready_once_all_its_sessions_are_scored(store: SqliteSt
     assert values == {"longest": 1.0}
 
 
-async def test_a_group_whose_sessions_all_failed_waits_for_nobody(store: SqliteStore) -> None:
+async def test_group_without_completed_sessions_is_ready(store: SqliteStore) -> None:
     await store.open_group(make_group("g", size=1, status=GroupStatus.SCORING))
     async with running(make(store, Counting())):
         await until_ready(store, "g")
 
 
-async def test_another_version_of_a_scorer_leaves_what_is_scored_alone(store: SqliteStore) -> None:
+async def test_new_scorer_version_skips_scored_sessions(store: SqliteStore) -> None:
     await add(store, "old")
     async with running(make(store, Counting())):
         await until_scored(store, "old")
@@ -290,4 +294,4 @@ async def test_another_version_of_a_scorer_leaves_what_is_scored_alone(store: Sq
     await add(store, "new")
     async with running(make(store, scorer)):
         await until_scored(store, "new")
-    assert set(scorer.asked) == {"new"}
+    assert set(scorer.attempts) == {"new"}

@@ -1,4 +1,4 @@
-"""What a job may do, and what it may not; the endless ones are in tests/integration/rewards_sandbox."""
+"""The permissions of sandboxed jobs. Endless jobs are in tests/integration/rewards_sandbox."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def sandbox(kind: str) -> Sandbox:
     return await create_sandbox(kind)
 
 
-async def test_a_job_works_in_a_folder_of_its_own(sandbox: Sandbox) -> None:
+async def test_job_runs_in_its_own_folder(sandbox: Sandbox) -> None:
     script = 'cat "$ANSWER" && echo more > new.txt && cat new.txt >&2 && exit 3'
     job = SandboxJob(["sh", "-c", script], {"a.txt": "said\n"}, {"ANSWER": "a.txt"})
     outcome = await sandbox.run(job, SandboxLimits())
@@ -40,7 +40,7 @@ async def test_a_job_works_in_a_folder_of_its_own(sandbox: Sandbox) -> None:
     assert (gone.exit_code, gone.output) == (127, "no-such-program: No such file or directory\n")
 
 
-async def test_it_is_nobody_and_knows_no_secret(
+async def test_job_has_no_privileges_and_no_secrets(
     sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET_KEY", "the-key")
@@ -59,16 +59,16 @@ async def test_it_is_nobody_and_knows_no_secret(
         assert "the-key" not in listed.output
 
 
-async def test_it_reads_what_it_was_given_and_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
-    given, other = tmp_path / "given", tmp_path / "other"
-    for folder in (given, other):
+async def test_job_reads_allowed_paths_and_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    for folder in (allowed, other):
         folder.mkdir(mode=0o777)
         (folder / "file").write_text("as it was")
         (folder / "file").chmod(0o666)
     code = f"""
 import os
-print(open({str(given / "file")!r}).read())
-for folder in ({str(given)!r}, {str(other)!r}, {str(Path(__file__).parent)!r}, "/usr/lib", "/etc"):
+print(open({str(allowed / "file")!r}).read())
+for folder in ({str(allowed)!r}, {str(other)!r}, {str(Path(__file__).parent)!r}, "/usr/lib", "/etc"):
     for deed in (lambda: open(folder + "/file", "w"), lambda: open(folder + "/new", "w"),
                  lambda: os.truncate(folder + "/file", 0), lambda: os.unlink(folder + "/file"),
                  lambda: os.chmod(folder + "/file", 0), lambda: os.rename(folder + "/file", folder + "/f"),
@@ -79,17 +79,17 @@ for folder in ({str(given)!r}, {str(other)!r}, {str(Path(__file__).parent)!r}, "
             continue
         print("done in", folder)
 """
-    before = (given / "file").stat()  # when it was read last may change
-    outcome = await sandbox.run(SandboxJob(["python", "-c", code], readable_paths=[given]), SandboxLimits())
+    before = (allowed / "file").stat()  # when it was read last may change
+    outcome = await sandbox.run(SandboxJob(["python", "-c", code], readable_paths=[allowed]), SandboxLimits())
     assert outcome.output == "as it was\n"
-    assert [p.name for p in (*given.iterdir(), *other.iterdir())] == ["file", "file"]
-    now = (given / "file").stat()
+    assert [p.name for p in (*allowed.iterdir(), *other.iterdir())] == ["file", "file"]
+    now = (allowed / "file").stat()
     assert (now.st_mode, now.st_uid, now.st_mtime_ns) == (before.st_mode, before.st_uid, before.st_mtime_ns)
-    assert (given / "file").read_text() == "as it was"
+    assert (allowed / "file").read_text() == "as it was"
     assert (other / "file").read_text() == "as it was"
 
 
-async def test_it_reaches_no_socket(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_job_cannot_open_sockets(sandbox: Sandbox, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(path))
@@ -123,7 +123,7 @@ CALLS = {
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-async def test_system_calls_that_lead_out_are_refused(sandbox: Sandbox) -> None:
+async def test_dangerous_system_calls_are_denied(sandbox: Sandbox) -> None:
     code = (
         "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
         f"for name, (number, *arguments) in {CALLS!r}.items():\n"
@@ -134,13 +134,13 @@ async def test_system_calls_that_lead_out_are_refused(sandbox: Sandbox) -> None:
     assert outcome.output.splitlines() == [f"{name} -1 1" for name in CALLS]
 
 
-async def test_it_cannot_signal_us(sandbox: Sandbox) -> None:
+async def test_job_cannot_signal_its_parent(sandbox: Sandbox) -> None:
     for target in (os.getpid(), -1):
         outcome = await run(sandbox, f"import os, signal; os.kill({target}, signal.SIGUSR1); print('sent')")
         assert "sent" not in outcome.output or target == -1  # -1: to itself at most
 
 
-async def test_what_it_started_ends_with_it(sandbox: Sandbox) -> None:
+async def test_processes_of_a_job_end_with_it(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     code = """
 import os, signal, subprocess, sys, time
@@ -160,7 +160,7 @@ print("ended")
     assert find_processes(marker) == []
 
 
-async def test_a_cancelled_job_is_gone(sandbox: Sandbox) -> None:
+async def test_cancelled_job_leaves_no_process(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     job = asyncio.create_task(run(sandbox, "import time; time.sleep(60)", marker))
     while not find_processes(marker):  # noqa: ASYNC110 - nothing tells when it has begun
@@ -171,7 +171,7 @@ async def test_a_cancelled_job_is_gone(sandbox: Sandbox) -> None:
     assert find_processes(marker) == []
 
 
-async def test_it_ends_at_its_deadline_and_when_it_says_too_much(sandbox: Sandbox) -> None:
+async def test_job_is_stopped_at_time_and_output_limits(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     late = await run(
         sandbox,
@@ -196,7 +196,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("runner", ["python", "pytest"])
-async def test_unit_tests_of_an_answer(kind: str, runner: str) -> None:
+async def test_tests_reward_counts_passed_tests(kind: str, runner: str) -> None:
     tests = ["from answer import f\ndef test_one(): assert f(1) == 2", "def test_two(): assert f(2) == 3"]
     section = {"type": "tests", "runner": runner, "reward": "share", "sandbox": {"kind": kind, "seconds": 30}}
     if runner == "python":
@@ -210,7 +210,7 @@ async def test_unit_tests_of_an_answer(kind: str, runner: str) -> None:
         assert await scorer.score(Task("", {}), transcript("x")) == []
 
 
-async def test_an_async_test_runs_and_no_test_is_no_success(kind: str) -> None:
+async def test_tests_reward_runs_async_tests_and_rejects_empty_ones(kind: str) -> None:
     test = "async def test_f(): assert f() == 1"
     async with start_scorer(type="tests", sandbox={"kind": kind, "seconds": 30}) as scorer:
         assert (await score_text(scorer, {"tests": test}, "def f(): return 1")).value == 1.0
@@ -219,7 +219,7 @@ async def test_an_async_test_runs_and_no_test_is_no_success(kind: str) -> None:
         assert (nothing.value, nothing.detail["reason"]) == (0.0, "no test was run")
 
 
-async def test_an_answer_has_no_future_but_its_own(kind: str) -> None:
+async def test_answer_does_not_inherit_future_imports(kind: str) -> None:
     code = "def f(x: int): return x"
     tests = "assert f.__annotations__['x'] is int\ndef g(x: int): pass\nassert g.__annotations__['x'] is int"
     async with start_scorer(type="tests", sandbox={"kind": kind}) as scorer:
@@ -250,7 +250,7 @@ class Five(unittest.TestCase):
 """
 
 
-async def test_pytest_counts_a_test_once_and_not_what_its_file_skips(kind: str) -> None:
+async def test_pytest_runner_ignores_tests_that_the_file_skips(kind: str) -> None:
     section = {"type": "tests", "runner": "pytest", "sandbox": {"kind": kind, "seconds": 30}}
     async with start_scorer(**section, reward="share") as scorer:
         skips = "__import__('pytest').skip('no')"  # also the test that is expected to fail
@@ -259,11 +259,11 @@ async def test_pytest_counts_a_test_once_and_not_what_its_file_skips(kind: str) 
             assert (reward.detail["passed"], reward.detail["total"]) == (passed, total), reward.detail
             assert reward.value == passed / total
     async with start_scorer(**section) as scorer:
-        whole = PYTEST.replace("    raise ValueError\n\ndef", "\ndef")
-        assert (await score_text(scorer, {"tests": whole}, "def f(): return 1")).value == 1.0
+        complete = PYTEST.replace("    raise ValueError\n\ndef", "\ndef")
+        assert (await score_text(scorer, {"tests": complete}, "def f(): return 1")).value == 1.0
 
 
-async def test_an_endless_answer_is_wrong_however_many_wait(kind: str) -> None:
+async def test_endless_answers_score_zero_under_contention(kind: str) -> None:
     config = ScoringConfig(deadline=3.0, retries=0)
     sandbox = {"kind": kind, "seconds": 0.6, "concurrency": 1}
 
@@ -279,7 +279,7 @@ async def test_an_endless_answer_is_wrong_however_many_wait(kind: str) -> None:
     assert [reward.value for each in verdicts for reward in each.rewards] == [0.0] * 8
 
 
-async def test_all_or_nothing_and_a_command_of_ones_own(kind: str) -> None:
+async def test_tests_reward_supports_all_mode_and_custom_commands(kind: str) -> None:
     tests = {"tests": ["assert f(1) == 2", "assert f(2) == 3"]}
     async with start_scorer(type="tests", sandbox={"kind": kind}) as scorer:
         assert (await score_text(scorer, tests, "def f(x): return 2")).value == 0.0
@@ -292,7 +292,7 @@ async def test_all_or_nothing_and_a_command_of_ones_own(kind: str) -> None:
         assert (await score_text(scorer, own, "def f(x): return 1")).value == 0.0
 
 
-async def test_a_command_says_whether_an_answer_is_right(kind: str, tmp_path: Path) -> None:
+async def test_command_reward_uses_exit_code(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "check.py"
     script.write_text(
         "import json, os\n"
@@ -315,7 +315,7 @@ async def test_a_command_says_whether_an_answer_is_right(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("program", ["./check.sh", "check.sh"])
-async def test_a_given_script_is_a_command(kind: str, program: str, tmp_path: Path) -> None:
+async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_path: Path) -> None:
     script = tmp_path / "check.sh"
     section = {"type": "command", "command": [program, "yes"], "sandbox": {"kind": kind}}
     script.write_text('#!/bin/sh\ntest "$(cat "$INSTAR_ANSWER")" = "$1"\n')
@@ -323,7 +323,7 @@ async def test_a_given_script_is_a_command(kind: str, program: str, tmp_path: Pa
         assert (await score_text(scorer, {}, "yes")).value == 1.0
         wrong = await score_text(scorer, {}, "no")
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
-    for first, said in {"true": "names no interpreter", "#!/no/sh": "there is no /no/sh"}.items():
+    for first_line, message in {"true": "names no interpreter", "#!/no/sh": "there is no /no/sh"}.items():
         script.write_text(f"{first}\n")
         with pytest.raises(ConfigError, match=f"reward.command.*{said}"):
             async with start_scorer(**section, files=[str(script)]):

@@ -1,4 +1,4 @@
-"""A real gateway on a socket over the scripted engine and a real store, and agents that talk to it."""
+"""A real gateway on a socket with the scripted engine and a real store, and agents that use it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ KEY = "sk-admin"
 HERE = "tests.unit.rollout.harness"
 
 
-# --- what the engine replies --------------------------------------------------------------------
+# --- scripted replies --------------------------------------------------------------------
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """Even seeds answer `right`."""
+    """Reply `right` to even seeds."""
     return "right" if (seed or 0) % 2 == 0 else "wrong"
 
 
 def calculator(prompt: str, seed: int | None) -> str:
-    """Solves the demo's problems, with the tool."""
+    """Solve the demo's problems with the tool."""
     role, text = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)[-1]
     if role == "tool" or "<tool_response>" in text:
         return re.findall(r"-?\d+|error", text)[-1]
@@ -83,13 +83,13 @@ def is_right(task: dict[str, Any], transcript: Transcript) -> float:
 
 
 tries: Counter[str] = Counter()
-"""Calls of the agents below, by task; cleared by the fixture."""
+"""The number of calls of the agents below, by task. The fixture clears it."""
 seen: list[str] = []
 gate = asyncio.Event()
 
 
 async def ask(task: dict[str, Any], session: AgentSession) -> None:
-    """An agent without an SDK: one question."""
+    """Ask one question, without an SDK."""
     tries[task["question"]] += 1
     seen.append(task["question"])
     body = {"model": "m", "messages": [{"role": "user", "content": task["question"]}], "max_tokens": 8}
@@ -221,7 +221,7 @@ class RolloutHarness:
         return RolloutServices(self.store, gateway, agent, create_scoring(config, tasks))
 
     async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> StepBatch:
-        """What the trainer does with a batch, less the training."""
+        """Do what the trainer does with a batch, except for training."""
         async with asyncio.timeout(20):
             batch = await batcher.next_batch(step, 0, version)
         assert batch is not None

@@ -24,7 +24,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 class Sides:
-    """Both sides of a run by hand: groups are made as far as admission lets, steps are trained."""
+    """Simulates a run: starts groups as far as admission allows, and trains steps."""
 
     def __init__(self, store: Store, **trainer: Any) -> None:
         self.store = store
@@ -33,12 +33,12 @@ class Sides:
         self.batcher = Batcher(store, RUN, self.config)
 
     async def fill(self, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> int:
-        """Make groups until there is no room; returns how many."""
-        made = 0
+        """Start groups until admission allows no more, and return their number."""
+        started = 0
         while (state := await self.admission.read_state()).startable_groups:
             await add_group(self.store, state.next_group_index, list(rewards), version=version)
-            made += 1
-        return made
+            started += 1
+        return started
 
     async def claim(self, step: int, version: int = 0) -> None:
         batch = await self.batcher.next_batch(step, 0, version, timeout=0.0)
@@ -53,7 +53,9 @@ class Sides:
 @pytest.mark.parametrize(
     ("mode", "ahead"), [({"mode": "sync"}, 3), ({"max_staleness": 0}, 3), ({"max_staleness": 2}, 9)]
 )
-async def test_groups_ahead_are_bounded(store: Store, mode: dict[str, Any], ahead: int) -> None:
+async def test_admission_limits_groups_ahead_of_training(
+    store: Store, mode: dict[str, Any], ahead: int
+) -> None:
     sides = Sides(store, groups_per_step=3, steps=10, **mode)
     assert await sides.fill() == ahead
     await sides.claim(1)
@@ -62,7 +64,7 @@ async def test_groups_ahead_are_bounded(store: Store, mode: dict[str, Any], ahea
     assert await sides.fill() == 3
 
 
-async def test_no_more_groups_than_the_steps_need(store: Store) -> None:
+async def test_admission_starts_no_more_groups_than_steps_need(store: Store) -> None:
     sides = Sides(store, groups_per_step=2, steps=2, max_staleness=9)
     assert await sides.fill() == 4
     for step in (1, 2):
@@ -73,7 +75,7 @@ async def test_no_more_groups_than_the_steps_need(store: Store) -> None:
     assert (await sides.admission.read_state()).is_finished
 
 
-async def test_groups_dropped_outside_of_steps_are_made_up_for(store: Store) -> None:
+async def test_admission_replaces_dropped_groups(store: Store) -> None:
     sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
     assert await sides.fill() == 2
     await store.close_group(f"{RUN}/train/000001", GroupStatus.DROPPED, "session_failed")
@@ -89,8 +91,8 @@ async def test_groups_dropped_outside_of_steps_are_made_up_for(store: Store) -> 
     assert await sides.fill() == 0
 
 
-async def test_groups_without_signal_wait_for_their_steps_end(store: Store) -> None:
-    """They are consumed by the step: starting others before its version is there would make those stale."""
+async def test_admission_counts_groups_without_signal_until_their_step_ends(store: Store) -> None:
+    """The step consumes them; groups that start before its version is published would be stale."""
     sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
     assert await sides.fill(rewards=(1.0, 1.0)) == 2
     await sides.claim(1)
@@ -100,7 +102,7 @@ async def test_groups_without_signal_wait_for_their_steps_end(store: Store) -> N
     assert await sides.fill() == 0
 
 
-async def test_a_published_step_makes_room_before_it_is_committed(store: Store) -> None:
+async def test_admission_counts_published_steps_before_commit(store: Store) -> None:
     sides = Sides(store, groups_per_step=2, steps=4, mode="sync")
     await sides.fill()
     await sides.claim(1)

@@ -45,12 +45,12 @@ def not_async(task: dict[str, Any], session: AgentSession) -> None: ...
         ([3, None], AgentResult(turns=3)),
     ],
 )
-async def test_what_a_function_may_return(value: Any, result: AgentResult) -> None:
+async def test_function_agent_accepts_none_reward_or_tuple(value: Any, result: AgentResult) -> None:
     config = FunctionAgentConfig(type="function", function=f"{HERE}:returns", args={"value": value})
     assert await create_agent(config).run(TASK, SESSION) == result
 
 
-async def test_what_it_may_not() -> None:
+async def test_function_agent_rejects_other_results_and_sync_functions() -> None:
     bad = FunctionAgent(
         FunctionAgentConfig(type="function", function=f"{HERE}:returns", args={"value": "ok"})
     )
@@ -70,7 +70,7 @@ def script(tmp_path: Path, text: str, *arguments: str, **fields: Any) -> Command
     )
 
 
-async def test_a_program_is_told_all_it_needs(tmp_path: Path) -> None:
+async def test_command_agent_passes_task_and_session(tmp_path: Path) -> None:
     text = """
 import json, os, sys
 assert os.environ["OPENAI_BASE_URL"].endswith("/s/sess-1/v1"), os.environ["OPENAI_BASE_URL"]
@@ -86,9 +86,7 @@ print(json.dumps({"reward": 0.25}))
     assert (await agent.run(TASK, SESSION)).reward == 0.25
 
 
-async def test_a_program_does_not_get_the_keys_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_command_agent_hides_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTAR_ADMIN_KEY", "sk-instar-admin")
     monkeypatch.setenv("INSTAR_ENGINE_TOKEN", "token")
     text = "import os\nassert not any('ADMIN' in name or 'TOKEN' in name for name in os.environ)"
@@ -98,11 +96,11 @@ async def test_a_program_does_not_get_the_keys_of_the_run(
 @pytest.mark.parametrize(
     ("last_line", "reward"), [("done", None), ("{not json", None), ('{"score": 1}', None)]
 )
-async def test_a_program_need_not_give_a_reward(tmp_path: Path, last_line: str, reward: None) -> None:
+async def test_command_agent_reward_is_optional(tmp_path: Path, last_line: str, reward: None) -> None:
     assert (await script(tmp_path, f"print({last_line!r})").run(TASK, SESSION)).reward is reward
 
 
-async def test_a_failing_program_is_an_agent_error_with_its_stderr(tmp_path: Path) -> None:
+async def test_command_agent_raises_with_stderr_of_failed_program(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match=r"exited with 3: .*the disk is on fire"):
         await script(tmp_path, "import sys; print('the disk is on fire', file=sys.stderr); sys.exit(3)").run(
             TASK, SESSION
@@ -114,7 +112,7 @@ async def test_a_failing_program_is_an_agent_error_with_its_stderr(tmp_path: Pat
 
 
 def runs(pid: int) -> bool:
-    """A killed orphan stays a zombie where nobody reaps it: it runs no more."""
+    """True if the process runs. A killed orphan may stay a zombie, which does not run."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -147,7 +145,7 @@ time.sleep(60)
 """
 
 
-async def test_a_killed_rollout_takes_its_programs_along_and_what_they_started(tmp_path: Path) -> None:
+async def test_command_agent_programs_end_with_a_killed_rollout(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = f"""
 import asyncio
@@ -168,26 +166,26 @@ asyncio.run(CommandAgent(config).run(Task("t", {{}}), AgentSession("s", "http://
         await until_gone(int(pid))
 
 
-async def test_the_deadline_kills_grandchildren_too(tmp_path: Path) -> None:
+async def test_command_agent_deadline_kills_grandchildren(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     agent = script(tmp_path, GRANDCHILD + "time.sleep(600)\n", str(pids))
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(AgentTimeout, match=r"deadline of 1\.5 s"):
         await run_with_timeout(1.5, agent.run(TASK, SESSION), "the agent")
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - start_time < 6
     await until_gone(int(pids.read_text()))
 
 
-async def test_a_program_is_left_no_time_after_the_deadline(tmp_path: Path) -> None:
+async def test_command_agent_kills_immediately_at_deadline(tmp_path: Path) -> None:
     text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(AgentTimeout):
         await run_with_timeout(1.5, script(tmp_path, text).run(TASK, SESSION), "the agent")
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - start_time < 6
 
 
-async def test_a_program_has_a_session_and_signals_of_its_own(tmp_path: Path) -> None:
-    """It ignores what this process does, and Python itself, and no more."""
+async def test_command_agent_program_has_own_session_and_signals(tmp_path: Path) -> None:
+    """The program ignores the signals that this process and Python ignore, and no others."""
     text = """
 import os, signal, sys
 assert os.getsid(0) == os.getpgid(0) == os.getpid()
@@ -206,7 +204,7 @@ def ignored_here() -> str:
     return next(line for line in status if line.startswith("SigIgn")).split()[1]
 
 
-async def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+async def test_command_agent_kills_remaining_children(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     await asyncio.wait_for(script(tmp_path, GRANDCHILD, str(pids)).run(TASK, SESSION), 20)
     await until_gone(int(pids.read_text()))

@@ -16,12 +16,12 @@ from tests.unit.rollout.harness import KEY, RUN, RolloutHarness, make_config, op
 
 
 async def evaluated(harness: RolloutHarness) -> list[SessionRow]:
-    """By evaluation and task."""
+    """Return the seeds by evaluation and task."""
     rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     return sorted(rows, key=lambda row: row.session.group_id or "")
 
 
-async def test_every_task_once_in_every_mode(harness: RolloutHarness) -> None:
+async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
     evaluator = harness.evaluator(make_config(harness.folder), lambda *record: recorded.append(record))
     figures = await evaluator.evaluate_all("before")
@@ -41,7 +41,7 @@ async def test_every_task_once_in_every_mode(harness: RolloutHarness) -> None:
     assert (await harness.store.progress(RUN)).next_group_index == 0, "training's groups are apart"
 
 
-async def test_the_same_tasks_get_the_same_seeds_each_time(harness: RolloutHarness) -> None:
+async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness) -> None:
     evaluator = harness.evaluator(make_config(harness.folder))
     await evaluator.evaluate("sampled", "before")
     await evaluator.evaluate("sampled", "after")
@@ -50,7 +50,7 @@ async def test_the_same_tasks_get_the_same_seeds_each_time(harness: RolloutHarne
     assert len(set(seeds)) == 4
 
 
-async def test_failed_sessions_count_as_zero(harness: RolloutHarness) -> None:
+async def test_evaluation_counts_failed_sessions_as_zero(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, agent="fails_on", failed_reward=5.0, group_policy="refill")
     figures = await harness.evaluator(config).evaluate("greedy", "x")
     assert figures["failed"] == 1
@@ -58,7 +58,7 @@ async def test_failed_sessions_count_as_zero(harness: RolloutHarness) -> None:
     assert tries["number 0"] == 1
 
 
-async def test_an_interrupted_evaluation_goes_on_where_it_was(harness: RolloutHarness) -> None:
+async def test_interrupted_evaluation_is_resumed(harness: RolloutHarness) -> None:
     place.gate = asyncio.Event()
     config = make_config(harness.folder, agent="waits_at_the_gate", concurrency=2)
     running = asyncio.create_task(harness.evaluator(config).evaluate("greedy", "x"))
@@ -80,7 +80,7 @@ async def test_an_interrupted_evaluation_goes_on_where_it_was(harness: RolloutHa
     assert statuses.count(SessionStatus.COMPLETED) == 4
 
 
-async def test_an_evaluation_that_fails_is_reported_and_no_more(harness: RolloutHarness) -> None:
+async def test_failed_evaluation_is_reported_as_warning(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
     gateway = GatewayClient("http://127.0.0.1:9", KEY, max_wait=0.1)
     evaluator = harness.evaluator(
@@ -88,13 +88,13 @@ async def test_an_evaluation_that_fails_is_reported_and_no_more(harness: Rollout
     )
     await evaluator.try_evaluate_all("v4")
     await gateway.close()
-    ((kind, _, told),) = recorded
+    ((kind, _, metrics),) = recorded
     assert kind == "warning"
-    assert told["text"].startswith("the evaluation 'v4' failed: ")
-    assert "127.0.0.1:9" in told["text"]
+    assert metrics["text"].startswith("the evaluation 'v4' failed: ")
+    assert "127.0.0.1:9" in metrics["text"]
 
 
-async def test_a_mistake_in_the_config_is_no_failed_evaluation(harness: RolloutHarness) -> None:
+async def test_config_error_in_evaluation_is_raised(harness: RolloutHarness) -> None:
     config = make_config(harness.folder)
     assert config.eval is not None
     assert config.rollout is not None
@@ -109,10 +109,8 @@ async def test_a_mistake_in_the_config_is_no_failed_evaluation(harness: RolloutH
 
 
 @pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])
-async def test_the_demos_agent_solves_its_tasks_with_the_tool(
-    tmp_path: Path, tool: str, accuracy: float
-) -> None:
-    """The openai SDK, tool calls and all; and with a lying tool nothing is right."""
+async def test_demo_agent_solves_its_tasks_with_the_tool(tmp_path: Path, tool: str, accuracy: float) -> None:
+    """The agent uses the OpenAI SDK with tool calls; with random tool results no answer is correct."""
     async with open_harness(tmp_path, script="calculator") as harness:
         held_out = {"type": "python", "function": "instar.demo.tasks:heldout_tasks", "args": {"size": 12}}
         config = make_config(

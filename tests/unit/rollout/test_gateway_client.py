@@ -17,7 +17,7 @@ from instar.types import Channel, SessionStatus
 from tests.unit.rollout.harness import RolloutHarness
 
 
-async def test_it_opens_and_ends_sessions(harness: RolloutHarness) -> None:
+async def test_gateway_client_opens_and_ends_sessions(harness: RolloutHarness) -> None:
     session = await harness.gateway.open_session(
         channel=Channel.TRAIN,
         task_id="t",
@@ -35,17 +35,17 @@ async def test_it_opens_and_ends_sessions(harness: RolloutHarness) -> None:
     assert (again.changed, again.status) == (False, SessionStatus.FAILED)
 
 
-async def test_a_refusal_is_an_error_at_once(harness: RolloutHarness) -> None:
+async def test_gateway_client_raises_at_once_on_401(harness: RolloutHarness) -> None:
     stranger = GatewayClient(harness.gateway.url, "sk-wrong", max_wait=30)
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(InstarError, match="rejected /sessions with status 401"):
         await stranger.open_session(channel=Channel.TRAIN)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start_time < 5
     await stranger.close()
 
 
-async def test_a_gateway_that_is_away_is_waited_for() -> None:
-    """A port that refuses at first, then a server that is busy at first."""
+async def test_gateway_client_waits_for_an_unavailable_gateway() -> None:
+    """The port refuses connections at first, then the server is busy."""
     answers = [Response(status_code=503), Response(status_code=429)]
 
     async def open_session(request: Request) -> Response:
@@ -70,7 +70,7 @@ async def test_a_gateway_that_is_away_is_waited_for() -> None:
     await server
 
 
-async def test_patience_ends() -> None:
+async def test_gateway_client_gives_up_after_max_wait() -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
@@ -80,7 +80,7 @@ async def test_patience_ends() -> None:
     await client.close()
 
 
-def test_what_is_transient() -> None:
+def test_is_transient_recognizes_connection_errors_and_statuses() -> None:
     class SdkError(Exception):
         def __init__(self, status_code: int) -> None:
             self.status_code = status_code

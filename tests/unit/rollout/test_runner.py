@@ -17,7 +17,7 @@ from tests.unit.rollout.harness import RUN, RolloutHarness, make_config, seen, t
 
 
 async def run_once(harness: RolloutHarness, runner: RolloutRunner, groups: int = 2) -> list[Group]:
-    """Let it run until so many groups are closed, then stop it."""
+    """Run until this many groups are closed, then stop."""
     running = asyncio.create_task(runner.run())
     await until(lambda: runner.groups_done >= groups or running.done())
     runner.drain()
@@ -29,8 +29,8 @@ async def sessions(harness: RolloutHarness, group: Group) -> list[Session]:
     return [row.session for row in await harness.store.sessions(group_id=group.group_id)]
 
 
-async def test_two_steps_of_sync_training(harness: RolloutHarness) -> None:
-    """The strict alternation: every group of a step is sampled by the version before it."""
+async def test_sync_training_alternates_rollout_and_steps(harness: RolloutHarness) -> None:
+    """Every group of a step is sampled by the version before it."""
     config = make_config(harness.folder)
     runner = harness.runner(config)
     running = asyncio.create_task(runner.run())
@@ -60,7 +60,7 @@ async def test_two_steps_of_sync_training(harness: RolloutHarness) -> None:
     assert runner.doing == "drained"
 
 
-async def test_tasks_are_walked_in_a_seeded_order_again_and_again(harness: RolloutHarness) -> None:
+async def test_tasks_are_shuffled_by_seed_in_every_epoch(harness: RolloutHarness) -> None:
     runner = harness.runner(make_config(harness.folder))
     first, second = ([runner.task_for(5 * epoch + i).task_id for i in range(5)] for epoch in (0, 1))
     assert sorted(first) == sorted(second) == ["0", "1", "2", "3", "4"]
@@ -72,7 +72,7 @@ async def test_tasks_are_walked_in_a_seeded_order_again_and_again(harness: Rollo
     assert (runner.epoch_of(4), runner.epoch_of(5)) == (0, 1)
 
 
-async def test_a_transient_error_is_another_attempt_at_the_slot(harness: RolloutHarness) -> None:
+async def test_transient_error_retries_the_slot(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, agent="loses_connection_once", group_size=1)
     for group in await run_once(harness, harness.runner(config)):
         first, second = await sessions(harness, group)
@@ -82,7 +82,7 @@ async def test_a_transient_error_is_another_attempt_at_the_slot(harness: Rollout
         assert first.seed == second.seed, "the same draw again"
 
 
-async def test_transient_errors_are_retried_so_often_and_then_fail(harness: RolloutHarness) -> None:
+async def test_transient_errors_fail_after_configured_retries(harness: RolloutHarness) -> None:
     config = make_config(
         harness.folder, agent="never_connected", group_size=1, retries=1, trainer={"groups_per_step": 1}
     )
@@ -95,7 +95,7 @@ async def test_transient_errors_are_retried_so_often_and_then_fail(harness: Roll
     assert group.status is GroupStatus.READY
 
 
-async def test_failures_under_keep_have_their_reason_and_reward(harness: RolloutHarness) -> None:
+async def test_keep_policy_records_reason_and_failed_reward(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, agent="fails_on", shuffle=False, failed_reward=-0.5)
     failed, good = await run_once(harness, harness.runner(config))
     assert failed.status is good.status is GroupStatus.READY
@@ -106,7 +106,7 @@ async def test_failures_under_keep_have_their_reason_and_reward(harness: Rollout
     assert {session.status for session in await sessions(harness, good)} == {SessionStatus.COMPLETED}
 
 
-async def test_failures_under_drop_give_the_group_up_and_replace_it(harness: RolloutHarness) -> None:
+async def test_drop_policy_drops_and_replaces_the_group(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, agent="fails_on", shuffle=False, group_policy="drop")
     groups = await run_once(harness, harness.runner(config), groups=3)
     assert [(group.status, group.reason) for group in groups] == [
@@ -116,7 +116,7 @@ async def test_failures_under_drop_give_the_group_up_and_replace_it(harness: Rol
     ], "a third group makes up for the dropped one, no fourth starts"
 
 
-async def test_failures_under_refill_are_run_again_with_another_draw(harness: RolloutHarness) -> None:
+async def test_refill_policy_reruns_with_another_seed(harness: RolloutHarness) -> None:
     config = make_config(
         harness.folder,
         agent="fails_on",
@@ -133,7 +133,7 @@ async def test_failures_under_refill_are_run_again_with_another_draw(harness: Ro
     assert first.seed != second.seed
 
 
-async def test_refills_are_bounded(harness: RolloutHarness) -> None:
+async def test_refill_policy_limits_refills(harness: RolloutHarness) -> None:
     config = make_config(
         harness.folder,
         agent="fails_on",
@@ -147,7 +147,7 @@ async def test_refills_are_bounded(harness: RolloutHarness) -> None:
     assert [session.status for session in await sessions(harness, group)] == [SessionStatus.FAILED] * 2
 
 
-async def test_a_session_past_its_deadline_fails(harness: RolloutHarness) -> None:
+async def test_session_fails_after_timeout(harness: RolloutHarness) -> None:
     config = make_config(
         harness.folder, agent="hangs", timeout=0.3, group_size=1, trainer={"groups_per_step": 1}
     )
@@ -157,7 +157,7 @@ async def test_a_session_past_its_deadline_fails(harness: RolloutHarness) -> Non
     assert session.reason == "the agent ran past its deadline of 0.3 s"
 
 
-async def test_an_agent_may_complete_its_session_itself(harness: RolloutHarness) -> None:
+async def test_agent_may_complete_its_own_session(harness: RolloutHarness) -> None:
     config = make_config(
         harness.folder, agent="completes_itself", group_size=1, trainer={"groups_per_step": 1}
     )
@@ -169,7 +169,7 @@ async def test_an_agent_may_complete_its_session_itself(harness: RolloutHarness)
     assert RewardSource.RULE in rewards, "scored by the rule all the same"
 
 
-async def test_a_rule_that_gives_up_leaves_its_reason_and_no_reward(harness: RolloutHarness) -> None:
+async def test_failed_rule_records_reason_without_reward(harness: RolloutHarness) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
     config = make_config(harness.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
     runner = harness.runner(config)
@@ -184,7 +184,7 @@ async def test_a_rule_that_gives_up_leaves_its_reason_and_no_reward(harness: Rol
     assert "1 without a reward (reward: reward rule" in runner.doing
 
 
-async def test_a_rule_that_gives_up_may_be_worth_something(harness: RolloutHarness) -> None:
+async def test_failed_rule_may_have_a_fallback_reward(harness: RolloutHarness) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
     config = make_config(harness.folder, reward=reward, group_size=1, trainer={"groups_per_step": 1})
     config = config.model_copy(update={"scoring": ScoringConfig(fallback=-2.0)})
@@ -195,7 +195,7 @@ async def test_a_rule_that_gives_up_may_be_worth_something(harness: RolloutHarne
     assert "returned nan" in reward.detail["reason"]
 
 
-async def test_a_rule_that_never_works_ends_the_run(harness: RolloutHarness) -> None:
+async def test_rule_that_always_fails_stops_the_run(harness: RolloutHarness) -> None:
     reward = {"type": "rule", "function": "tests.unit.rewards.test_rewards:nonsense"}
     config = make_config(
         harness.folder, reward=reward, trainer={"steps": 9, "max_staleness": 9, "mode": "async"}
@@ -204,7 +204,7 @@ async def test_a_rule_that_never_works_ends_the_run(harness: RolloutHarness) -> 
         await harness.runner(config).run()
 
 
-async def test_concurrency_is_bounded(harness: RolloutHarness) -> None:
+async def test_rollout_concurrency_is_limited(harness: RolloutHarness) -> None:
     place.gate = asyncio.Event()
     config = make_config(
         harness.folder,
@@ -227,8 +227,8 @@ async def test_concurrency_is_bounded(harness: RolloutHarness) -> None:
 
 
 @pytest.mark.parametrize("graceful", [True, False])
-async def test_what_a_stopped_run_left_open_is_taken_up(harness: RolloutHarness, graceful: bool) -> None:
-    """Stopped at once, or killed: the sessions that were done stay, the others are run again."""
+async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness, graceful: bool) -> None:
+    """Completed sessions are kept after a stop or a kill; the others are run again."""
     place.gate = asyncio.Event()
     config = make_config(harness.folder, agent="waits_at_the_gate", trainer={"groups_per_step": 1})
     running = asyncio.create_task(harness.runner(config).run())
@@ -257,7 +257,7 @@ async def test_what_a_stopped_run_left_open_is_taken_up(harness: RolloutHarness,
     assert len(interrupted) == (2 if graceful else 3)
 
 
-async def test_a_dropped_group_left_open_is_still_dropped(harness: RolloutHarness) -> None:
+async def test_resumed_group_with_failed_session_is_dropped(harness: RolloutHarness) -> None:
     group = Group(f"{RUN}/train/000000", RUN, Channel.TRAIN, 0, 2, Task("0", {"question": "number 9"}))
     await harness.store.open_group(group)
     failed = await harness.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=0)
@@ -269,7 +269,7 @@ async def test_a_dropped_group_left_open_is_still_dropped(harness: RolloutHarnes
 
 
 @pytest.mark.parametrize("policy", ["keep", "drop"])
-async def test_an_agent_that_never_works_stops_the_run(harness: RolloutHarness, policy: str) -> None:
+async def test_agent_that_always_fails_stops_the_run(harness: RolloutHarness, policy: str) -> None:
     trainer = {"groups_per_step": 20}
     config = make_config(
         harness.folder, agent="never_connected", retries=0, group_size=1, group_policy=policy, trainer=trainer
@@ -278,7 +278,7 @@ async def test_an_agent_that_never_works_stops_the_run(harness: RolloutHarness, 
         await asyncio.wait_for(harness.runner(config).run(), 30)
 
 
-async def test_evaluation_while_training_is_due_every_so_many_versions(harness: RolloutHarness) -> None:
+async def test_evaluation_runs_every_configured_number_of_versions(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, trainer={"steps": 3})
     assert config.eval is not None
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 2})})
@@ -293,7 +293,7 @@ async def test_evaluation_while_training_is_due_every_so_many_versions(harness: 
     assert labels == ["v2", "v2"], "in both modes, once"
 
 
-async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(harness: RolloutHarness) -> None:
+async def test_interrupted_evaluation_is_repeated_by_next_rollout(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, trainer={"steps": 3})
     assert config.eval is not None
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 2})})
@@ -309,7 +309,9 @@ async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(harnes
 
     def rollout() -> RolloutRunner:
         runner = harness.runner(config)
-        runner.evaluator = harness.evaluator(config, lambda kind, step, told: labels.append(told["label"]))
+        runner.evaluator = harness.evaluator(
+            config, lambda kind, step, metrics: labels.append(metrics["label"])
+        )
         return runner
 
     runner = rollout()
@@ -323,7 +325,7 @@ async def test_an_evaluation_that_was_cut_off_is_done_by_the_next_rollout(harnes
     assert labels == ["v2", "v2"], "in both modes, and not again"
 
 
-async def test_training_goes_on_without_an_evaluation_that_fails(harness: RolloutHarness) -> None:
+async def test_training_continues_after_failed_evaluation(harness: RolloutHarness) -> None:
     config = make_config(harness.folder, trainer={"steps": 3})
     assert config.eval is not None
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every": 1})})
@@ -343,8 +345,8 @@ async def test_training_goes_on_without_an_evaluation_that_fails(harness: Rollou
     assert "the evaluation 'v1' failed" in warnings[0]
 
 
-async def test_a_gateway_that_dies_costs_no_session(harness: RolloutHarness) -> None:
-    """Killed under way: the sessions it held are tried again when it is back, with the same draw."""
+async def test_gateway_restart_loses_no_session(harness: RolloutHarness) -> None:
+    """Sessions of a killed gateway are retried with the same seeds when it is back."""
     place.gate = asyncio.Event()
     config = make_config(harness.folder, agent="asks_twice", trainer={"groups_per_step": 1})
     runner = harness.runner(config)

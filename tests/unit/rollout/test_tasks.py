@@ -29,7 +29,7 @@ def not_dicts() -> list[str]:
     return ["question"]
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_jsonl_tasks_are_loaded_with_ids(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"id": 7, "q": "a"}\n\n{"id": 8, "q": "b"}\n')
     assert [task.task_id for task in load(type="jsonl", path=path).tasks] == ["line-1", "line-3"]
@@ -48,19 +48,19 @@ def test_jsonl(tmp_path: Path) -> None:
         ("", r"the task set is empty"),
     ],
 )
-def test_jsonl_faults_name_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
+def test_jsonl_errors_name_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=fault):
         load(type="jsonl", path=path, id_field="id")
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_jsonl_file_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*nothing\.jsonl: No such file"):
         load(type="jsonl", path=tmp_path / "nothing.jsonl")
 
 
-def test_python_tasks() -> None:
+def test_python_tasks_are_created_from_dicts() -> None:
     tasks = load(type="python", function=f"{HERE}:some_tasks", args={"count": 3})
     assert [(task.task_id, task.data) for task in tasks.tasks][2] == ("2", {"n": 2})
     with pytest.raises(ConfigError, match="two tasks have the id 'a'"):

