@@ -1,8 +1,8 @@
 """A fake judge on a real socket with OpenAI's chat completions and Anthropic's messages.
 
 Its answer is a function of the request. ``faults`` come first, one per request: ``hang``, ``drop``, ``cut``
-(the connection ends within the response), ``garbage`` (no answer), ``nonsense`` (not a response of its API), a
-status such as ``500``, or ``429:2`` with a Retry-After header.
+(the connection ends within the response), ``garbage`` (no answer), ``nonsense`` (not a response of its API),
+a status such as ``500``, or ``429:2`` with a Retry-After header.
 """
 
 from __future__ import annotations

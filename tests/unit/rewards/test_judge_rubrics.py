@@ -77,7 +77,7 @@ async def test_process_judge_rejects_answers_with_missing_steps(path: Path) -> N
     def answer(request: JudgeRequest) -> Any:
         return {"steps": [{"step": 1, "reasons": "", "score": 0.5}]}
 
-    async with judge_server(think) as server, start_judge(path, server.url, rubric="process") as judge:
+    async with judge_server(answer) as server, start_judge(path, server.url, rubric="process") as judge:
         with pytest.raises(ScoreError, match="no answer for step 2"):
             await judge.score(TASK, LESSON)
 

@@ -324,7 +324,7 @@ async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_
         wrong = await score_text(scorer, {}, "no")
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
     for first_line, message in {"true": "names no interpreter", "#!/no/sh": "there is no /no/sh"}.items():
-        script.write_text(f"{first}\n")
-        with pytest.raises(ConfigError, match=f"reward.command.*{said}"):
+        script.write_text(f"{first_line}\n")
+        with pytest.raises(ConfigError, match=f"reward.command.*{message}"):
             async with start_scorer(**section, files=[str(script)]):
                 pass
