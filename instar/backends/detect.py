@@ -1,5 +1,5 @@
-"""What `backend: auto` means: the service that the settings name, else the one that the environment does,
-else `local`. Two services at once are an error, never a guess."""
+"""Resolves `backend: auto`: the service that the settings name, else the one that the environment names, else
+`local`. Two services at once are an error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from instar.errors import ConfigError
 
 ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
 Evidence = dict[str, list[str]]
-"""Service → what speaks for it."""
+"""The reasons for each service, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendDetection:
     name: str
-    """What `backend.type` would be."""
-    why: str
+    """The value of `backend.type`."""
+    reason: str
 
 
 def detect_backend(
@@ -30,80 +30,81 @@ def detect_backend(
     env: Mapping[str, str],
     installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """``installed`` names the services whose SDK is there. Default: the environment that the backend will run
-    in is asked, when all else leaves it open."""
+    """Return the backend and the reason for it. ``installed`` returns the services whose SDK is installed; by
+    default, those in the backend's environment. It is called only if nothing else decides."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "backend.type names it")
-    for clues in (_in_settings(section, env), find_services_in_environment(env)):
-        if found := _only(clues):
-            return found
-    given = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
-    if not given:
+    for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
+        if detection := _choose(evidence):
+            return detection
+    settings = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
+    if not settings:
         return BackendDetection("local", "no setting and no variable names a service")
-    there = installed() if installed else _installed(section.python)
-    if len(there) == 1:
-        return BackendDetection(next(iter(there)), "the only service whose package is installed")
+    services = installed() if installed else _installed_services(section.python)
+    if len(services) == 1:
+        return BackendDetection(next(iter(services)), "the only service whose package is installed")
     raise ConfigError(
-        f"backend.{given[0]}: it does not tell which service it is of; "
-        f"name it as backend.type: {', '.join(SERVICES)}"
+        f"backend.{settings[0]}: it does not tell which service it belongs to; "
+        f"set backend.type to one of {', '.join(SERVICES)}"
     )
 
 
 def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
-    """The services whose variables are set."""
-    clues: Evidence = {}
+    """Return the services whose variables are set."""
+    evidence: Evidence = {}
     for name in ENVIRONMENT_ORDER:
         service = SERVICES[name]
         variables = [variable for variable in (service.key_env, service.url_env) if env.get(variable)]
-        if variables and not (name == "tinker" and _seeded_by_mint(env)):
-            clues[name] = [f"{' and '.join(variables)} in the environment"]
-    return clues
+        if variables and not (name == "tinker" and _are_copied_from_mint(env)):
+            evidence[name] = [f"{' and '.join(variables)} in the environment"]
+    return evidence
 
 
-def _seeded_by_mint(env: Mapping[str, str]) -> bool:
-    """MinT's package copies its own variables into tinker's: such ones say nothing of Tinker."""
+def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
+    """True if Tinker's variables are copies, which MinT's package makes of its own."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
-    return all(env.get(theirs) in (None, "", env.get(ours)) for theirs, ours in pairs)
+    return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
 
 
-def _in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Evidence:
-    clues: Evidence = {}
+def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Evidence:
+    evidence: Evidence = {}
     if section.base_url is not None:
         for service in _named_by_url(section.base_url):
-            clues.setdefault(service.name, []).append("backend.base_url names it")
+            evidence.setdefault(service.name, []).append("backend.base_url names it")
     if key := configured_key(section, env):
         for service in SERVICES.values():
             if key.startswith(service.key_prefixes):
-                clues.setdefault(service.name, []).append("the key is one of its keys")
+                evidence.setdefault(service.name, []).append("the key is one of its keys")
     for service in SERVICES.values():
         if section.api_key_env == service.key_env:
-            clues.setdefault(service.name, []).append("backend.api_key_env names its variable")
-    return clues
+            evidence.setdefault(service.name, []).append("backend.api_key_env names its variable")
+    return evidence
 
 
 def _named_by_url(url: str) -> list[CloudService]:
-    """By the host, else by the path: a service may speak another one's protocol under a path of that name."""
+    """Return the services that the host names, else those that the path does: a service may serve the
+    protocol of another one under a path with its name."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     for text in (parts.hostname or "", parts.path):
         words = set(re.split(r"[^a-z0-9]+", text.lower()))
-        if found := [service for service in SERVICES.values() if words & set(service.url_words)]:
-            return found
+        if services := [service for service in SERVICES.values() if words & set(service.url_words)]:
+            return services
     return []
 
 
-def _only(clues: Evidence) -> BackendDetection | None:
-    if len(clues) > 1:
-        said = "; ".join(f"{name} ({', '.join(reasons)})" for name, reasons in clues.items())
+def _choose(evidence: Evidence) -> BackendDetection | None:
+    if len(evidence) > 1:
+        services = "; ".join(f"{name} ({', '.join(reasons)})" for name, reasons in evidence.items())
         raise ConfigError(
-            f"backend: {len(clues)} services are configured at once: {said}. "
-            f"Keep one, or choose: backend.type: {' or '.join(clues)}"
+            f"backend: {len(evidence)} services are configured at once: {services}. "
+            f"Keep one, or choose: backend.type: {' or '.join(evidence)}"
         )
-    for name, reasons in clues.items():
+    for name, reasons in evidence.items():
         return BackendDetection(name, ", ".join(reasons))
     return None
 
 
-def _installed(python: str | None) -> list[str]:
-    found = inspect_packages_of(python)
-    return [name for name in SERVICES if found[name].problem is None]
+def _installed_services(python: str | None) -> list[str]:
+    packages = inspect_packages_of(python)
+    return [name for name in SERVICES if packages[name].problem is None]

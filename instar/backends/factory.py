@@ -1,16 +1,23 @@
-"""From a run's config to its backend, with everything it cannot honour refused at start.
+"""Creates the backend of a run, and rejects settings that it does not support.
 
-A loss or setting that a backend does not compute is an error and not a warning: a run that learns something
-else than it says is found out late, if at all. `trainer.loss_fallback` is how a user agrees to another loss.
+A loss or setting that a backend does not support is an error and not a warning, because a run that trains
+something else than configured is noticed late, if at all. With `trainer.loss_fallback`, a user accepts
+another loss.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from typing import cast
 
-from instar.backends.base import DEFAULT_CLIP, Backend, BackendCapabilities, cloud_capabilities, is_mergeable
+from instar.backends.base import (
+    DEFAULT_CLIP,
+    Backend,
+    BackendCapabilities,
+    cloud_capabilities,
+    is_mergeable,
+    torch_capabilities,
+)
 from instar.backends.loss_values import clip_bounds
 from instar.backends.resolve import check_reachable, resolve_run
 from instar.clouds.base import SERVICES
@@ -21,7 +28,6 @@ from instar.config import (
     CloudEngineConfig,
     LocalBackendConfig,
     LossConfig,
-    LossName,
     RunConfig,
     TrainerConfig,
     VerlBackendConfig,
@@ -30,21 +36,22 @@ from instar.errors import ConfigError
 from instar.registry import resolve_section
 
 NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
-"""Values of the optimizer that do nothing; of another field that a backend does not honour, the default."""
+"""Optimizer settings without effect. The neutral value of any other setting is its default."""
 
 
 def create_backend(config: RunConfig) -> Backend:
-    """Loads the model: takes a while. Train with the settings that `apply_capabilities` gives for it."""
-    made = resolve_section("backends", config.backend)(config.model, config.backend, seed=config.seed)
-    backend = cast(Backend, made)
+    """Create the backend, which may load the model. Train with the settings that `apply_capabilities` returns
+    for it."""
+    backend_class = resolve_section("backends", config.backend)
+    backend = cast(Backend, backend_class(config.model, config.backend, seed=config.seed))
     apply_capabilities(config, backend.capabilities)
     return backend
 
 
 def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
-    """The settings as the backend will honour them, and a warning for each that is not as the user wrote it.
-    Raises ConfigError for one that it cannot honour."""
-    loss, warnings = _agreed_loss(config.trainer, capabilities)
+    """Return the settings that the backend will use, and a warning for each that differs from the config.
+    Raise ConfigError for one that it does not support."""
+    loss, warnings = _choose_loss(config.trainer, capabilities)
     _check_optimizer(config.trainer.adam, capabilities)
     reference = config.trainer.reference
     if isinstance(reference, BaseReferenceConfig) and reference.weight > 0 and not capabilities.reference:
@@ -52,13 +59,13 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
             f"trainer.reference.weight: given {reference.weight}; this backend does not compute the base "
             "model's logprobs. Set it to 0, or name a reference of type engine or completions"
         )
-    if (given := config.trainer.corrections.weight) > 0 and "cross_entropy" not in capabilities.losses:
+    if (weight := config.trainer.corrections.weight) > 0 and "cross_entropy" not in capabilities.losses:
         raise ConfigError(
-            f"trainer.corrections.weight: given {given}; corrected answers are trained with cross_entropy, "
+            f"trainer.corrections.weight: given {weight}; corrections are trained with cross_entropy, "
             "which this backend does not compute. Set it to 0"
         )
     if getattr(config.backend, "lora", ...) is None and not capabilities.full_finetuning:
-        raise ConfigError("backend.lora: null trains all weights, which this backend does not; give a rank")
+        raise ConfigError("backend.lora: null trains all weights, which is not supported here; set a rank")
     if loss is config.trainer.loss:
         return config, warnings
     trainer = config.trainer.model_copy(update={"loss": loss})
@@ -66,8 +73,8 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """A run as it will be trained, and what a person should know of it. Raises ConfigError for everything
-    that can be refused before anything starts."""
+    """Return the run as it will be trained, and notes for the user. Raise ConfigError for all problems that
+    are known before anything starts."""
     config, notes = resolve_run(config, env)
     if not config.trains:
         return config, notes  # recorded, not trained
@@ -79,28 +86,17 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 
 
 def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
-    """Without making the backend; None where only it can tell."""
+    """Return the capabilities without creating the backend, or None if that is not possible."""
     if isinstance(section, LocalBackendConfig):
-        return BackendCapabilities(
-            losses=frozenset(typing.get_args(LossName)),
-            artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
-            full_finetuning=True,
-            reference=True,
-            live=is_mergeable(section.lora),
-        )
+        return torch_capabilities(section.lora, reference=True, live=is_mergeable(section.lora))
     if isinstance(section, VerlBackendConfig):
-        return BackendCapabilities(
-            losses=frozenset(typing.get_args(LossName)),
-            artifacts=frozenset({"weights" if section.lora is None else "adapter"}),
-            full_finetuning=True,
-            reference=section.lora is not None,
-            live=is_mergeable(section.lora),
-        )
+        lora = section.lora
+        return torch_capabilities(lora, reference=lora is not None, live=is_mergeable(lora))
     service = SERVICES.get(section.type)
     return cloud_capabilities(service.losses) if service else None
 
 
-def _agreed_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:
+def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:
     loss, fallback = trainer.loss, trainer.loss_fallback
     _check_clip(loss)
     if loss.name in capabilities.losses:
@@ -109,7 +105,7 @@ def _agreed_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> t
     if fallback is None:
         raise ConfigError(
             f"trainer.loss.name: {loss.name!r} is not computed by this backend; supported: {supported}. "
-            "trainer.loss_fallback names one to take instead"
+            "trainer.loss_fallback names another loss to use instead"
         )
     if fallback not in capabilities.losses:
         raise ConfigError(
@@ -144,24 +140,24 @@ def _check_clip(loss: LossConfig) -> None:
 def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> None:
     for name, field in AdamConfig.model_fields.items():
         neutral = NEUTRAL_VALUES.get(name, field.default)
-        if name not in capabilities.optimizer and (given := getattr(adam, name)) != neutral:
+        if name not in capabilities.optimizer and (value := getattr(adam, name)) != neutral:
             raise ConfigError(
-                f"trainer.adam.{name}: given {given}; this backend does not honour it, so it must be "
-                f"{neutral}. It honours {', '.join(sorted(capabilities.optimizer))}"
+                f"trainer.adam.{name}: given {value}; this backend does not support it, so it must be "
+                f"{neutral}. It supports {', '.join(sorted(capabilities.optimizer))}"
             )
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """A service tells the logprobs of the full softmax, and what is greedy is known: nothing else that is
-    sampled there is trainable."""
+    """Raise ConfigError unless sampling is greedy or from the full softmax. A service returns logprobs of the
+    full softmax only, so that other samples cannot be trained."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling
     if sampling.temperature == 0:
         return
     for name in ("temperature", "top_p"):
-        if (given := getattr(sampling, name)) != 1.0:
+        if (value := getattr(sampling, name)) != 1.0:
             raise ConfigError(
-                f"rollout.sampling.{name}: given {given}; with engine.type cloud it must be 1, because a "
-                "service does not tell how likely a token was under another one (temperature 0 will do too)"
+                f"rollout.sampling.{name}: given {value}; with engine.type cloud it must be 1, because a "
+                "service returns no logprobs for other values (temperature 0 is allowed too)"
             )

@@ -1,6 +1,6 @@
-"""The losses of `instar.backends.base` as numbers, from the logprobs that a service returned.
+"""Computes the losses of `instar.backends.base` as numbers, from logprobs that a service returned.
 
-A service names its metrics as it likes, or returns none; computed here, they mean the same everywhere.
+The metrics of services differ or are missing; computed here, they have the same meaning for all backends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Doubles = NDArray[np.float64]
 def compute_loss(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
-    """The sum over trained tokens, and what the local backend reports beside it. ``logprobs`` are aligned
-    with the samples' tokens; those under mask 0 are not read."""
+    """Return the sum over trained tokens, and the metrics of the local backend. ``logprobs`` are aligned with
+    the samples' tokens; those under mask 0 are ignored."""
     new = _trained(samples, logprobs)
     old = _trained(samples, [sample.logprobs for sample in samples])
     advantages = _trained(samples, [sample.advantages for sample in samples])
@@ -42,7 +42,7 @@ def compute_loss(
 def _per_token(
     loss: LossConfig, new: Doubles, old: Doubles, ratio: Doubles, advantages: Doubles
 ) -> tuple[Doubles, NDArray[np.bool_]]:
-    """What is maximised for each token, and whether the bounds held it back."""
+    """Return the value to maximize for each token, and True for each token that was clipped."""
     free = np.zeros(len(new), bool)
     if loss.name == "importance_sampling":
         return ratio * advantages, free

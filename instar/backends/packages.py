@@ -1,7 +1,7 @@
-"""Which backends can run in an environment: what each needs installed, and what to type where it is missing.
+"""Checks which backends can run in an environment, and how to install the missing ones.
 
-``python -m instar.backends.packages`` says it of the environment it runs in, as JSON: so that an interpreter
-named by `backend.python` is asked without importing any SDK.
+``python -m instar.backends.packages`` prints this as JSON for the environment it runs in, so that the
+interpreter of `backend.python` can be inspected without importing any SDK.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
 TIMEOUT = 30.0
-"""Seconds that another interpreter has to answer."""
+"""Seconds for another interpreter to respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackageRequirement:
     package: str
-    """Its distribution on PyPI."""
+    """The distribution on PyPI."""
     install: str
-    """Arguments for pip."""
+    """The arguments of pip install."""
     conflicts_with: str | None = None
-    """A package that it cannot share an environment with."""
+    """A package that cannot be in the same environment."""
     needs_own_environment: bool = False
-    """Whether it is best kept in an environment of its own: it brings much along."""
+    """True if it has so many dependencies that it should have its own environment."""
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
@@ -48,107 +48,105 @@ REQUIREMENTS: dict[str, PackageRequirement] = {
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """A backend's package in one environment."""
+    """The package of a backend in one environment."""
 
     version: str | None
     problem: str | None
-    """Why the backend cannot run there; None when it can."""
+    """The reason why the backend cannot run there, or None."""
 
 
 def inspect_packages() -> dict[str, InstalledPackage]:
-    """Every built-in backend, in this environment."""
-    return {name: inspect_package(name, needed) for name, needed in REQUIREMENTS.items()}
+    """Inspect the packages of all built-in backends in this environment."""
+    return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
 
 
 def inspect_packages_of(python: str | None) -> dict[str, InstalledPackage]:
-    """The same of the environment of another interpreter. Raises ConfigError when it cannot be asked."""
+    """Inspect the packages of another interpreter. Raise ConfigError if it cannot be run."""
     if python is None:
         return inspect_packages()
     command = [python, "-m", "instar.backends.packages"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     except OSError as error:
         raise ConfigError(f"backend.python: given {python!r}; it cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"backend.python: given {python!r}; it did not answer within {TIMEOUT:.0f} s"
         ) from error
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    if completed.returncode != 0:
+        last = (completed.stderr.strip().splitlines() or ["no output"])[-1]
         if "No module named" in last:
             raise ConfigError(
                 f"backend.python: {python!r} has no Instar ({last}): {python} -m pip install instar"
             )
-        raise ConfigError(f"backend.python: {python!r} cannot say what it has installed: {last}")
-    told: dict[str, Any] = json.loads(done.stdout)
-    return {name: InstalledPackage(**found) for name, found in told.items()}
+        raise ConfigError(f"backend.python: {python!r} failed to list its packages: {last}")
+    packages: dict[str, Any] = json.loads(completed.stdout)
+    return {name: InstalledPackage(**package) for name, package in packages.items()}
 
 
 def check_installed(section: BackendConfig) -> None:
-    """Raises ConfigError, with what to type, when the backend's package is not where it will run."""
+    """Raise ConfigError, with the install command, if the backend's environment lacks its package."""
     if isinstance(section, PluginConfig) or section.type not in REQUIREMENTS:
         return
-    found = inspect_packages_of(section.python)[section.type]
-    if found.problem is not None:
-        where = f"backend.python: in {section.python}: " if section.python else "backend.type: "
-        raise ConfigError(where + found.problem)
+    package = inspect_packages_of(section.python)[section.type]
+    if package.problem is not None:
+        prefix = f"backend.python: in {section.python}: " if section.python else "backend.type: "
+        raise ConfigError(prefix + package.problem)
 
 
 # --- this environment -----------------------------------------------------------------------------
 
 
-def version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def inspect_package(name: str, needed: PackageRequirement) -> InstalledPackage:
-    """Whether a backend can run here."""
-    found = version(needed.package)
-    if found is None:
-        said = f"{name} needs the package {needed.package}, which is not installed: {_advice(needed)}"
-        return InstalledPackage(None, said)
-    for wanted, by in _demands(name, needed):
-        there = version(wanted.name)
-        if there is None or not wanted.specifier.contains(there, prereleases=True):
-            state = "not installed" if there is None else f"{there} is installed"
-            said = f"{by} needs {wanted.name}{wanted.specifier}, and {state}: {_advice(needed)}"
-            return InstalledPackage(found, said)
-    return InstalledPackage(found, None)
+def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPackage:
+    version = installed_version(requirement.package)
+    if version is None:
+        problem = f"{name} needs the package {requirement.package}, which is not installed"
+        return InstalledPackage(None, f"{problem}: {_install_advice(requirement)}")
+    for needed in _required_versions(name, requirement):
+        actual = installed_version(needed.name)
+        if actual is None or not needed.specifier.contains(actual, prereleases=True):
+            state = "not installed" if actual is None else f"{actual} is installed"
+            problem = f"{name} needs {needed.name}{needed.specifier}, and {state}"
+            return InstalledPackage(version, f"{problem}: {_install_advice(requirement)}")
+    return InstalledPackage(version, None)
 
 
-def _demands(name: str, needed: PackageRequirement) -> Iterator[tuple[Any, str]]:
-    """The versions that our own extra asks for and, for MinT, the tinker that it pins."""
+def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
+    """Yield the requirements of Instar's extra and, for MinT, that of the tinker package."""
     from packaging.requirements import Requirement
 
-    # A checkout that is only on the path has no metadata, and asks for nothing.
-    ours = importlib.metadata.requires("instar") if version("instar") else None
-    for text in ours or []:
-        wanted = Requirement(text)
-        if wanted.marker is None or not wanted.marker.evaluate({"extra": name}):
-            continue
-        if wanted.name == needed.package:
-            yield wanted, name
+    # A checkout that is only on the path has no metadata and thus no requirements.
+    own = importlib.metadata.requires("instar") if installed_version("instar") else None
+    for needed in map(Requirement, own or []):
+        is_of_extra = needed.marker is not None and needed.marker.evaluate({"extra": name})
+        if is_of_extra and needed.name == requirement.package:
+            yield needed
     if name == "mint":
-        for text in importlib.metadata.requires(needed.package) or []:
-            if (wanted := Requirement(text)).name == "tinker":
-                yield wanted, name
+        for needed in map(Requirement, importlib.metadata.requires(requirement.package) or []):
+            if needed.name == "tinker":
+                yield needed
 
 
-def _advice(needed: PackageRequirement) -> str:
-    """The command that makes it available, in an environment of its own where this one will not do."""
-    other = needed.conflicts_with
-    conflict = f" (not beside {other} {version(other)})" if other and version(other) else ""
-    if not conflict and not needed.needs_own_environment:
-        return f"{sys.executable} -m pip install {needed.install}"
-    folder = f"{needed.package}-env"
+def _install_advice(requirement: PackageRequirement) -> str:
+    """Return the install command, with a separate environment if this one is not suitable."""
+    other = requirement.conflicts_with
+    version = installed_version(other) if other else None
+    conflict = f" (not beside {other} {version})" if version else ""
+    if not conflict and not requirement.needs_own_environment:
+        return f"{sys.executable} -m pip install {requirement.install}"
+    folder = f"{requirement.package}-env"
     return (
-        f"python -m venv {folder} && {folder}/bin/pip install {needed.install}; then name its interpreter, "
-        f"backend.python: {folder}/bin/python{conflict}"
+        f"python -m venv {folder} && {folder}/bin/pip install {requirement.install}; then name its "
+        f"interpreter, backend.python: {folder}/bin/python{conflict}"
     )
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: asdict(found) for name, found in inspect_packages().items()}))
+    sys.stdout.write(json.dumps({name: asdict(package) for name, package in inspect_packages().items()}))

@@ -1,4 +1,4 @@
-"""From the YAML's word to the backend and engine of a run, and its secrets out of the settings."""
+"""Resolves the backend and engine of a run, and removes the secrets from its settings."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ SECTIONS: dict[str, type[CloudConfig]] = {
     "weaver": WeaverBackendConfig,
 }
 UNUSED_LOCALLY = frozenset({"deadline", "sampler_ttl"})
-"""Settings of a service that mean nothing where there is none, and change nothing either."""
+"""Settings of a service that have no effect on a local backend."""
 
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """The run with `auto` replaced and the engine that goes with its backend, and what a person should know
-    of it. Once more changes nothing. Raises ConfigError for a pair that does not go together, and where the
-    engine samples at a service, for a package or key that is missing."""
-    backend, notes = _concrete(config.backend, env)
+    """Return the run with `auto` resolved and the engine that fits its backend, and notes for the user. The
+    function is idempotent. Raise ConfigError for a backend and engine that do not fit and, if the engine
+    samples at a service, for a missing package or key."""
+    backend, notes = _resolve_backend(config.backend, env)
     if isinstance(backend, CloudConfig):
         _check_url(backend.base_url)
-    engine = _engine(config, backend)
+    engine = _resolve_engine(config, backend)
     config = config.model_copy(update={"backend": backend, "engine": engine})
     if isinstance(engine, CloudEngineConfig):
         check_reachable(config, env)
@@ -51,48 +51,48 @@ def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, l
 
 
 def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
-    """Raises ConfigError when the backend's package is missing where it will run, or its service's key."""
+    """Raise ConfigError if the backend's package or the key of its service is missing."""
     check_installed(config.backend)
     if isinstance(config.backend, CloudConfig):
         resolve_access(config.backend, config.model, env)
 
 
-def _concrete(section: BackendConfig, env: Mapping[str, str]) -> tuple[BackendConfig, list[str]]:
+def _resolve_backend(section: BackendConfig, env: Mapping[str, str]) -> tuple[BackendConfig, list[str]]:
     if not isinstance(section, AutoBackendConfig):
         return section, []
-    found = detect_backend(section, env)
-    given = {name: getattr(section, name) for name in section.model_fields_set - {"type"}}
-    note = f"backend: {found.name} ({found.why})"
-    if found.name != "local":
-        return SECTIONS[found.name](**given), [note]
-    return _local(given), [note]
+    detection = detect_backend(section, env)
+    settings = {name: getattr(section, name) for name in section.model_fields_set - {"type"}}
+    note = f"backend: {detection.name} ({detection.reason})"
+    if detection.name != "local":
+        return SECTIONS[detection.name](**settings), [note]
+    return _local_backend(settings), [note]
 
 
-def _local(given: dict[str, Any]) -> LocalBackendConfig:
-    """What was said of a service, as far as it means something here."""
-    settings: dict[str, Any] = {}
-    for name, value in given.items():
+def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
+    """Translate the settings of a service. Raise ConfigError for those that have no local equivalent."""
+    local: dict[str, Any] = {}
+    for name, value in settings.items():
         if name == "rank":
-            settings["lora"] = LoraConfig(rank=value)
+            local["lora"] = LoraConfig(rank=value)
         elif name == "python":
-            settings["python"] = value
+            local["python"] = value
         elif name not in UNUSED_LOCALLY and value != CloudSection.model_fields[name].default:
             raise ConfigError(
                 f"backend.{name}: nothing names a service, so this run would train locally, which has no "
                 f"such setting. Name the service: backend.type: {', '.join(SERVICES)}"
             )
-    return LocalBackendConfig(**settings)
+    return LocalBackendConfig(**local)
 
 
-def _engine(config: RunConfig, backend: BackendConfig) -> Any:
+def _resolve_engine(config: RunConfig, backend: BackendConfig) -> Any:
     engine = config.engine
-    service = isinstance(backend, CloudConfig)
-    if isinstance(engine, CloudEngineConfig) and not service:
+    is_service = isinstance(backend, CloudConfig)
+    if isinstance(engine, CloudEngineConfig) and not is_service:
         raise ConfigError(
             f"engine.type: cloud samples at the service that trains, and backend.type is {backend.type!r}; "
             f"name one of {', '.join(SERVICES)} there, or use engine.type: local"
         )
-    if service and isinstance(engine, LocalEngineConfig):
+    if is_service and isinstance(engine, LocalEngineConfig):
         if "engine" in config.model_fields_set:
             raise ConfigError(
                 f"engine.type: local cannot sample what {backend.type} trains: the weights stay there. "
@@ -105,16 +105,16 @@ def _engine(config: RunConfig, backend: BackendConfig) -> Any:
 
 
 def _check_url(url: str | None) -> None:
-    """Its text is not repeated: a key may stand in it."""
     if url is None:
         return
+    # The errors do not quote the URL, because it may contain a key.
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("backend.base_url: not an address; it begins with https:// or http://")
+        raise ConfigError("backend.base_url: it must be a URL that begins with https:// or http://")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            "backend.base_url: leave keys out of it: it is kept with the run. "
-            "backend.api_key_env names the variable that holds one"
+            "backend.base_url: it must not contain a key, because it is stored with the run. "
+            "Name the variable that contains the key in backend.api_key_env"
         )
 
 
@@ -123,17 +123,17 @@ def _check_url(url: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunSecrets:
-    """What the trainer and a service's sampler need, and no file and no agent may hold."""
+    """The secrets of the trainer and the sampler, which no file and no agent may contain."""
 
     env: dict[str, str] = field(repr=False)
-    """Key and URL, under the service's own variables' names."""
+    """Key and URL, under the names of the service's own variables."""
     withheld: frozenset[str]
-    """Variables that roles do not inherit: those that hold a key, and those that could send the service's SDK
-    to another address."""
+    """The variables that roles do not inherit: those that contain a key, and those that could redirect the
+    service's SDK to another address."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:
-    """A resolved run without its keys, fit to be written down, and the keys."""
+    """Return a resolved run without its keys, which may be stored, and the keys."""
     passed: dict[str, str] = {}
     withheld: set[str] = set()
     backend = config.backend
@@ -154,7 +154,7 @@ def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfi
 
 
 def without_api_key(config: RunConfig) -> RunConfig:
-    """The settings to be shown."""
+    """Return the settings for display."""
     if not isinstance(config.backend, CloudSection):
         return config
     return config.model_copy(update={"backend": config.backend.model_copy(update={"api_key": None})})

@@ -1,7 +1,7 @@
-"""The weights that an engine would serve, taken from a module that is trained: whole, sharded, or with an
+"""Exports the weights that an engine would serve from a module in training, which may be sharded or have an
 adapter."""
 
-# torch has no public way to tell which buffers are saved.
+# torch has no public API for the buffers that are saved.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ BASE = ".base_layer"
 
 @torch.no_grad()
 def iterate_served_weights(causal: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """One after another, named and shaped as in the model's own files, tied weights once. An adapter is
-    merged in fp32, or small updates would round away. Where the parameters are sharded, every rank has to
-    go through all of them: each is gathered when its turn comes, and is whole on every rank until the next.
+    """Yield the weights, named and shaped as in the model's files, tied weights once. An adapter is merged in
+    fp32, because small updates would be lost to rounding. If the parameters are sharded, every rank must
+    iterate over all of them: each is gathered in turn, and available on every rank until the next.
     """
-    for name, tensor, layer in _held(causal):
-        whole = _whole(tensor)
+    for name, tensor, layer in _iterate_saved(causal):
+        weight = _gather(tensor)
         if layer is not None:
-            whole = _merged(whole, layer)
-        yield name, whole.detach().to(dtype)
+            weight = _merge(weight, layer)
+        yield name, weight.detach().to(dtype)
 
 
 def has_adapter_on_tied_head(causal: nn.Module) -> bool:
-    """Whether an adapter changes an output layer that shares its weights with the input: such a model cannot
-    be merged, for in the files the two are one."""
+    """True if an adapter changes an output layer that shares its weights with the input embedding. Such a
+    model cannot be merged, because both are one weight in its files."""
     names: dict[int, list[str]] = {}
     for name, tensor in causal.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
     return any(len(shared) > 1 and any(BASE in name for name in shared) for shared in names.values())
 
 
-def _held(causal: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
-    """What the files hold, each with the layer that adapts it. One walk over the modules: on a GPU, walks
-    take longer than the merging."""
-    adapting: dict[str, LoraLayer] = {}
+def _iterate_saved(causal: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
+    """Yield the weights that the model's files contain, each with the layer that adapts it. The modules are
+    traversed once, because on a GPU that takes longer than merging."""
+    adapters: dict[str, LoraLayer] = {}
     seen: set[int] = set()
     for path, module in causal.named_modules():
         if ".lora_" in path:
             continue
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            adapting[path] = module
-        for part, tensor in _own(cast(nn.Module, module)):
+            adapters[path] = module
+        for part, tensor in _own_tensors(cast(nn.Module, module)):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                layer = adapting.get(path.removesuffix(BASE)) if part == "weight" else None
+                layer = adapters.get(path.removesuffix(BASE)) if part == "weight" else None
                 yield f"{path}.{part}".replace(f"{BASE}.", "."), tensor, layer
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's parameters, and those of its buffers that are saved with it."""
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the module's parameters, and its buffers that are saved with it."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -66,11 +66,12 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _merged(whole: Tensor, layer: LoraLayer) -> Tensor:
-    a, b = (_whole(cast(nn.Linear, part[ADAPTER]).weight) for part in (layer.lora_A, layer.lora_B))
+def _merge(weight: Tensor, layer: LoraLayer) -> Tensor:
+    a, b = (_gather(cast(nn.Linear, part[ADAPTER]).weight) for part in (layer.lora_A, layer.lora_B))
     scaling = float(layer.scaling[ADAPTER])
-    return torch.addmm(whole.float(), b.to(whole.device).float(), a.to(whole.device).float(), alpha=scaling)
+    device = weight.device
+    return torch.addmm(weight.float(), b.to(device).float(), a.to(device).float(), alpha=scaling)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

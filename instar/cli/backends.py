@@ -92,7 +92,7 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]
     chosen, conflict = None, None
     try:
         detection = detect_backend(AutoBackendConfig(), env)
-        chosen, clues[detection.name] = detection.name, detection.why
+        chosen, clues[detection.name] = detection.name, detection.reason
     except ConfigError as error:
         conflict = str(error)
     installed = inspect_packages()

@@ -1,13 +1,13 @@
 """Attention over a packed trie, registered with transformers as ``instar_tree``.
 
-Every query's softmax is put together from blocks of keys, each computed by a dense kernel:
+The softmax of every query is combined from blocks of keys, each computed by a dense kernel:
 
-- its *own* block: its node, causally. Nodes of about the same length go through one padded call;
-- one *cross* block per ancestor: all descendants' queries against all of the ancestor's keys.
+- its *own* block: its node, causally. Nodes of similar length are computed in one padded call;
+- one *cross* block per ancestor: the queries of all descendants against all keys of the ancestor.
 
-Short ancestors are copied in front of their descendants' own blocks instead. Blocks are joined by
-their logsumexp, and with the joint logsumexp and output the backward pass is a plain sum of the
-blocks' gradients. Nothing is copied per sample, and shared keys gather their gradient in one product.
+Short ancestors are instead copied in front of their descendants' own blocks. Blocks are combined by their
+logsumexp. With the combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
+Nothing is copied per sample, and the gradient of shared keys is computed in one product.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from instar.errors import BackendError
 
 NAME = "instar_tree"
 INLINE_TOKENS = 16
-"""Ancestors up to this length are copied rather than given a call of their own."""
+"""Ancestors up to this length are copied instead of computed in a separate call."""
 INLINE_TOTAL = 64
-"""Most copied tokens in front of one node."""
+"""The largest number of copied tokens in front of one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBlocks:
-    """Nodes of similar length as one padded batch; padding repeats a node's last token."""
+    """Nodes of similar length as one padded batch. Padding repeats the last token of a node."""
 
     rows: Tensor
-    """[N, L] places in the packed row, copied ancestors first."""
+    """[N, L] positions in the packed row, copied ancestors first."""
     queries: Tensor
-    """Flat places within the batch that are a node's own tokens."""
+    """Flat positions of the nodes' own tokens within the batch."""
     targets: Tensor
-    """Their places in the packed row."""
+    """The positions of ``queries`` in the packed row."""
     real: Tensor
-    """Flat places within the batch that are no padding."""
+    """Flat positions within the batch that are not padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class CrossBlock:
 
 @dataclass(slots=True)
 class TreeAttentionPlan:
-    """What one packed row's attention consists of."""
+    """The blocks of one packed row's attention."""
 
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = field(default=0)
-    """Attention layers that used the plan; lets a model whose attention goes elsewhere be noticed."""
+    """The number of attention layers that used the plan, to detect models that use other attention."""
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
@@ -80,21 +80,21 @@ def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
 
 
 def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
-    """Per node, which ancestors are copied in front of it. An ancestor is copied for all its
-    descendants or for none."""
+    """Return per node the ancestors to copy in front of it. An ancestor is copied for all of its descendants
+    or for none."""
     inline: list[list[int]] = []
     for node in nodes:
         if node.parent is None:
             inline.append([])
             continue
         above, parent = inline[node.parent], nodes[node.parent]
-        room = INLINE_TOTAL - sum(len(nodes[a]) for a in above)
-        inline.append([*above, node.parent] if len(parent) <= min(INLINE_TOKENS, room) else above)
+        budget = INLINE_TOTAL - sum(len(nodes[a]) for a in above)
+        inline.append([*above, node.parent] if len(parent) <= min(INLINE_TOKENS, budget) else above)
     return inline
 
 
 def _buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Nodes by length, each bucket within a quarter of its longest."""
+    """Group nodes by length; each bucket is within a quarter of its longest node."""
     buckets: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -165,7 +165,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: fl
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block to the softmax so far, in place."""
+    """Combine a block with the softmax of the earlier blocks, in place."""
     joint = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - joint)
     out.mul_(torch.exp(lse - joint).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
@@ -182,7 +182,7 @@ def _backward(
     plan: TreeAttentionPlan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # fp32 sums: the keys of a shared prefix add up the gradients of everything below them.
+    # Sums are fp32, because the keys of a shared prefix accumulate the gradients of all descendants.
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     for block in plan.own:
         rows = block.rows
@@ -197,9 +197,9 @@ def _backward(
             scale=scale,
         )
         dq[block.targets] = parts[0].transpose(1, 2).flatten(0, 1)[block.queries].float()
-        places = rows.flatten()[block.real]
+        positions = rows.flatten()[block.real]
         for total, part in zip((dk, dv), parts[1:], strict=True):
-            total.index_add_(0, places, part.transpose(1, 2).flatten(0, 1)[block.real].float())
+            total.index_add_(0, positions, part.transpose(1, 2).flatten(0, 1)[block.real].float())
     for block in plan.cross:
         parts = kernels.backward(
             _heads(grad, block.queries),
@@ -237,12 +237,12 @@ def tree_attention(
     tree_plan: TreeAttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each attention layer; q [1, H, T, D], k and v [1, K, T, D]."""
+    """Compute one attention layer for transformers; q [1, H, T, D], k and v [1, K, T, D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise BackendError(f"the local backend does not support this model's attention: it uses {name}")
     if tree_plan is None:
-        raise BackendError(f"{type(module).__name__} does not hand its keyword arguments on to its attention")
+        raise BackendError(f"{type(module).__name__} does not pass its keyword arguments to its attention")
     tree_plan.calls += 1
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype

@@ -1,4 +1,4 @@
-"""From hidden states to the logprobs of given tokens, without ever holding all logits."""
+"""Computes the logprobs of target tokens from hidden states, without all logits in memory at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CHUNK_ROWS = 256
 
 
 def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    """fp32 logprob of ``targets[i]`` after ``hidden[i]``: its logit minus the logsumexp of the row."""
+    """Return the fp32 logprob of ``targets[i]`` after ``hidden[i]``: its logit minus the row's logsumexp."""
     if type(head) is nn.Linear and not head.weight.requires_grad:
         return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
     chunks = zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk(head, rows, ids) for rows, ids in chunks])
-    # Nothing random happens in there, and torch's generator may be in use by another model.
+    # The chunks use no randomness, and another model may be using torch's generator.
     parts = [
         checkpoint(_chunk, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
         for rows, ids in chunks
@@ -32,8 +32,8 @@ def _chunk(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 class _FrozenHead(torch.autograd.Function):
-    """The gradient of a row's logprob towards its hidden state is W[target] - Σ p·W whatever the loss
-    is, so it is taken in the forward pass while the logits are at hand."""
+    """The gradient of a row's logprob with respect to its hidden state is W[target] - Σ p·W for every loss,
+    so it is computed in the forward pass while the logits are available."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

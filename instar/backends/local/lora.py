@@ -1,7 +1,7 @@
-"""The adapter: made by PEFT, so that its files are PEFT's; computed by one fused function.
+"""The LoRA adapter, created by PEFT for its file format and computed by one fused function.
 
-PEFT's own forward casts activations to the adapter's fp32 and adds in fp32, which costs more than the
-update itself. Here the fp32 adapter is cast to the activations' type instead and added in place.
+PEFT's own forward casts activations to the adapter's fp32 and adds in fp32, which costs more than the update
+itself. Here, the fp32 adapter is cast to the dtype of the activations instead and added in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADAPTER = "default"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:
-    """Wrap the model with a seeded adapter in fp32; the base is frozen."""
+    """Wrap the model with an fp32 adapter, initialized from the seed, and freeze the base."""
     targets = config.targets if config.targets == "all-linear" else list(config.targets)
     lora = peft.LoraConfig(
         r=config.rank,
@@ -39,7 +39,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
         torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
-                # An adapter on an output layer tied to the input's is meant for the output alone.
+                # An adapter on an output layer that is tied to the embedding applies to the output only.
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
                 wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
@@ -69,7 +69,7 @@ def _forward(module: Linear, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """x W' + bias + scale · x A' B', with no gradient for W and bias."""
+    """Computes x W' + bias + scale · x A' B', without gradients of W and bias."""
 
     @staticmethod
     def forward(

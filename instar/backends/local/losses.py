@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from instar.backends.base import DEFAULT_BETA
+from instar.backends.base import DEFAULT_BETA, LOSSES
 from instar.backends.loss_values import clip_bounds
 from instar.config import LossConfig
 
-LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
 USES_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
 
 
@@ -23,12 +22,12 @@ class TrainedTokens:
     mask: Tensor
     advantages: Tensor
     logprobs: Tensor
-    """When they were sampled; NaN where the loss does not ask."""
+    """The logprobs at sampling; NaN if the loss does not need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """What the metrics are made of; adds up over micro-batches."""
+    """Sums for the metrics, which are added up over micro-batches."""
 
     tokens: int
     ratio: float
@@ -38,7 +37,7 @@ class LossSums:
 
 
 def token_loss(config: LossConfig, new: Tensor, tokens: TrainedTokens) -> tuple[Tensor, LossSums]:
-    """The loss over ``new``, the logprobs under the current weights (fp32, with gradient)."""
+    """Return the loss of ``new``, the logprobs under the current weights (fp32, with gradient)."""
     weight = tokens.mask * tokens.advantages
     if config.name == "cross_entropy":
         return -(weight * new).sum(), LossSums(len(new), 0.0, 0.0, 0, 0.0)
@@ -75,7 +74,7 @@ def _sums(new: Tensor, ratio: Tensor, clipped: Tensor, tokens: TrainedTokens) ->
 
 
 def metrics(config: LossConfig, parts: Sequence[LossSums]) -> dict[str, float]:
-    """``kl`` is the mean of old minus new logprob over sampled tokens, an estimate of KL(old ‖ new)."""
+    """Return the metrics. ``kl`` is the mean of old - new logprob, an estimate of KL(old ‖ new)."""
     count = sum(part.tokens for part in parts)
     result = {"tokens": float(count)}
     if count and config.name in USES_OLD_LOGPROBS:

@@ -1,7 +1,7 @@
-"""Keep the pages of freed tensors instead of handing them back to the system.
+"""Keeps the pages of freed tensors instead of returning them to the system.
 
-glibc gives every large block its own mapping, so each activation is faulted in page by page again:
-that takes up to half of a training pass on a CPU.
+glibc maps every large block separately, so that each activation causes new page faults. On a CPU, that takes
+up to half of the time of a training pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _LARGEST = 2**31 - 1
 
 
 def keep_freed_pages() -> None:
-    """For this process, in threads started from here on. Does nothing where there is no glibc."""
+    """Configure this process and the threads that it starts from now on. Does nothing without glibc."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST)
         mallopt(_M_TRIM_THRESHOLD, _LARGEST)
-        # A thread's own arena maps blocks over 64 MB whatever the threshold is; the main one does not.
+        # Arenas of threads map blocks over 64 MB regardless of the threshold; the main arena does not.
         mallopt(_M_ARENA_MAX, 1)

@@ -1,4 +1,4 @@
-"""Loads the model that is trained, and refuses what packed training would compute wrongly."""
+"""Loads the model to train, and rejects models that packed training would compute incorrectly."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "a
 class TrainedModel:
     causal: PreTrainedModel
     adapter: peft.PeftModel | None
-    """None when all weights are trained."""
+    """None if all weights are trained."""
     folder: Path
     device: str
     dtype: torch.dtype
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are trained, by name."""
+        """The trained parameters by name."""
         return {name: p for name, p in self.causal.named_parameters() if p.requires_grad}
 
     @property
@@ -50,14 +50,14 @@ class TrainedModel:
     def max_tokens(self) -> int | None:
         return getattr(self.causal.config, "max_position_embeddings", None)
 
-    def logprobs(self, packed: PackedRow, wanted: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        """fp32 logprob of the packed tokens ``wanted`` given those before them; none may be a first one."""
+    def logprobs(self, packed: PackedRow, positions: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
+        """Return fp32 logprobs of the tokens at ``positions``, none of which may be a sample's first."""
         plan = make_attention_plan(packed, self.device)
         with self._precision():
             hidden = self._hidden(packed, plan)
-            rows = hidden[self._tensor(packed.previous[wanted])]
+            rows = hidden[self._tensor(packed.previous[positions])]
             head = cast(nn.Module, self.causal.get_output_embeddings())
-            return target_logprobs(head, rows, self._tensor(packed.token_ids[wanted]))
+            return target_logprobs(head, rows, self._tensor(packed.token_ids[positions]))
 
     def _hidden(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
         output = self.causal.base_model(
@@ -69,7 +69,7 @@ class TrainedModel:
         return cast(Tensor, output.last_hidden_state)[0]
 
     def _precision(self) -> AbstractContextManager[object]:
-        """Full fine-tuning holds fp32 weights and computes in bf16; an adapter's base is bf16 itself."""
+        """Full fine-tuning keeps fp32 weights and computes in bf16; the base of an adapter is bf16."""
         if self.adapter is None and self.dtype != torch.float32:
             return torch.autocast(self.device, dtype=self.dtype)
         return nullcontext()
@@ -78,7 +78,8 @@ class TrainedModel:
         return torch.from_numpy(array).to(self.device)
 
     def check_attention(self) -> None:
-        """Every layer must go through the packed attention, or tokens of one sample would see another's."""
+        """Raise BackendError unless all layers use the packed attention. With another one, tokens would
+        attend to other samples."""
         packed = pack([np.arange(4, dtype=np.int32)])
         plan = make_attention_plan(packed, self.device)
         with torch.no_grad(), self._precision():
@@ -91,11 +92,11 @@ class TrainedModel:
             )
 
     def write(self, folder: Path) -> None:
-        """The current weights for engines: PEFT's adapter files, or full weights with the tokenizer."""
+        """Write the current weights for engines, as PEFT adapter files or full weights with the tokenizer."""
         if self.adapter is not None:
             write_adapter(self.adapter, folder)
             return
-        # Tied weights are one tensor under two names, and written under the first.
+        # Tied weights are one tensor with two names and are written under the first.
         distinct = {tensor.data_ptr(): name for name, tensor in reversed(self.causal.state_dict().items())}
         weights = {name: self.causal.state_dict()[name].to(self.dtype) for name in distinct.values()}
         write_weights(weights, self.folder, folder, self.dtype)
@@ -109,8 +110,8 @@ def write_adapter(adapter: peft.PeftModel, folder: Path) -> None:
 def load_model(
     model: ModelConfig, config: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
 ) -> TrainedModel:
-    """``base``, from `load_base`, keeps the weights that are not trained: models over the same one share
-    them."""
+    """Load the model. ``base``, from `load_base`, has the weights that are not trained, which several models
+    may share."""
     folder = resolve_model(model.name)
     device, dtype_name = device_and_dtype(model)
     dtype = DTYPES[dtype_name]
@@ -130,16 +131,16 @@ def load_model(
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    """What several models with adapters may share, on its device."""
+    """Load the base model, which several models with adapters may share, on its device."""
     device, dtype_name = device_and_dtype(model)
     causal = _read(resolve_model(model.name), DTYPES[dtype_name])
     return cast(PreTrainedModel, cast(nn.Module, causal).to(device).requires_grad_(False))
 
 
-def _read(folder: Path, held: torch.dtype) -> PreTrainedModel:
+def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     _check_supported(cast(PreTrainedConfig, AutoConfig.from_pretrained(folder)))
     with _no_progress_bar():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=held, attn_implementation=NAME)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME)
     causal = cast(PreTrainedModel, loaded)
     for module in causal.modules():
         if isinstance(module, nn.Dropout):
@@ -148,36 +149,36 @@ def _read(folder: Path, held: torch.dtype) -> PreTrainedModel:
 
 
 def load_frozen(model: ModelConfig, config: LocalBackendConfig) -> TrainedModel:
-    """The base model as full fine-tuning began with it: held and computed alike, so that the two agree to the
-    bit until a step is taken."""
+    """Load the base model with the dtypes of full fine-tuning, so that both agree to the bit before the first
+    step."""
     plain = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return load_model(model, plain, seed=0)
 
 
 @contextmanager
 def _no_progress_bar() -> Generator[None]:
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
 def _check_supported(config: PreTrainedConfig) -> None:
-    """Say at start what the packed attention and the chunked head do not compute."""
+    """Raise BackendError for features that the packed attention and the chunked head do not support."""
 
-    def no(what: str) -> BackendError:
+    def unsupported(what: str) -> BackendError:
         return BackendError(f"the local backend does not support {config.model_type} models with {what}")
 
     if config.is_encoder_decoder:
-        raise no("an encoder")
+        raise unsupported("an encoder")
     layers = cast(list[str], getattr(config, "layer_types", None) or [])
     if other := sorted(set(layers) - {"full_attention"}):
-        raise no(f"layers of type {', '.join(other)}")
+        raise unsupported(f"layers of type {', '.join(other)}")
     if not layers and getattr(config, "sliding_window", None) is not None:
-        raise no(f"a sliding window (sliding_window: {config.sliding_window})")
+        raise unsupported(f"a sliding window (sliding_window: {config.sliding_window})")
     for name in LOGIT_SETTINGS:
         if getattr(config, name, None) not in (None, 1.0):
-            raise no(f"{name}: {getattr(config, name)}")
+            raise unsupported(f"{name}: {getattr(config, name)}")

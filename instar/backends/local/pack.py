@@ -1,7 +1,7 @@
-"""Samples → one packed row in which every distinct token stands once.
+"""Packs samples into one row that contains every distinct token once.
 
-The samples of a micro-batch form a trie of token segments. Depth first, its nodes are laid out one
-after the other, so that a node's descendants are one slice of the row::
+The samples of a micro-batch form a trie of token segments. Its nodes are laid out in depth-first order, so
+that the descendants of a node are one slice of the row::
 
     samples   1 2 3 4    1 2 3 5 6    1 2 3 5 7        tokens     1 2 3  4  5  6  7
                                                        positions  0 1 2  3  3  4  4
@@ -9,7 +9,7 @@ after the other, so that a node's descendants are one slice of the row::
                      └── [5] ── [6]
                             └── [7]
 
-A token attends to its node's ancestors and to what stands before it in its own node.
+A token attends to the ancestors of its node and to the tokens before it in its own node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class PackNode:
-    """Tokens ``start`` to ``end`` of the row; those of its descendants are ``end`` to ``subtree_end``."""
+    """The tokens ``start`` to ``end`` of the row; its descendants are ``end`` to ``subtree_end``."""
 
     parent: int | None
     start: int
@@ -46,19 +46,19 @@ class PackedRow:
     token_ids: Index
     positions: Index
     previous: Index
-    """Where in the row the token before stands; ``NO_TOKEN`` for the first of a sample."""
+    """The position of the previous token in the row; ``NO_TOKEN`` for the first token of a sample."""
     nodes: tuple[PackNode, ...]
-    """Parents before their children."""
+    """The nodes, parents before children."""
     paths: tuple[Index, ...]
-    """Per sample, where in the row each of its tokens stands."""
+    """Per sample, the position of each of its tokens in the row."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
-    """Micro-batches of at most ``budget`` distinct tokens, as indices in lexicographic order, so that
-    sequences with a common prefix meet. One that is longer than the budget goes alone."""
+    """Return micro-batches of at most ``budget`` distinct tokens, as indices in lexicographic order, so that
+    sequences with a common prefix are together. A sequence longer than the budget gets its own."""
     batches: list[list[int]] = []
     used = 0
     previous: int | None = None
@@ -80,7 +80,7 @@ def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]
 
 
 def pack(sequences: Sequence[Ids]) -> PackedRow:
-    """Lay the sequences out as one row. Any order; equal ones share every token."""
+    """Pack the sequences, in any order, into one row. Equal sequences share all tokens."""
     order = _lexicographic_order(sequences)
     ordered = [sequences[index] for index in order]
     common = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
@@ -112,7 +112,7 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
 
 
 def _nodes(lengths: list[int], common: list[int]) -> tuple[PackNode, ...]:
-    """The trie over sorted sequences, of which ``common[i]`` tokens are shared by i and i - 1."""
+    """Build the trie of sorted sequences, where i and i - 1 have ``common[i]`` tokens in common."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0
@@ -136,13 +136,12 @@ def _nodes(lengths: list[int], common: list[int]) -> tuple[PackNode, ...]:
 
 
 def _lexicographic_order(sequences: Sequence[Ids]) -> list[int]:
-    # Big-endian bytes compare as the ids do, and far faster than tuples of ints.
+    # Big-endian bytes compare like the ids, and much faster than tuples of ints.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(sequences)), key=lambda index: (keys[index], index))
 
 
 def _common_prefix_length(a: Ids, b: Ids) -> int:
-    """Length of the common prefix."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

@@ -1,4 +1,4 @@
-"""Published adapters and weights, and saved training state, on disk. No pickle."""
+"""Files of published adapters and weights, and of saved training state. None of them use pickle."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
-    """A PEFT adapter folder; ``config`` is PEFT's, as a dict."""
+    """Write a PEFT adapter folder; ``config`` is PEFT's config as a dict."""
     write_tensors(folder / "adapter_model.safetensors", weights)
     written: dict[str, Any] = {**config, "inference_mode": True}
-    # A set in an order of its own would make equal adapters differ on disk.
+    # Sets have no fixed order, and equal adapters should have equal files.
     if isinstance(written["target_modules"], (set, list)):
         written["target_modules"] = sorted(cast(list[str], written["target_modules"]))
     text = json.dumps(written, indent=2, sort_keys=True, default=list)
@@ -41,7 +41,7 @@ def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any]
 
 
 def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """A model folder: the weights, and config and tokenizer of the model they came from."""
+    """Write a model folder: the weights, with the config and tokenizer of the original model."""
     write_tensors(folder / "model.safetensors", weights)
     for file in source.iterdir():
         kept = file.suffix in {".json", ".jinja", ".model", ".txt"}
@@ -54,7 +54,7 @@ def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dty
 
 
 def hash_adapter(path: Path) -> str:
-    """sha256 over the tensors of a folder, by name: the same weights, the same hash."""
+    """Return the sha256 of the tensors of a folder, ordered by name."""
     digest = hashlib.sha256()
     tensors: dict[str, Tensor] = {}
     for file in path.glob("*.safetensors"):
@@ -72,7 +72,7 @@ def save_training(
     optimizer: torch.optim.Optimizer,
     counters: Mapping[str, int],
 ) -> None:
-    """Weights, gradients not yet applied, moments, RNG and counters."""
+    """Save weights, gradients that were not yet applied, moments, RNG and counters."""
     tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -98,12 +98,12 @@ def load_training(
     *,
     with_optimizer: bool,
 ) -> dict[str, int]:
-    """Put a saved state in place; returns its counters. Nothing is changed when it does not fit."""
+    """Load a saved state and return its counters. Change nothing and raise if it does not fit."""
     try:
         meta = cast(dict[str, Any], json.loads((path / META).read_text()))
         tensors = load_file(path / TENSORS)
     except FileNotFoundError as error:
-        raise BackendError(f"{path} holds no saved training state: {error.filename} is missing") from error
+        raise BackendError(f"{path} contains no saved training state: {error.filename} is missing") from error
     if meta.get("format") != FORMAT:
         raise BackendError(f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}")
     saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
@@ -125,14 +125,14 @@ def load_training(
 def _check_fit(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
     if different := sorted(saved.keys() ^ parameters.keys()):
         raise BackendError(
-            f"{path} is the state of another model or adapter: {len(different)} tensors are in one only, "
-            f"{different[0]!r} for one"
+            f"{path} is the state of another model or adapter: {len(different)} tensors are only in one of "
+            f"them, for example {different[0]!r}"
         )
     for name, parameter in parameters.items():
         if saved[name].shape != parameter.shape:
             raise BackendError(
                 f"{path} is the state of another model or adapter: {name!r} is "
-                f"{tuple(saved[name].shape)} there and {tuple(parameter.shape)} here"
+                f"{tuple(saved[name].shape)} instead of {tuple(parameter.shape)}"
             )
 
 

@@ -107,7 +107,9 @@ def test_a_key_behind_a_variable_of_ones_own_is_looked_at() -> None:
 def test_an_address_that_names_none_is_not_dropped() -> None:
     local = "http://127.0.0.1:8000"
     assert found(TINKER, base_url=local).name == "tinker"
-    assert found(base_url=local, installed=("weaver",)).why == "the only service whose package is installed"
+    assert (
+        found(base_url=local, installed=("weaver",)).reason == "the only service whose package is installed"
+    )
     for installed in ((), ("tinker", "weaver")):
         with pytest.raises(ConfigError, match=r"backend\.base_url: it does not tell which service"):
             found(base_url=local, installed=installed)

@@ -64,7 +64,7 @@ MISTAKES = {
         rollout: {{agent: {AGENT}, tasks: {{type: python, function: "instar.demo.tasks:train_tasks"}}}}
         """,
         "trainer.loss.name: 'ppo' is not computed by this backend; supported: cross_entropy, "
-        "importance_sampling. trainer.loss_fallback names one to take instead",
+        "importance_sampling. trainer.loss_fallback names another loss to use instead",
     ),
     "no fraction": (
         "trainer: {steps: 1.5}",
