@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config import ModelConfig
+from instar.cpu import cpu_flags, disable_broken_amx
 from instar.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -155,21 +156,13 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device: cuda was asked for and torch sees no GPU; use auto or cpu")
     device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        disable_broken_amx(cache_dir())
     if config.dtype != "auto":
         return device, config.dtype
     if device == "cuda":
         return device, "bf16" if torch.cuda.is_bf16_supported() else "fp32"
-    return device, "bf16" if "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags() else "fp32"
-
-
-def _cpu_flags() -> frozenset[str]:
-    info = Path("/proc/cpuinfo")
-    if not info.is_file():
-        return frozenset()
-    for line in info.read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.split())
-    return frozenset()
+    return device, "bf16" if {"avx512_bf16", "amx_bf16"} & cpu_flags() else "fp32"
 
 
 def usable_cores() -> int:

@@ -1,9 +1,9 @@
-"""The whole loop in one file: an agent with a tool gets better at what it is asked.
+"""The complete loop in one file: an agent with a tool learns to answer questions better.
 
     python recipes/minimal_loop.py [MODEL]
 
-Everything runs in this process, one thing after the other. `instar train` does the same with each part
-in a process of its own, asynchronously, and resumes after a crash.
+Everything runs in this process, one step after the other. `instar train` runs each part in its own process,
+asynchronously, and resumes after a crash.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ADAM = AdamConfig(lr=3e-4)
 
 
 async def agent(task: Json, session: AgentSession) -> str:
-    """Any program that speaks to a model: nothing in it knows of training."""
+    """Any program that calls a model; it contains no training code."""
     messages: list[Any] = [*prompt(), {"role": "user", "content": task["question"]}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for max_tokens in (44, 16):
@@ -70,7 +70,7 @@ async def agent(task: Json, session: AgentSession) -> str:
 
 
 def is_right(task: Json, answer: str) -> float:
-    """1 if the last number of the answer is the one asked for."""
+    """Return 1 if the last number in the answer is the correct one."""
     numbers = re.findall(r"-?\d+", answer)
     return float(bool(numbers) and int(numbers[-1]) == task["answer"])
 
@@ -79,7 +79,7 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
     config = ModelConfig(name=model)
     tasks = train_tasks(size=steps * GROUPS)
 
-    # What samples, what trains, and what remembers.
+    # The engine samples, the backend trains, the store records.
     engine = LocalEngine(config, LocalEngineConfig())
     backend = LocalBackend(config, LocalBackendConfig())
     store = SqliteStore(folder / "store.db")
@@ -101,32 +101,31 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
     gateway = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", admin_key)
 
     async def attempt(task: Json, seed: int) -> tuple[float, list[Sample]]:
-        """One session of the agent: its reward, and its calls as flat samples."""
+        """Run one session; return its reward and its calls as flat samples."""
         opened = await gateway.open_session(channel=Channel.TRAIN, seed=seed)
         value = reward(task, await agent(task, opened))
-        await gateway.complete_session(
-            opened.session_id, [Reward(opened.session_id, value, RewardSource.RULE)]
-        )
+        rewards = [Reward(opened.session_id, value, RewardSource.RULE)]
+        await gateway.complete_session(opened.session_id, rewards)
         session = await store.session(opened.session_id)
         assert session is not None
         return value, linearize(session, await store.calls(opened.session_id))
 
     for step in range(steps):
-        # Every task is tried several times, all at once.
+        # Several attempts at each task, all at once.
         batch = tasks[step * GROUPS : (step + 1) * GROUPS]
         tries = [attempt(task, step * GROUP_SIZE + i) for task in batch for i in range(GROUP_SIZE)]
         results = await asyncio.gather(*tries)
 
-        # An attempt is as good as it did better than the others at the same task.
+        # The advantage of an attempt is relative to the others at the same task.
         samples: list[Sample] = []
         for start in range(0, len(results), GROUP_SIZE):
             group = results[start : start + GROUP_SIZE]
             advantages = grpo([value for value, _ in group])
             if has_signal(advantages):
-                for (_, found), advantage in zip(group, advantages, strict=True):
-                    samples += [with_advantage(sample, advantage or 0.0) for sample in found]
+                for (_, attempted), advantage in zip(group, advantages, strict=True):
+                    samples += [with_advantage(sample, advantage or 0.0) for sample in attempted]
 
-        # Learn, publish, and let the engine go on with the new weights.
+        # Train, publish, and load the new weights into the engine.
         if samples:
             await backend.forward_backward(normalize(samples, "batch_sessions"), LOSS)
             await backend.optim_step(ADAM)

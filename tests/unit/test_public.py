@@ -1,4 +1,4 @@
-"""What others may rely on: the version, light imports, an instant `--help`, typed, current docs."""
+"""The public surface: version, light imports, a fast `--help`, type information and current docs."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ LIGHT = [
 ]
 
 
-def test_the_version_is_the_installed_one() -> None:
+def test_version_matches_the_installed_package() -> None:
     assert instar.__version__ == importlib.metadata.version("instar")
     assert (Path(instar.__file__).parent / "py.typed").is_file()
 
 
-def test_contracts_and_the_command_line_import_nothing_heavy() -> None:
+def test_light_modules_import_nothing_heavy() -> None:
     code = (
         "import importlib, sys\n"
         f"for name in {LIGHT!r}:\n"
@@ -65,14 +65,14 @@ def test_contracts_and_the_command_line_import_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_base_module_is_held_to_that() -> None:
+def test_light_modules_include_every_base_module() -> None:
     bases = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "instar").rglob("base.py")
     }
     assert bases <= set(LIGHT)
 
 
-def test_help_is_instant() -> None:
+def test_help_takes_less_than_the_limit() -> None:
     command = [str(Path(sys.executable).with_name("instar")), "--help"]
     took: list[float] = []
     for _ in range(5):
@@ -84,7 +84,7 @@ def test_help_is_instant() -> None:
         assert re.search(rf"^\s+{verb}\b", shown, re.MULTILINE), verb
 
 
-def test_the_configuration_reference_is_current() -> None:
+def test_configuration_reference_is_current() -> None:
     from instar.cli.reference import render
 
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == render(), "run `make docs`"
@@ -93,7 +93,7 @@ def test_the_configuration_reference_is_current() -> None:
 @pytest.mark.parametrize(
     "page", ["README.md", "AGENTS.md", "docs/concepts.md", "docs/backends.md", "docs/measurements.md"]
 )
-def test_the_files_that_a_page_names_exist(page: str) -> None:
+def test_files_named_in_docs_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     linked = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", text)
     named = re.findall(r"`((?:instar|docs|tests|bench|recipes)/[\w./-]+\.\w+)`", text)
@@ -103,18 +103,18 @@ def test_the_files_that_a_page_names_exist(page: str) -> None:
     assert missing == []
 
 
-def test_the_maintainers_page_is_short() -> None:
+def test_agents_page_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) < 80
 
 
-def test_the_run_on_the_newcomers_page_is_valid() -> None:
+def test_readme_run_is_valid() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     config = RunConfig.model_validate(yaml.safe_load(block))
     assert config.name == "my-agent"
     assert config.rollout is not None
 
 
-def test_the_tool_format_is_documented_as_it_is() -> None:
+def test_tool_format_in_docs_matches_the_code() -> None:
     from instar.record.tool_calls import format_call, format_tool_list
     from instar.types import Tool, ToolCall
 
@@ -126,7 +126,7 @@ def test_the_tool_format_is_documented_as_it_is() -> None:
     assert f"```\n{called}\n```" in page
 
 
-def test_every_route_of_the_control_api_is_documented() -> None:
+def test_docs_list_every_control_route() -> None:
     from instar.gateway import base
 
     page = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")

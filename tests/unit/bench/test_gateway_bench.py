@@ -1,4 +1,4 @@
-"""The measurement itself: what it sends, what it counts, what it makes of the counts."""
+"""bench/gateway.py: the requests that it sends, and the figures that it computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_programs = pytest.mark.skipif(
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
-    """bench/gateway.py, which finds its parts beside itself."""
+    """The module bench/gateway.py, imported with its folder on the path."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("gateway")
     for name in [name for name in sys.modules if name.split(".")[0] in ("gateway", "gateway_parts")]:
@@ -29,7 +29,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 
 @pytest.mark.parametrize(("size", "messages"), [(1_000, 2), (400_000, 200)])
-def test_bodies_have_their_size_and_places_to_fill(bench: ModuleType, size: int, messages: int) -> None:
+def test_gateway_bench_bodies_have_size_and_placeholders(bench: ModuleType, size: int, messages: int) -> None:
     from gateway_parts.load import body  # pyright: ignore[reportMissingImports]
 
     text = body(size, stream=True)
@@ -42,7 +42,7 @@ def test_bodies_have_their_size_and_places_to_fill(bench: ModuleType, size: int,
     assert request["messages"][-1]["role"] == "user"
 
 
-def test_a_talk_sends_all_that_was_said(bench: ModuleType) -> None:
+def test_gateway_bench_conversation_sends_full_history(bench: ModuleType) -> None:
     from gateway_parts.talk import Talk  # pyright: ignore[reportMissingImports]
 
     talk = Talk(number=3, size=100)
@@ -57,7 +57,7 @@ def test_a_talk_sends_all_that_was_said(bench: ModuleType) -> None:
     assert json.loads(b"[" + twin.said + b"]")[0] == messages[0]
 
 
-def test_an_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
+def test_gateway_bench_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
     from gateway_parts.load import Cell, median  # pyright: ignore[reportMissingImports]
 
     small, _ = bench.HEADLINES
@@ -71,7 +71,7 @@ def test_an_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
 
 
 @needs_programs
-def test_refused_requests_make_a_cell_invalid(bench: ModuleType, tmp_path: Path) -> None:
+def test_gateway_bench_rejected_requests_invalidate_a_cell(bench: ModuleType, tmp_path: Path) -> None:
     from gateway_parts.load import Kind, Target, measure  # pyright: ignore[reportMissingImports]
     from gateway_parts.servers import floor  # pyright: ignore[reportMissingImports]
     from gateway_parts.stub import stub  # pyright: ignore[reportMissingImports]

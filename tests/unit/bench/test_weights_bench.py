@@ -1,4 +1,4 @@
-"""What bench/weights.py makes of the times that its streams noted."""
+"""The figures that bench/weights.py computes from the times of its streams."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BENCH = Path(__file__).parents[3] / "bench"
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
-    """bench/weights.py, which finds its parts beside itself."""
+    """The module bench/weights.py, imported with its folder on the path."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("weights")
     for name in [name for name in sys.modules if name.split(".")[0] in ("weights", "weights_parts")]:
         del sys.modules[name]
 
 
-def test_a_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
+def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
     quiet = [0.01 * i for i in range(100)]
     one = [*quiet, 1.06, 1.07, 2.09, 2.10]  # it waits 70 ms, and later a second without an update
     other = [0.995, 1.000, 1.010, 3.000, 3.030]
@@ -41,12 +41,12 @@ def test_a_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
     assert figures["first_seconds"] == 9.0
 
 
-def test_times_between_replies_are_no_pauses(bench: ModuleType) -> None:
+def test_weights_bench_ignores_gaps_between_replies(bench: ModuleType) -> None:
     updates = bench.Updates(made=[bench.Update(1.0, 1.0)], replies=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]])
     assert updates.figures()["pause_ms_max"] == pytest.approx(60)
 
 
-def test_shapes_are_those_of_the_models_they_stand_for(bench: ModuleType, tmp_path: Path) -> None:
+def test_weights_bench_shapes_match_the_named_models(bench: ModuleType, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = bench.make_model(tmp_path / "model", bench.SHAPES["tiny"], "cpu")
@@ -58,7 +58,7 @@ def test_shapes_are_those_of_the_models_they_stand_for(bench: ModuleType, tmp_pa
 
 
 def parameters(shape: object) -> int:
-    """As Qwen3 has them, input and output tied."""
+    """Return the parameter count of a Qwen3 with tied embeddings."""
     s = vars(shape)
     attention = s["hidden"] * s["head_dim"] * (2 * s["heads"] + 2 * s["kv_heads"]) + 2 * s["head_dim"]
     layer = attention + 3 * s["hidden"] * s["intermediate"] + 2 * s["hidden"]

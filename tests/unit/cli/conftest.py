@@ -1,4 +1,4 @@
-"""The command, run in this process, and a small run's folder with a real store."""
+"""Fixtures: the command run in this process, and the folder of a small run with a real store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Instar = Callable[..., Result]
 
 @pytest.fixture
 def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
-    """``instar("config", "check", path)`` → exit code, stdout, stderr."""
+    """Return a function that runs a command: ``instar("config", "check", path)``."""
     path, environment = list(sys.path), dict(os.environ)
 
     def run(*arguments: object) -> Result:
@@ -84,7 +84,7 @@ def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
 class Small:
     folder: Path
     sessions: dict[str, str] = field(default_factory=dict[str, str])
-    """Session ids by what they are an example of."""
+    """Session ids by the case that they are an example of."""
 
 
 @pytest.fixture(scope="session")
@@ -115,8 +115,8 @@ async def _fill(config: RunConfig, small: Small) -> None:
 
     async def group(name: str, index: int, rewards: list[float | None], channel: Channel) -> list[str]:
         await store.open_group(Group(name, RUN, channel, index, 2, Task(f"task-{index}", {})))
-        made = [f"sess-{index}{slot}-{name.replace('/', '-')}" for slot in range(len(rewards))]
-        for slot, (session_id, reward) in enumerate(zip(made, rewards, strict=True)):
+        session_ids = [f"sess-{index}{slot}-{name.replace('/', '-')}" for slot in range(len(rewards))]
+        for slot, (session_id, reward) in enumerate(zip(session_ids, rewards, strict=True)):
             await store.open_session(
                 Session(
                     session_id,
@@ -130,19 +130,21 @@ async def _fill(config: RunConfig, small: Small) -> None:
                 )
             )
             await store.add_calls(_talk(session_id))
-            given = [] if reward is None else [Reward(session_id, reward, RewardSource.RULE, "rule")]
+            rewards_given = [] if reward is None else [Reward(session_id, reward, RewardSource.RULE, "rule")]
             status = SessionStatus.FAILED if reward is None else SessionStatus.COMPLETED
-            await store.end_session(session_id, status, "it fell over" if reward is None else None, given)
+            await store.end_session(
+                session_id, status, "the agent crashed" if reward is None else None, rewards_given
+            )
         await store.close_group(name, GroupStatus.READY)
-        return made
+        return session_ids
 
     learned = await group(f"{RUN}/train/000000", 0, [1.0, 0.0], Channel.TRAIN)
     equal = await group(f"{RUN}/train/000001", 1, [0.0, 0.0], Channel.TRAIN)
     waiting = await group(f"{RUN}/train/000002", 2, [1.0, None], Channel.TRAIN)
     small.sessions = {"trained": learned[0], "equal": equal[0], "waiting": waiting[0], "failed": waiting[1]}
     for label, reward in (("before", 0.0), ("after", 1.0)):
-        made = await group(f"{RUN}/val/{label}-greedy-v0/000000", 0, [reward], Channel.VAL)
-        small.sessions[label] = made[0]
+        session_ids = await group(f"{RUN}/val/{label}-greedy-v0/000000", 0, [reward], Channel.VAL)
+        small.sessions[label] = session_ids[0]
     claims = [
         Claim(
             RUN,
@@ -188,20 +190,20 @@ def _talk(session_id: str) -> list[Call]:
             **more,
         )
 
-    asked = Message(role="user", content="What is <2> plus 2?")
+    question = Message(role="user", content="What is <2> plus 2?")
     tool = ToolCall(id="c1", name="calc", arguments='{"expression": "2 + 2"}')
     called = Message(role="assistant", content="", tool_calls=[tool])
     result = Message(role="tool", content="4", tool_call_id="c1")
     first = call(
         1,
-        [asked],
+        [question],
         called,
         prompt_ids=np.array([1, 2], np.int32),
         logprobs=np.array([-0.5, -0.25], np.float32),
     )
     second = call(
         2,
-        [asked, called, result],
+        [question, called, result],
         Message(role="assistant", content="4"),
         prompt_ids=np.array([1, 2, 7, 8, 3], np.int32),
         logprobs=np.array([np.nan, -0.25], np.float32),

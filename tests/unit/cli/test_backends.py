@@ -1,4 +1,4 @@
-"""`instar backends`, and what is shown of a run at a service."""
+"""`instar backends`, and how runs on a cloud service are shown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(instar: Instar) -> dict[str, Any]:
     return {row["name"]: row for row in instar("backends", "--json").json["backends"]}
 
 
-def test_the_table_says_what_there_is_and_what_auto_takes(
+def test_backends_table_shows_installed_backends_and_the_auto_choice(
     instar: Instar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(instar)
@@ -49,17 +49,19 @@ def test_the_table_says_what_there_is_and_what_auto_takes(
     assert KEY not in shown
 
 
-def test_two_services_are_shown_and_neither_is_taken(instar: Instar, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_with_two_configured_services_chooses_neither(
+    instar: Instar, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEAVER_API_KEY", KEY)
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
-    told = instar("backends", "--json").json
-    assert not any(row["detected"] for row in told["backends"])
-    assert "weaver (WEAVER_API_KEY" in told["conflict"]
-    assert "tinker (TINKER_BASE_URL" in told["conflict"]
+    report = instar("backends", "--json").json
+    assert not any(row["detected"] for row in report["backends"])
+    assert "weaver (WEAVER_API_KEY" in report["conflict"]
+    assert "tinker (TINKER_BASE_URL" in report["conflict"]
     assert "`backend: auto` cannot choose" in instar("backends").out
 
 
-def test_a_wanted_service_whose_package_is_missing_comes_with_the_command(
+def test_backends_with_missing_package_shows_the_install_command(
     instar: Instar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINT_API_KEY", KEY)
@@ -69,7 +71,7 @@ def test_a_wanted_service_whose_package_is_missing_comes_with_the_command(
 # --- settings -------------------------------------------------------------------------------------
 
 
-def test_settings_are_shown_and_checked_without_the_key(instar: Instar, tmp_path: Path) -> None:
+def test_config_show_and_check_do_not_reveal_the_key(instar: Instar, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"backend": {"type": "auto", "api_key": KEY, "rank": 8}}))
     shown = instar("config", "show", path)
@@ -81,7 +83,7 @@ def test_settings_are_shown_and_checked_without_the_key(instar: Instar, tmp_path
     assert KEY not in shown.out + shown.err + checked.out + checked.err + again.err
 
 
-def test_the_report_shows_what_was_done_otherwise_than_asked(instar: Instar, small_run: Small) -> None:
+def test_report_shows_settings_that_were_not_followed(instar: Instar, small_run: Small) -> None:
     metrics = small_run.folder / "metrics.jsonl"
     before = metrics.read_text()
     record = json.dumps({"kind": "warning", "step": 0, "time": 0, "text": "training with <x> instead"})
@@ -93,7 +95,7 @@ def test_the_report_shows_what_was_done_otherwise_than_asked(instar: Instar, sma
     assert page.count("<p class=warn>training with &lt;x&gt; instead</p>") == 1
 
 
-def test_an_interpreter_is_looked_for_beside_the_file(instar: Instar, tmp_path: Path) -> None:
+def test_interpreter_path_is_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("backend: {type: mint, python: ./env/bin/python}\nengine: {type: cloud, python: python3}")
     shown = yaml.safe_load(instar("config", "show", path).out)
@@ -103,7 +105,7 @@ def test_an_interpreter_is_looked_for_beside_the_file(instar: Instar, tmp_path: 
     )
 
 
-def test_every_yaml_of_the_page_is_valid() -> None:
+def test_backends_page_yaml_examples_are_valid() -> None:
     page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 9
@@ -111,7 +113,7 @@ def test_every_yaml_of_the_page_is_valid() -> None:
         RunConfig.model_validate(yaml.safe_load(block))
 
 
-def test_the_page_says_what_the_backends_do() -> None:
+def test_backends_page_lists_the_actual_capabilities() -> None:
     page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text(encoding="utf-8")
     for names, losses, reference, full in re.findall(
         r"^\| (`.+?) \| (`.+?) \| (yes|no|with an adapter) \| (yes|no) \|$", page, re.M

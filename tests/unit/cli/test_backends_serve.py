@@ -8,7 +8,7 @@ from instar.errors import ConfigError
 GOOD = "tml-0123456789abcdef"
 
 
-def test_keys_of_the_environment() -> None:
+def test_configured_keys_are_read_from_the_environment() -> None:
     assert read_configured_keys({}, "tinker", "127.0.0.1") == []
     assert read_configured_keys({KEYS: f"{GOOD}, sk-{GOOD},"}, "tinker", "127.0.0.1") == [GOOD, f"sk-{GOOD}"]
     assert read_configured_keys({KEYS: "any-other-form-of-key"}, "weaver", "localhost") == [
@@ -25,7 +25,7 @@ def test_keys_of_the_environment() -> None:
         ("tml-0123456789 abcdef", "127.0.0.1", "key 1 has characters that an HTTP header cannot carry"),
     ],
 )
-def test_a_bad_key_is_refused_and_not_told(keys: str, host: str, says: str) -> None:
+def test_bad_key_is_rejected_without_being_quoted(keys: str, host: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
         read_configured_keys({KEYS: keys}, "tinker", host)
     assert "0123456789" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""`instar config`: each kind of mistake is explained, and what is shown is a valid run."""
+"""`instar config`: every kind of mistake is explained, and the output of `show` is a valid config."""
 
 from __future__ import annotations
 
@@ -133,19 +133,19 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_explained(instar: Instar, tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: str, expected: str) -> None:
     path = write(tmp_path, text)
     result = instar("config", "check", path)
     lines = [line.strip() for line in result.err.splitlines()]
     assert (result.code, result.out, lines[0]) == (1, "", f"{path}: {len(lines) - 1} mistake")
-    assert said in lines[1:]
+    assert expected in lines[1:]
     again = instar("config", "check", path, "--json")
     assert again.code == 1
     assert again.json == {"ok": False, "mistakes": lines[1:]}
 
 
-def test_every_mistake_is_listed_at_once(instar: Instar, tmp_path: Path) -> None:
+def test_config_check_lists_all_mistakes(instar: Instar, tmp_path: Path) -> None:
     path = write(tmp_path, "name: a b\ntrainer: {steps: 0, mode: x}\nengine: {type: y}")
     result = instar("config", "check", path)
     assert result.err.startswith(f"{path}: 4 mistakes\n")
@@ -160,15 +160,17 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_a_file_that_cannot_be_read_as_a_run(instar: Instar, tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_config_check_rejects_files_that_describe_no_run(
+    instar: Instar, tmp_path: Path, text: str, expected: str
+) -> None:
     result = instar("config", "check", write(tmp_path, text))
     assert result.code == 1
-    assert said in result.err
+    assert expected in result.err
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_file_that_is_not_there_or_not_text(instar: Instar, tmp_path: Path) -> None:
+def test_config_check_rejects_missing_and_binary_files(instar: Instar, tmp_path: Path) -> None:
     assert (
         instar("config", "check", tmp_path / "no.yaml").err
         == f"{tmp_path / 'no.yaml'}: the file does not exist\n"
@@ -180,7 +182,7 @@ def test_a_file_that_is_not_there_or_not_text(instar: Instar, tmp_path: Path) ->
         assert "Cannot read" in result.err
 
 
-def test_files_and_programs_that_are_not_there(instar: Instar, tmp_path: Path) -> None:
+def test_config_check_reports_missing_files_and_programs(instar: Instar, tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "rollout: {tasks: {type: jsonl, path: no.jsonl}, agent: {type: command, command: [no-such-program]}}",
@@ -192,17 +194,17 @@ def test_files_and_programs_that_are_not_there(instar: Instar, tmp_path: Path) -
     ]
 
 
-def test_a_good_file_is_said_to_be_good(instar: Instar, tmp_path: Path) -> None:
+def test_config_check_accepts_a_valid_file(instar: Instar, tmp_path: Path) -> None:
     path = write(tmp_path, "name: fine")
     assert instar("config", "check", path).out == f"{path}: ok\n"
-    told = {"ok": True, "mistakes": [], "name": "fine", "notes": []}
-    assert instar("config", "check", path, "--json").json == told
+    report = {"ok": True, "mistakes": [], "name": "fine", "notes": []}
+    assert instar("config", "check", path, "--json").json == report
 
 
 # --- overrides ------------------------------------------------------------------------------------
 
 
-def test_set_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> None:
+def test_override_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> None:
     path = write(tmp_path, "trainer:\nname: x")
     shown = instar(
         "config", "show", path, "--json",
@@ -216,7 +218,7 @@ def test_set_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("trainer.steps", "expected PATH=VALUE"),
         ("=5", "expected PATH=VALUE"),
@@ -226,17 +228,17 @@ def test_set_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> N
         ("trainer.stepz=5", "trainer.stepz: unknown setting"),
     ],
 )
-def test_a_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str, said: str) -> None:
+def test_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str, expected: str) -> None:
     path = write(tmp_path, "name: x")
     result = instar("config", "check", path, "--set", override)
     assert result.code == 1
-    assert said in result.err
+    assert expected in result.err
 
 
 # --- paths ----------------------------------------------------------------------------------------
 
 
-def test_relative_paths_are_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
+def test_relative_paths_in_a_file_are_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "dir: out\nstore: {path: a/b.db}\nmodel: {name: ./model}\n"
@@ -256,7 +258,7 @@ def test_relative_paths_are_relative_to_the_file(instar: Instar, tmp_path: Path)
     assert load_config(path, ["dir=elsewhere"]).run_dir == Path("elsewhere")
 
 
-def test_paths_in_lists_and_in_sections_of_a_list_are_too(tmp_path: Path) -> None:
+def test_relative_paths_in_lists_are_relative_to_the_file(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "reward:\n"
@@ -269,9 +271,7 @@ def test_paths_in_lists_and_in_sections_of_a_list_are_too(tmp_path: Path) -> Non
     assert section["sandbox"]["read"] == [tmp_path / "b", Path("/c")]
 
 
-def test_a_run_without_a_folder_of_its_own_goes_into_the_working_folder(
-    instar: Instar, tmp_path: Path
-) -> None:
+def test_run_without_dir_is_in_the_working_folder(instar: Instar, tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "name: x")).run_dir == Path("runs/x")
 
 
@@ -279,9 +279,7 @@ def test_a_run_without_a_folder_of_its_own_goes_into_the_working_folder(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_is_shown_is_a_valid_run_and_shows_the_same_again(
-    instar: Instar, tmp_path: Path, mode: str
-) -> None:
+def test_config_show_output_is_a_valid_config(instar: Instar, tmp_path: Path, mode: str) -> None:
     settings = ("--set", f"trainer.mode={mode}", "--set", "trainer.max_staleness=null")
     shown = instar("config", "show", *settings)
     assert shown.code == 0
@@ -291,7 +289,7 @@ def test_what_is_shown_is_a_valid_run_and_shows_the_same_again(
     assert instar("config", "show", path, "--json").json == yaml.safe_load(shown.out)
 
 
-def test_the_reference_names_every_setting_of_every_variant() -> None:
+def test_reference_lists_every_setting_of_every_variant() -> None:
     page = render()
     for heading in ("`rollout.tasks` with `type: jsonl`", "`engine` with `type: scripted`", "`trainer.adam`"):
         assert f"\n## {heading}\n" in page

@@ -28,7 +28,7 @@ def run(small_run: Small, tmp_path: Path) -> Small:
 
 
 def length_rule(task: Json, transcript: Transcript, scale: float = 1.0) -> float:
-    """A rule that a run may be rescored with."""
+    """A module with a rule for rescoring."""
     return scale * len(transcript.calls)
 
 
@@ -36,7 +36,7 @@ def broken_rule(task: Json, transcript: Transcript) -> float:
     raise ValueError("I cannot tell")
 
 
-def test_sessions_are_tagged_listed_by_tag_and_untagged(instar: Instar, run: Small) -> None:
+def test_sessions_can_be_tagged_listed_by_tag_and_untagged(instar: Instar, run: Small) -> None:
     done = instar(
         "sessions", "tag", run.folder, "quality=low", "--status", "failed", "--reason", "fell", "--json"
     )
@@ -56,7 +56,7 @@ def test_sessions_are_tagged_listed_by_tag_and_untagged(instar: Instar, run: Sma
     assert "no session nobody" in instar("sessions", "tag", run.folder, "quality", "nobody").err
 
 
-def test_pages_of_sessions_meet(instar: Instar, run: Small) -> None:
+def test_sessions_ls_pages_are_contiguous(instar: Instar, run: Small) -> None:
     everything = instar("sessions", "ls", run.folder, "--json").json
     newest = instar("sessions", "ls", run.folder, "--limit", "5", "--json").json
     older = instar("sessions", "ls", run.folder, "--before", newest[0]["number"], "--json").json
@@ -64,7 +64,7 @@ def test_pages_of_sessions_meet(instar: Instar, run: Small) -> None:
     assert f"--before {newest[0]['number']}" in instar("sessions", "ls", run.folder, "--limit", "5").err
 
 
-def test_sessions_are_chosen_by_reward_and_time(instar: Instar, run: Small) -> None:
+def test_sessions_can_be_filtered_by_reward_and_time(instar: Instar, run: Small) -> None:
     def count(*options: str) -> int:
         return len(instar("sessions", "ls", run.folder, "--json", *options).json)
 
@@ -76,7 +76,7 @@ def test_sessions_are_chosen_by_reward_and_time(instar: Instar, run: Small) -> N
     assert "not one of" in instar("sessions", "ls", run.folder, "--source", "mother").err
 
 
-def test_the_plan_shows_the_next_batch_and_why(instar: Instar, run: Small) -> None:
+def test_plan_shows_the_next_batch_with_reasons(instar: Instar, run: Small) -> None:
     plan = instar("plan", run.folder, "--json").json
     assert (plan["step"], plan["version"], plan["ready"]) == (2, 0, False)
     (group,) = plan["groups"]
@@ -90,10 +90,10 @@ def test_the_plan_shows_the_next_batch_and_why(instar: Instar, run: Small) -> No
     assert {sample["reason"] for sample in group["samples"]} == {"untrainable", "failed"}
 
 
-def test_curate_reports_and_tags_on_request(instar: Instar, run: Small) -> None:
-    found = instar("curate", run.folder, "--json").json
-    assert found["sessions"] == 8
-    by_check = {finding["check"]: finding for finding in found["findings"]}
+def test_curate_reports_findings_and_tags_with_apply(instar: Instar, run: Small) -> None:
+    report = instar("curate", run.folder, "--json").json
+    assert report["sessions"] == 8
+    by_check = {finding["check"]: finding for finding in report["findings"]}
     assert {"duplicates", "identical", "zero_signal"} <= set(by_check)
     assert run.sessions["equal"] in by_check["zero_signal"]["session_ids"]
     assert instar("sessions", "ls", run.folder, "--tag", "zero_signal", "--json").json == []
@@ -105,9 +105,9 @@ def test_curate_reports_and_tags_on_request(instar: Instar, run: Small) -> None:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
-    """Everyone says the same; of the groups that are complete, the last alone has equal rewards."""
-    config = RunConfig(name=RUN, dir=tmp_path / "whole")
+def grouped_run(tmp_path: Path) -> Path:
+    """A run with identical replies; of its complete groups only the last has equal rewards."""
+    config = RunConfig(name=RUN, dir=tmp_path / "grouped_run")
     RunFolder(config.run_dir).create(config)
 
     async def write() -> None:
@@ -129,19 +129,19 @@ def whole(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("chosen", [(), ("--reward-min", "1"), ("--limit", "9")])
-def test_groups_are_checked_whole(instar: Instar, whole: Path, chosen: tuple[str, ...]) -> None:
-    found = instar("curate", whole, "--check", "zero_signal", *chosen, "--json").json["findings"]
-    (finding,) = found
+def test_curate_checks_complete_groups(instar: Instar, grouped_run: Path, chosen: tuple[str, ...]) -> None:
+    report = instar("curate", grouped_run, "--check", "zero_signal", *chosen, "--json").json["findings"]
+    (finding,) = report
     retried = f"{RUN}/train/000004"
     assert finding["session_ids"] == [f"{retried}:0.1", f"{retried}:1.0"], "the first attempt is superseded"
-    same = instar("curate", whole, "--check", "identical", *chosen, "--json").json["findings"]
+    same = instar("curate", grouped_run, "--check", "identical", *chosen, "--json").json["findings"]
     assert not {"000002", "000003"} & {finding["value"][-6:] for finding in same}, "they are under way"
     assert all(finding["numbers"] == {"share": 1.0} for finding in same)
 
 
-def test_what_was_not_chosen_is_not_tagged(instar: Instar, whole: Path) -> None:
-    instar("curate", whole, "--check", "identical", "--reward-max", "0", "--apply")
-    tagged = instar("sessions", "ls", whole, "--tag", "identical", "--json").json
+def test_curate_tags_only_selected_sessions(instar: Instar, grouped_run: Path) -> None:
+    instar("curate", grouped_run, "--check", "identical", "--reward-max", "0", "--apply")
+    tagged = instar("sessions", "ls", grouped_run, "--tag", "identical", "--json").json
     groups = [f"{RUN}/train/00000{index}" for index in (0, 1)]
     assert [row["session_id"] for row in tagged] == [f"{g}:{slot}.0" for g in groups for slot in (2, 3)]
     assert {row["tags"][0]["reason"][:16] for row in tagged} == {"4 of 4 outputs o"}
@@ -161,7 +161,7 @@ def opinions(run: Small, session_id: str) -> tuple[list[Reward], list[Score]]:
     return asyncio.run(read())
 
 
-def test_rescoring_keeps_both_and_never_scores_twice(instar: Instar, run: Small) -> None:
+def test_rescore_keeps_earlier_rewards_and_scores_once(instar: Instar, run: Small) -> None:
     (tally,) = instar("rescore", run.folder, "--reward", RULE, "--channel", "train", "--json").json.values()
     assert (tally["scored"], tally["fallback"], tally["skipped"]) == (5, 0, 0)
     rewards, (score,) = opinions(run, run.sessions["trained"])
@@ -172,7 +172,7 @@ def test_rescoring_keeps_both_and_never_scores_twice(instar: Instar, run: Small)
     assert (again["scored"], again["skipped"]) == (2, 5), "those of the other channel are left"
 
 
-def test_rescoring_goes_on_where_it_was_left(instar: Instar, run: Small) -> None:
+def test_rescore_resumes_after_an_interruption(instar: Instar, run: Small) -> None:
     instar("rescore", run.folder, "--reward", RULE, "--json")
     with sqlite3.connect(run.folder / "store.db") as database:
         database.execute("DELETE FROM scores WHERE session_id = ?", (run.sessions["after"],))
@@ -182,7 +182,7 @@ def test_rescoring_goes_on_where_it_was_left(instar: Instar, run: Small) -> None
     assert (tally["scored"], tally["skipped"]) == (1, 6)
 
 
-def test_what_a_rule_gives_up_on_stays_what_it_was(instar: Instar, run: Small, tmp_path: Path) -> None:
+def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: Small, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     rule = "tests.unit.cli.test_curation:broken_rule"
     other.write_text(f"name: other\nreward: {{type: rule, function: '{rule}'}}\nscoring: {{retries: 0}}\n")

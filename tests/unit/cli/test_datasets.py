@@ -1,4 +1,4 @@
-"""Data out of a run and in again, by command."""
+"""`instar sessions export` and `import`, and `instar datasets`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_out_and_in_again(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+def test_exported_sessions_can_be_imported(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     out = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--json").json
     assert out["counts"]["sessions"] == 8
     assert out["path"] == str(tmp_path / "out")
@@ -55,13 +55,13 @@ def test_out_and_in_again(instar: Instar, run_dir: Path, tmp_path: Path) -> None
     assert again["counts"] == out["counts"]
 
 
-def test_half_a_surrogate_pair_is_shown_and_curated(instar: Instar, run_dir: Path) -> None:
+def test_lone_surrogate_can_be_shown_and_curated(instar: Instar, run_dir: Path) -> None:
     shown = instar("sessions", "show", run_dir, "odd")
     assert (shown.code, "half ? a pair" in shown.out) == (0, True)
     assert instar("curate", run_dir, "--json").json["sessions"] == 7
 
 
-def test_filters(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+def test_export_applies_filters(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     out = instar(
         "sessions",
         "export",
@@ -78,7 +78,7 @@ def test_filters(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     assert out["counts"]["sessions"] == 3
 
 
-def test_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+def test_dataset_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     first = instar("sessions", "export", run_dir, "--as", "golden", "--json").json
     assert (first["dataset"], first["version"]) == ("golden", 1)
     assert instar("sessions", "export", run_dir, "--as", "golden", "--json").json["version"] == 1
@@ -101,20 +101,20 @@ def test_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Path) -> N
     )
 
 
-def test_a_run_keeps_the_version_that_it_began_with(instar: Instar, run_dir: Path) -> None:
+def test_run_keeps_its_first_dataset_version(instar: Instar, run_dir: Path) -> None:
     first = instar("sessions", "export", run_dir, "--as", "golden", "--json").json
-    asked = RunConfig.model_validate({"name": "next", "data": "dataset:golden"})
-    pinned = asyncio.run(pin_data(asked))
+    config = RunConfig.model_validate({"name": "next", "data": "dataset:golden"})
+    pinned = asyncio.run(pin_data(config))
     assert (pinned.data[0].source, pinned.data[0].content) == ("dataset:golden@1", first["hash"])
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
-    assert asyncio.run(pin_data(asked)).data[0].source == "dataset:golden@2"
-    assert asyncio.run(pin_data(asked, before=pinned.data)) == pinned
+    assert asyncio.run(pin_data(config)).data[0].source == "dataset:golden@2"
+    assert asyncio.run(pin_data(config, before=pinned.data)) == pinned
     folder = RunConfig.model_validate({"name": "next", "data": first["path"]})
     assert asyncio.run(pin_data(folder)).data[0].label == first["hash"][7:19]
 
 
-def test_a_resumed_run_keeps_each_version_in_its_place(instar: Instar, run_dir: Path) -> None:
-    def asked(*sources: str) -> RunConfig:
+def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Path) -> None:
+    def config_with(*sources: str) -> RunConfig:
         data = [{"source": source, "share": 1 / len(sources)} for source in sources]
         return RunConfig.model_validate({"name": "next", "data": data})
 
@@ -123,20 +123,20 @@ def test_a_resumed_run_keeps_each_version_in_its_place(instar: Instar, run_dir: 
 
     instar("sessions", "export", run_dir, "--as", "golden")
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
-    both = asked("dataset:golden", "dataset:golden@1")
+    both = config_with("dataset:golden", "dataset:golden@1")
     pinned = asyncio.run(pin_data(both))
     assert sources(pinned) == ["dataset:golden@2", "dataset:golden@1"]
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-max", "0")
     assert asyncio.run(pin_data(both, before=pinned.data)) == pinned
-    turned = asked("dataset:golden@1", "dataset:golden")
+    turned = config_with("dataset:golden@1", "dataset:golden")
     again = asyncio.run(pin_data(turned, before=pinned.data))
     assert sources(again) == ["dataset:golden@1", "dataset:golden@2"]
-    other = asyncio.run(pin_data(asked("dataset:golden@3"), before=pinned.data))
-    assert sources(other) == ["dataset:golden@3"], "another one was asked for"
+    other = asyncio.run(pin_data(config_with("dataset:golden@3"), before=pinned.data))
+    assert sources(other) == ["dataset:golden@3"], "the config names another version"
 
 
 @pytest.mark.parametrize("other", ["dataset:golden@1", "./out"])
-def test_the_same_data_twice_is_told(instar: Instar, run_dir: Path, other: str) -> None:
+def test_same_dataset_twice_is_rejected(instar: Instar, run_dir: Path, other: str) -> None:
     instar("sessions", "export", run_dir, "--to", "out", "--as", "golden")
     one = "dataset:golden" if other.startswith("dataset:") else "out"
     data = [{"source": source, "share": 0.5} for source in (one, other)]
@@ -144,20 +144,22 @@ def test_the_same_data_twice_is_told(instar: Instar, run_dir: Path, other: str) 
         asyncio.run(pin_data(RunConfig.model_validate({"name": "next", "data": data})))
 
 
-def test_a_name_has_the_files_that_were_asked_for(instar: Instar, run_dir: Path) -> None:
-    asked = [(), ("--format", "parquet"), ("--samples",), ()]
-    made = [instar("sessions", "export", run_dir, "--as", "golden", *each, "--json").json for each in asked]
-    assert {each["version"] for each in made} == {1}, "the content is the same"
-    names = [sorted(file.name for file in Path(each["path"]).iterdir()) for each in made]
+def test_dataset_folder_matches_format_and_samples(instar: Instar, run_dir: Path) -> None:
+    options = [(), ("--format", "parquet"), ("--samples",), ()]
+    exports = [
+        instar("sessions", "export", run_dir, "--as", "golden", *each, "--json").json for each in options
+    ]
+    assert {each["version"] for each in exports} == {1}, "the content is the same"
+    names = [sorted(file.name for file in Path(each["path"]).iterdir()) for each in exports]
     assert "calls.jsonl" in names[0]
     assert "calls.parquet" in names[1]
     assert "samples.jsonl" in names[2]
-    assert (made[3]["path"], names[3]) == (made[0]["path"], names[0])
+    assert (exports[3]["path"], names[3]) == (exports[0]["path"], names[0])
     shown = instar("datasets", "show", "golden", "--json").json
-    assert shown["path"] == made[3]["path"]
+    assert shown["path"] == exports[3]["path"]
 
 
-def test_samples_may_lack_logprobs(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     async def write() -> None:
         store = open_store(RunFolder(run_dir).read_config())
         await store.open_session(make_session("bare"))
@@ -175,14 +177,14 @@ def test_samples_may_lack_logprobs(instar: Instar, run_dir: Path, tmp_path: Path
     assert (row["mask"], row["logprobs"]) == ([0, 1], [None, None])
 
 
-def test_a_dataset_that_is_not_there(instar: Instar, run_dir: Path) -> None:
+def test_missing_dataset_is_reported(instar: Instar, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source: given 'dataset:gone'; .*Known: none"):
         asyncio.run(pin_data(RunConfig.model_validate({"data": "dataset:gone"})))
     with pytest.raises(ConfigError, match=r"data\.source: given '/nowhere'; .*no manifest\.json"):
         asyncio.run(pin_data(RunConfig.model_validate({"data": "/nowhere"})))
 
 
-def test_forms_for_other_trainers(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
+def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     instar("sessions", "export", run_dir, "--to", tmp_path / "sft", "--format", "sft", "--reward-min", "1")
     rows = [json.loads(line) for line in (tmp_path / "sft" / "messages.jsonl").read_text().splitlines()]
     assert len(rows) == 3, "the best of each group; a scorer gave up on the one that a person liked"
@@ -205,7 +207,7 @@ def test_forms_for_other_trainers(instar: Instar, run_dir: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("--format", "jsonl"), "Give the folder to write"),
         (("--as", "x", "--format", "sft"), "--as: sft data cannot be trained on"),
@@ -213,7 +215,9 @@ def test_forms_for_other_trainers(instar: Instar, run_dir: Path, tmp_path: Path)
         (("--to", "out", "--task", "none"), "nothing to export"),
     ],
 )
-def test_mistakes_are_told(instar: Instar, run_dir: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_dataset_mistakes_are_explained(
+    instar: Instar, run_dir: Path, arguments: tuple[str, ...], expected: str
+) -> None:
     result = instar("sessions", "export", run_dir, *arguments)
     assert result.code == 1
-    assert said in result.err
+    assert expected in result.err

@@ -22,7 +22,7 @@ from tests.unit.cli.conftest import Instar
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """A run with one call, of the tiny tokenizer's model."""
+    """A run with one call of a model with the tiny tokenizer."""
     folder = tmp_path / "model"
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -70,10 +70,12 @@ async def _kept(config: RunConfig) -> tuple[list[Reward], list[Feedback]]:
         await store.close()
 
 
-def test_a_thumb_is_a_reward(instar: Instar, config: RunConfig) -> None:
-    told = instar("feedback", config.run_dir, "--session", "s-1", "--up", "--text", "nice", "--author", "Ada")
-    assert told.code == 0, told.err
-    assert "reward 1" in told.out
+def test_feedback_thumb_becomes_a_reward(instar: Instar, config: RunConfig) -> None:
+    result = instar(
+        "feedback", config.run_dir, "--session", "s-1", "--up", "--text", "nice", "--author", "Ada"
+    )
+    assert result.code == 0, result.err
+    assert "reward 1" in result.out
     instar("feedback", config.run_dir, "--call", "c-1", "--down")
     rewards, _ = asyncio.run(_kept(config))
     assert [(reward.value, reward.call_id) for reward in rewards] == [(1.0, None), (0.0, "c-1")]
@@ -82,12 +84,12 @@ def test_a_thumb_is_a_reward(instar: Instar, config: RunConfig) -> None:
     assert "nice" in instar("feedback", config.run_dir, "ls").out
 
 
-def test_a_correction_becomes_a_lesson(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
+def test_feedback_correction_becomes_training_data(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
     file = tmp_path / "better.txt"
     file.write_text("Hello.\n")
     arguments = ["--response", "chatcmpl-1", "--correction-file", file, "--id", "f-1"]
-    told = instar("feedback", config.run_dir, *arguments)
-    assert "will be trained on" in told.out, told.err
+    result = instar("feedback", config.run_dir, *arguments)
+    assert "will be trained on" in result.out, result.err
     assert "Already recorded" in instar("feedback", config.run_dir, *arguments).out
     _, (lesson,) = asyncio.run(_kept(config))
     assert lesson.correction_ids is not None
@@ -95,11 +97,11 @@ def test_a_correction_becomes_a_lesson(instar: Instar, config: RunConfig, tmp_pa
     other = instar(
         "feedback", config.run_dir, "--response", "chatcmpl-1", "--correction", "Hi.", "--id", "f-1"
     )
-    assert (other.code, "says something else" in other.err) == (1, True)
+    assert (other.code, "already used by different feedback" in other.err) == (1, True)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--session", "s-9", "--up"], "no session 's-9'"),
         (["--up"], "session_id"),
@@ -109,8 +111,10 @@ def test_a_correction_becomes_a_lesson(instar: Instar, config: RunConfig, tmp_pa
         (["--session", "s-1", "--correction-file", "/nowhere"], "cannot read"),
     ],
 )
-def test_what_is_wrong_is_said(instar: Instar, config: RunConfig, arguments: list[str], said: str) -> None:
-    told = instar("feedback", config.run_dir, *arguments)
-    assert told.code == 1
-    assert said in told.err
+def test_feedback_mistakes_are_explained(
+    instar: Instar, config: RunConfig, arguments: list[str], expected: str
+) -> None:
+    result = instar("feedback", config.run_dir, *arguments)
+    assert result.code == 1
+    assert expected in result.err
     assert json.loads(instar("feedback", config.run_dir, "ls", "--json").out) == []

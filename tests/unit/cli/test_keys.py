@@ -1,4 +1,4 @@
-"""`instar keys` on a small run: made, listed, revoked, and how it fails."""
+"""`instar keys` on a small run: create, list, revoke, and its failures."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def config(tmp_path: Path) -> RunConfig:
     return config
 
 
-def test_a_key_is_printed_once_and_kept_as_its_hash(instar: Instar, config: RunConfig) -> None:
-    made = instar("keys", "create", config.run_dir, "--name", "laptop")
-    key = made.out.strip()
+def test_keys_create_prints_the_key_and_stores_its_hash(instar: Instar, config: RunConfig) -> None:
+    created = instar("keys", "create", config.run_dir, "--name", "laptop")
+    key = created.out.strip()
     assert key.startswith("sk-instar-")
-    assert "coder" in made.err
+    assert "coder" in created.err
     assert key.encode() not in b"".join(file.read_bytes() for file in config.run_dir.rglob("*.db*"))
     (row,) = instar("keys", "ls", config.run_dir, "--json").json
     assert (row["kind"], row["agent_id"], row["name"], row["revoked_at"]) == (
@@ -41,7 +41,7 @@ def test_a_key_is_printed_once_and_kept_as_its_hash(instar: Instar, config: RunC
     assert "laptop" in table
 
 
-def test_keys_of_an_agent_and_of_an_admin(instar: Instar, config: RunConfig) -> None:
+def test_keys_create_for_agent_and_admin(instar: Instar, config: RunConfig) -> None:
     agent = instar("keys", "create", config.run_dir, "--agent", "writer", "--json").json
     assert (agent["kind"], agent["agent_id"]) == ("agent", "writer")
     admin = instar("keys", "create", config.run_dir, "--admin", "--json").json
@@ -51,26 +51,26 @@ def test_keys_of_an_agent_and_of_an_admin(instar: Instar, config: RunConfig) -> 
 
 
 @pytest.mark.parametrize("how", ["key", "name", "hash"])
-def test_a_key_is_revoked_by_itself_its_name_or_its_hash(instar: Instar, config: RunConfig, how: str) -> None:
-    made = instar("keys", "create", config.run_dir, "--name", "laptop", "--json").json
+def test_keys_revoke_by_value_name_or_hash(instar: Instar, config: RunConfig, how: str) -> None:
+    created = instar("keys", "create", config.run_dir, "--name", "laptop", "--json").json
     other = instar("keys", "create", config.run_dir, "--json").json
-    given = {"key": made["key"], "name": "laptop", "hash": made["key_hash"][:12]}[how]
-    assert instar("keys", "revoke", config.run_dir, given, "--json").json == {"revoked": 1}
+    identifier = {"key": created["key"], "name": "laptop", "hash": created["key_hash"][:12]}[how]
+    assert instar("keys", "revoke", config.run_dir, identifier, "--json").json == {"revoked": 1}
     revoked = {
         row["key_hash"]: row["revoked_at"] for row in instar("keys", "ls", config.run_dir, "--json").json
     }
-    assert revoked[made["key_hash"]] is not None
+    assert revoked[created["key_hash"]] is not None
     assert revoked[other["key_hash"]] is None
-    failed(instar("keys", "revoke", config.run_dir, given), "No key was revoked")
+    failed(instar("keys", "revoke", config.run_dir, identifier), "No key was revoked")
 
 
-def failed(result: Result, said: str) -> None:
+def failed(result: Result, expected: str) -> None:
     assert result.code == 1
-    assert said in result.err
+    assert expected in result.err
     assert "Traceback" not in result.err
 
 
-def test_mistakes_are_told(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
+def test_keys_mistakes_are_explained(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
     instar("keys", "create", config.run_dir, "--name", "laptop")
     failed(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' exists")
     failed(

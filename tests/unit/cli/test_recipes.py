@@ -1,4 +1,4 @@
-"""The recipes can be run as they stand, and those for the services are the demo's run."""
+"""The recipes are valid as they are, and those for cloud services match the demo."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.unit.cli.conftest import Instar
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 BACKENDS = {"local": "local", **{name: name for name in SERVICES}, "vllm": "local", "ray": "local"}
-"""Recipes that are the demo's run, and what trains them."""
+"""Recipes that train the demo's run, with their backend."""
 OWN = {"name", "backend", "engine", "store", "cluster"}
-"""What a recipe may say otherwise than the demo."""
+"""Settings in which a recipe may differ from the demo."""
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_recipe_is_the_demo_elsewhere(name: str, instar: Instar) -> None:
+def test_cloud_recipe_matches_the_demo(name: str, instar: Instar) -> None:
     demo = instar("config", "show", "--json").json
     shown = instar("config", "show", FOLDER / f"{name}.yaml", "--json").json
     assert shown["name"] == f"demo-{name}"
@@ -36,15 +36,15 @@ def check(instar: Instar, name: str, monkeypatch: pytest.MonkeyPatch, *options: 
 @pytest.mark.parametrize(
     "name", sorted(recipe.stem for recipe in FOLDER.glob("*.yaml") if recipe.stem != "mint")
 )
-def test_a_recipe_can_be_run(name: str, instar: Instar, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = check(instar, name, monkeypatch)
-    assert told["ok"], told["mistakes"]
+def test_recipe_passes_config_check(name: str, instar: Instar, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = check(instar, name, monkeypatch)
+    assert report["ok"], report["mistakes"]
 
 
-def test_mint_lacks_nothing_but_its_environment(
+def test_mint_recipe_needs_only_its_environment(
     instar: Instar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With it, tests/integration/backends checks and runs it."""
+    """tests/integration/backends runs it in that environment."""
     python = tmp_path / "mint-env" / "bin" / "python"
     (mistake,) = check(instar, "mint", monkeypatch, "--set", f"backend.python={python}")["mistakes"]
     assert mistake == f"backend.python: given {str(python)!r}; it cannot be run: No such file or directory"

@@ -14,7 +14,7 @@ async def judge(path: Path) -> None:
     rows = (await store.sessions(RUN))[:2]
     for value, row in zip((0.25, 0.75), rows, strict=True):
         session_id = row.session.session_id
-        given = [
+        rewards = [
             Reward(session_id, value, RewardSource.RULE, "math"),
             Reward(
                 session_id,
@@ -26,11 +26,11 @@ async def judge(path: Path) -> None:
                 cost=0.5,
             ),
         ]
-        await store.record_scores([Score(session_id, "judge:<b>@v1", ScoreState.SCORED)], given)
+        await store.record_scores([Score(session_id, "judge:<b>@v1", ScoreState.SCORED)], rewards)
     await store.close()
 
 
-def test_the_report_tells_how_far_a_judge_agrees(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+def test_report_shows_judge_agreement(instar: Instar, small_run: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(small_run.folder, folder)
     config = folder / "config.json"
@@ -39,8 +39,8 @@ def test_the_report_tells_how_far_a_judge_agrees(instar: Instar, small_run: Smal
     assert "<h2>Judges</h2>" not in Path(shown).read_text(encoding="utf-8")
     asyncio.run(judge(folder / "store.db"))
     page = Path(instar("report", folder, "--json").json["report"]).read_text(encoding="utf-8")
-    told = page.partition("<h2>Judges</h2>")[2].partition("</table>")[0]
-    assert told.endswith(
+    table = page.partition("<h2>Judges</h2>")[2].partition("</table>")[0]
+    assert table.endswith(
         "<tr><td>judge:&lt;b&gt;@v1</td><td>2</td><td>0.500</td><td>1.00</td><td>0.900</td><td>–</td>"
         "<td>2</td><td>1.000</td><td>1.000</td></tr>"
     )

@@ -1,4 +1,4 @@
-"""The recipe runs as it stands, with a tiny model in the place of the real one."""
+"""The recipe runs unchanged with a tiny model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "minimal_loop.py"
 
 
 def has_an_a(task: Json, answer: str) -> float:
-    """What random weights get right now and then."""
+    """A task that random weights sometimes solve."""
     return float("a" in answer)
 
 
-async def test_the_minimal_loop_trains_and_publishes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_minimal_loop_trains_and_publishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_tiny_model(tmp_path / "model", context=2048)
     main = runpy.run_path(str(RECIPE))["main"]
     await main(tmp_path, model=str(model), steps=2, reward=has_an_a)
@@ -35,5 +33,5 @@ async def test_the_minimal_loop_trains_and_publishes(
     assert all(row.reward in (0.0, 1.0) and row.calls for row in sessions)
 
 
-def test_the_minimal_loop_fits_on_a_page_or_two() -> None:
+def test_minimal_loop_stays_short() -> None:
     assert len(RECIPE.read_text().splitlines()) < 150

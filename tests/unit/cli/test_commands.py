@@ -1,4 +1,4 @@
-"""`sessions`, `report`, `doctor` on a small run, and how every verb fails."""
+"""`sessions`, `report` and `doctor` on a small run, and how every command fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.unit.cli.conftest import Instar, Small
 
 
-def test_sessions_are_listed_newest_last(instar: Instar, small_run: Small) -> None:
+def test_sessions_ls_lists_newest_last(instar: Instar, small_run: Small) -> None:
     rows = instar("sessions", "ls", small_run.folder, "--json").json
     assert len(rows) == 8
     first = rows[0]
@@ -37,7 +37,7 @@ def test_sessions_can_be_filtered(instar: Instar, small_run: Small) -> None:
     assert listed("--channel", "live") == []
 
 
-def test_a_session_is_shown_from_its_messages_to_its_claim(instar: Instar, small_run: Small) -> None:
+def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_run: Small) -> None:
     shown = instar("sessions", "show", small_run.folder, small_run.sessions["trained"]).out
     for part in (
         "call 1 · root · 2 prompt + 2 sampled tokens · version 9–10 · stop",
@@ -54,24 +54,22 @@ def test_a_session_is_shown_from_its_messages_to_its_claim(instar: Instar, small
 
 
 @pytest.mark.parametrize(
-    ("which", "said"),
+    ("which", "expected"),
     [
         ("equal", "→ dropped: zero_signal"),
         ("waiting", "not claimed yet: its group waits for a step"),
-        ("failed", "reason: it fell over"),
+        ("failed", "reason: the agent crashed"),
         ("failed", "no reward"),
         ("after", "not claimed: val sessions are not trained on"),
     ],
 )
-def test_why_a_session_taught_nothing_is_said(
-    instar: Instar, small_run: Small, which: str, said: str
+def test_sessions_show_explains_missing_claims(
+    instar: Instar, small_run: Small, which: str, expected: str
 ) -> None:
-    assert said in instar("sessions", "show", small_run.folder, small_run.sessions[which]).out
+    assert expected in instar("sessions", "show", small_run.folder, small_run.sessions[which]).out
 
 
-def test_a_session_in_json_has_its_tokens_and_keeps_missing_logprobs_missing(
-    instar: Instar, small_run: Small
-) -> None:
+def test_sessions_show_json_keeps_missing_logprobs_null(instar: Instar, small_run: Small) -> None:
     story = instar("sessions", "show", small_run.folder, small_run.sessions["trained"], "--json").json
     first, second = story["calls"]
     assert (first["sampled_ids"], first["logprobs"], first["versions"]) == ([7, 8], [-0.5, -0.25], [9, 10])
@@ -81,10 +79,10 @@ def test_a_session_in_json_has_its_tokens_and_keeps_missing_logprobs_missing(
     assert list(story["group"]["rewards"].values()) == [1.0, 0.0]
 
 
-def test_the_beginning_of_an_id_is_enough_when_it_is_the_only_one(instar: Instar, small_run: Small) -> None:
+def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: Small) -> None:
     trained = small_run.sessions["trained"]
-    found = instar("sessions", "show", small_run.folder, trained[:-1], "--json")
-    assert found.json["session_id"] == trained
+    result = instar("sessions", "show", small_run.folder, trained[:-1], "--json")
+    assert result.json["session_id"] == trained
     result = instar("sessions", "show", small_run.folder, "sess-")
     assert (result.code, result.err) == (
         1,
@@ -92,7 +90,7 @@ def test_the_beginning_of_an_id_is_enough_when_it_is_the_only_one(instar: Instar
     )
 
 
-def test_a_run_that_was_moved_is_still_read(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+def test_moved_run_folder_can_be_read(instar: Instar, small_run: Small, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(small_run.folder, moved)
     (small_run.folder / "store.db").rename(small_run.folder / "hidden.db")
@@ -105,7 +103,7 @@ def test_a_run_that_was_moved_is_still_read(instar: Instar, small_run: Small, tm
 # --- report ---------------------------------------------------------------------------------------
 
 
-def test_the_report_is_a_picture_and_a_page_that_needs_nothing_else(instar: Instar, small_run: Small) -> None:
+def test_report_writes_png_and_self_contained_page(instar: Instar, small_run: Small) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"])
     text = page.read_text(encoding="utf-8")
     assert (page.parent / "reward.png").read_bytes().startswith(b"\x89PNG")
@@ -116,7 +114,7 @@ def test_the_report_is_a_picture_and_a_page_that_needs_nothing_else(instar: Inst
     assert "<td>0.250</td><td>0.750</td><td>+0.500</td>" in text
 
 
-def test_the_report_shows_the_same_task_before_and_after(instar: Instar, small_run: Small) -> None:
+def test_report_shows_tasks_before_and_after(instar: Instar, small_run: Small) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
     before, after = page.index("<b>before</b>"), page.index("<b>after</b>")
     assert before < after
@@ -125,16 +123,14 @@ def test_the_report_shows_the_same_task_before_and_after(instar: Instar, small_r
     assert "reward 1" in page[after:]
 
 
-def test_the_report_shows_how_stale_the_data_was_and_what_was_dropped(
-    instar: Instar, small_run: Small
-) -> None:
+def test_report_shows_staleness_and_dropped_samples(instar: Instar, small_run: Small) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
     assert "<td>0 behind</td><td>450</td><td>75.0%</td>" in page
     assert "<td>2 behind</td><td>150</td><td>25.0%</td>" in page
     assert "<td>stale</td><td>6</td>" in page
 
 
-def test_a_run_without_figures_has_no_report(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+def test_report_of_a_run_without_metrics_fails(instar: Instar, small_run: Small, tmp_path: Path) -> None:
     shutil.copy(small_run.folder / "config.json", tmp_path)
     result = instar("report", tmp_path)
     assert (result.code, len(result.err.splitlines())) == (1, 1)
@@ -144,7 +140,7 @@ def test_a_run_without_figures_has_no_report(instar: Instar, small_run: Small, t
 # --- doctor, and failures ---------------------------------------------------------------------------
 
 
-def test_the_doctor_says_what_there_is(instar: Instar) -> None:
+def test_doctor_lists_findings(instar: Instar) -> None:
     findings = instar("doctor", "--json").json
     states = {finding["what"]: finding["state"] for finding in findings}
     assert states["python"] == "ok"
@@ -156,22 +152,22 @@ def test_the_doctor_says_what_there_is(instar: Instar) -> None:
 FAILURES = {
     "train without a file": ("train no.yaml", "no.yaml: the file does not exist"),
     "train without a rollout": ("train run.yaml", "rollout: needed to train"),
-    "train over an older run": ("train there.yaml", "Continue it with --resume"),
+    "train over an older run": ("train existing.yaml", "Continue it with --resume"),
     "resume of nothing": ("train fresh.yaml --resume", "nothing to resume"),
     "serve without a file": ("serve no.yaml", "no.yaml: the file does not exist"),
-    "a model that is not there": ("serve run.yaml --set model.name=./nothing", "model.name: './nothing'"),
+    "a missing model": ("serve run.yaml --set model.name=./nothing", "model.name: './nothing'"),
     "sessions of no run": ("sessions ls .", "is no run folder"),
     "a session of no run": ("sessions show . sess", "is no run folder"),
-    "a folder of another version": ("sessions ls there", "trainer.stepz"),
+    "a folder of another version": ("sessions ls existing", "trainer.stepz"),
     "report of no run": ("report .", "is no run folder"),
     "show of no file": ("config show no.yaml", "no.yaml: the file does not exist"),
     "unknown channel": ("sessions ls . --channel trian", "'trian' is not one of: train, val, live"),
 }
 
 
-@pytest.mark.parametrize(("command", "said"), FAILURES.values(), ids=FAILURES.keys())
-def test_a_failure_is_one_line_and_exit_code_1(
-    instar: Instar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
+@pytest.mark.parametrize(("command", "expected"), FAILURES.values(), ids=FAILURES.keys())
+def test_command_failure_prints_one_line_and_exits_1(
+    instar: Instar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, expected: str
 ) -> None:
     rollout = (
         "rollout: {tasks: {type: python, function: 'instar.demo.tasks:train_tasks'}, "
@@ -182,30 +178,30 @@ def test_a_failure_is_one_line_and_exit_code_1(
     (model / "config.json").write_text("{}")
     head = "engine: {type: scripted}\nmodel: {name: model}\n"
     (tmp_path / "run.yaml").write_text(head)
-    (tmp_path / "there.yaml").write_text(f"dir: there\n{head}{rollout}2}}")
+    (tmp_path / "existing.yaml").write_text(f"dir: existing\n{head}{rollout}2}}")
     (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{head}{rollout}2}}")
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "config.json").write_text('{"trainer": {"stepz": 1}}')
+    (tmp_path / "existing").mkdir()
+    (tmp_path / "existing" / "config.json").write_text('{"trainer": {"stepz": 1}}')
     monkeypatch.chdir(tmp_path)
     result = instar(*command.split())
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("error: ")
-    assert said in result.err
+    assert expected in result.err
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_bad_setting_of_serve_is_explained(instar: Instar) -> None:
+def test_serve_explains_a_bad_setting(instar: Instar) -> None:
     result = instar("serve", "--set", "engine.type=local", "--set", "engine.max_batch=0")
     assert result.code == 1
     assert "engine.max_batch: given 0; it must be greater than or equal to 1" in result.err
 
 
-def test_the_installed_command_fails_the_same_way() -> None:
+def test_installed_command_failure_prints_one_line() -> None:
     command = [str(Path(sys.executable).with_name("instar")), "sessions", "ls", "/nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: /nowhere is no run folder: it has no config.json\n"
 
 
-def test_the_version_is_told(instar: Instar) -> None:
+def test_version_option_prints_the_version(instar: Instar) -> None:
     assert instar("--version").out.startswith("instar ")
