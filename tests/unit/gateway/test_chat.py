@@ -48,7 +48,7 @@ async def ask_streamed(
         return [chunk async for chunk in stream]
 
 
-async def test_plain(gateway: Served, renderer: Renderer) -> None:
+async def test_chat_completion_returns_and_records_the_reply(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     answer = await ask(gateway, session, [user("hello")])
     assert answer.choices[0].message.content == "You said: hello"
@@ -64,7 +64,7 @@ async def test_plain(gateway: Served, renderer: Renderer) -> None:
     assert call.request_id == answer.id
 
 
-async def test_streamed_token_by_token(gateway: Served) -> None:
+async def test_chat_stream_sends_one_chunk_per_token(gateway: Served) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("héllo 😀")], stream_options={"include_usage": True})
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
@@ -77,7 +77,7 @@ async def test_streamed_token_by_token(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_tool_turns_are_exact(gateway: Served, streamed: bool) -> None:
+async def test_chat_turns_with_tools_extend_exactly(gateway: Served, streamed: bool) -> None:
     session = await gateway.open(channel="train")
     messages = [user("What is 24 * 310?")]
     async with gateway.client(session) as client:
@@ -104,7 +104,7 @@ async def test_tool_turns_are_exact(gateway: Served, streamed: bool) -> None:
     assert two.base_tokens == len(one.sequence)
 
 
-async def test_choices_are_calls_of_one_request(gateway: Served) -> None:
+async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: Served) -> None:
     session = await gateway.open(seed=1)
     answer = await ask(gateway, session, [user("seed")], n=3)
     calls = await gateway.calls(session)
@@ -114,7 +114,7 @@ async def test_choices_are_calls_of_one_request(gateway: Served) -> None:
     assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING, Link.SIBLING]
 
 
-async def test_streamed_choices(gateway: Served) -> None:
+async def test_chat_stream_with_several_choices(gateway: Served) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("hello")], n=2)
     for index in (0, 1):
@@ -124,7 +124,7 @@ async def test_streamed_choices(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_stop_string_is_sampled_and_not_said(gateway: Served, streamed: bool) -> None:
+async def test_chat_stop_string_is_recorded_but_not_returned(gateway: Served, streamed: bool) -> None:
     session = await gateway.open()
     if streamed:
         chunks = await ask_streamed(gateway, session, [user("one END two")], stop=["END"])
@@ -140,7 +140,7 @@ async def test_stop_string_is_sampled_and_not_said(gateway: Served, streamed: bo
     assert np.array_equal(two.prompt_ids[: len(call.sequence)], call.sequence)
 
 
-async def test_max_tokens(gateway: Served) -> None:
+async def test_chat_max_tokens_ends_the_reply_with_length(gateway: Served) -> None:
     session = await gateway.open()
     answer = await ask(gateway, session, [user("long")], max_completion_tokens=5)
     assert answer.choices[0].finish_reason == "length"
@@ -148,7 +148,7 @@ async def test_max_tokens(gateway: Served) -> None:
     assert len(call.sampled_ids) == 5
 
 
-async def test_logprobs(gateway: Served) -> None:
+async def test_chat_logprobs_match_the_recorded_ones(gateway: Served) -> None:
     session = await gateway.open()
     answer = await ask(gateway, session, [user("hi")], logprobs=True)
     shown = answer.choices[0].logprobs.content
@@ -162,13 +162,13 @@ async def test_logprobs(gateway: Served) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_text_held_back_for_a_stop_string_is_streamed_beside_logprobs(gateway: Served) -> None:
+async def test_chat_stream_sends_held_back_text_with_logprobs(gateway: Served) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True, stop=["hi there"])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_sessions_of_a_group_differ_whatever_seed_the_agent_asks_for(gateway: Served) -> None:
+async def test_chat_sessions_of_a_group_differ_despite_equal_agent_seeds(gateway: Served) -> None:
     seeds: list[int | None] = []
     for seed in (1, 2):
         session = await gateway.open(channel="train", seed=seed)
@@ -177,7 +177,7 @@ async def test_sessions_of_a_group_differ_whatever_seed_the_agent_asks_for(gatew
     assert len(set(seeds)) == 2
 
 
-async def test_rewritten_history_branches_and_the_same_again_is_a_sibling(gateway: Served) -> None:
+async def test_chat_rewritten_history_branches_and_repeated_request_is_a_sibling(gateway: Served) -> None:
     session = await gateway.open()
     await ask(gateway, session, [user("one")])
     await ask(gateway, session, [user("one")])
@@ -186,7 +186,7 @@ async def test_rewritten_history_branches_and_the_same_again_is_a_sibling(gatewa
     assert links == [Link.ROOT, Link.SIBLING, Link.BRANCH]
 
 
-async def test_counted_retry_is_answered_from_the_record(gateway: Served) -> None:
+async def test_chat_counted_retry_returns_the_recorded_reply(gateway: Served) -> None:
     session = await gateway.open()
     first = await ask(gateway, session, [user("one")])
     again = await ask(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
@@ -195,7 +195,7 @@ async def test_counted_retry_is_answered_from_the_record(gateway: Served) -> Non
     assert len(await gateway.calls(session)) == 1
 
 
-async def test_train_channel_samples_as_configured(serving: Serve) -> None:
+async def test_chat_train_channel_samples_as_configured(serving: Serve) -> None:
     gateway = await serving(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
     train, live = await gateway.open(channel="train"), await gateway.open()
     forced = await gateway.open(channel="val", sampling={"temperature": 0})
@@ -209,7 +209,7 @@ async def test_train_channel_samples_as_configured(serving: Serve) -> None:
     assert one.trainable
 
 
-async def test_seeds_follow_from_the_session(gateway: Served) -> None:
+async def test_chat_seeds_derive_from_the_session(gateway: Served) -> None:
     seeds: list[list[int | None]] = []
     for _ in range(2):
         session = await gateway.open(seed=7)
@@ -224,7 +224,7 @@ async def test_seeds_follow_from_the_session(gateway: Served) -> None:
     assert seeds[0][0] == 4895008828178295159
 
 
-async def test_recorded_before_the_finish_leaves(gateway: Served) -> None:
+async def test_chat_call_is_recorded_before_the_finish_is_sent(gateway: Served) -> None:
     session = await gateway.open()
     seen = 0
     async with gateway.client(session) as client:
@@ -244,7 +244,9 @@ def _count(path: Path, session_id: str) -> int:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_client_gone_is_recorded_as_aborted(serving: Serve, streamed: bool) -> None:
+async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
+    serving: Serve, streamed: bool
+) -> None:
     gateway = await serving(delay=0.01)
     session = await gateway.open()
     if streamed:
@@ -270,7 +272,7 @@ async def test_client_gone_is_recorded_as_aborted(serving: Serve, streamed: bool
     assert (await gateway.engine.status()).running == 0
 
 
-async def test_restart_rebuilds_the_graph(serving: Serve) -> None:
+async def test_chat_session_continues_after_a_restart(serving: Serve) -> None:
     first = await serving()
     session = await first.open()
     await ask(first, session, [user("one")])
@@ -282,7 +284,7 @@ async def test_restart_rebuilds_the_graph(serving: Serve) -> None:
     assert (two.link, two.parent_id) == (Link.EXTENDS, one.call_id)
 
 
-async def test_many_turns_store_new_tokens_only(serving: Serve, model: ModelConfig) -> None:
+async def test_chat_turns_store_only_new_tokens(serving: Serve, model: ModelConfig) -> None:
     long = model.model_copy(update={"max_context": 100_000})
     gateway = await serving(engine=ScriptedEngine(long, ScriptedEngineConfig(replies=["fine"])))
     session = await gateway.open()
@@ -298,7 +300,7 @@ async def test_many_turns_store_new_tokens_only(serving: Serve, model: ModelConf
     assert [call.base_messages for call in calls[1:]] == [len(call.messages) + 1 for call in calls[:-1]]
 
 
-async def test_arguments_are_streamed_as_they_are_written(gateway: Served) -> None:
+async def test_chat_stream_sends_arguments_as_they_are_written(gateway: Served) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("What is 24 * 310?")], tools=[TOOL])
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -327,7 +329,7 @@ HINTS: list[dict[str, Any]] = [
 ]
 
 
-async def test_what_agents_send_by_default_is_taken(gateway: Served) -> None:
+async def test_chat_request_accepts_fields_that_agents_send_by_default(gateway: Served) -> None:
     session = await gateway.open()
     for options in HINTS:
         answer = await ask(gateway, session, [user("hello")], **options)
@@ -346,7 +348,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_cannot_be_honoured_is_named(gateway: Served) -> None:
+async def test_chat_request_rejects_unsupported_fields_by_name(gateway: Served) -> None:
     session = await gateway.open()
     for options, param in REFUSED:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -363,7 +365,7 @@ PARTS: list[tuple[Any, str]] = [
 ]
 
 
-async def test_what_is_no_text_is_refused_by_its_path(gateway: Served) -> None:
+async def test_chat_request_rejects_non_text_parts_with_their_path(gateway: Served) -> None:
     session = await gateway.open()
     # Long enough for its beginning to be recognised: it is refused the second time too, at the same path.
     long = [user("word " * 50)] * 50
@@ -374,7 +376,7 @@ async def test_what_is_no_text_is_refused_by_its_path(gateway: Served) -> None:
             assert refused.value.param == f"messages[50].{path}"
 
 
-async def test_a_refusal_and_parts_are_read_as_text(gateway: Served) -> None:
+async def test_chat_request_parses_refusals_and_parts_as_text(gateway: Served) -> None:
     session = await gateway.open()
     text = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     refusals = [{"content": None, "refusal": "no"}, {"content": [{"type": "refusal", "refusal": "no"}]}]
@@ -386,7 +388,7 @@ async def test_a_refusal_and_parts_are_read_as_text(gateway: Served) -> None:
     assert [call.messages[1]["content"] for call in calls] == ["no", "no"]
 
 
-def test_identity_is_told_with_its_kind() -> None:
+def test_chat_session_hints_include_their_kind() -> None:
     body = {
         "model": "m",
         "messages": [user("hi")],
@@ -400,7 +402,7 @@ def test_identity_is_told_with_its_kind() -> None:
     assert read.session_hints == told
 
 
-def test_usage_tells_what_is_known() -> None:
+def test_chat_usage_includes_only_known_counts() -> None:
     choice = ReplyChoice({"role": "assistant", "content": "x"}, "stop", 10, 2, cached_tokens=8)
     request = ChatDialect().parse_request(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}')
     told = json.loads(ChatDialect().format_response("id", request, [choice]))["usage"]

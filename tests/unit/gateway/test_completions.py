@@ -36,7 +36,7 @@ async def streamed(
         return [chunk async for chunk in stream]
 
 
-async def test_text_and_token_ids_are_continued_alike(gateway: Served, renderer: Renderer) -> None:
+async def test_completions_continue_text_and_token_ids_alike(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     ids = renderer.encode(PROMPT)
     for prompt in (PROMPT, [PROMPT], ids, [ids]):
@@ -52,7 +52,7 @@ async def test_text_and_token_ids_are_continued_alike(gateway: Served, renderer:
     assert {call.dialect for call in calls} == {"completions"}
 
 
-async def test_a_live_prompt_that_continues_another_is_of_its_session(gateway: Served) -> None:
+async def test_completions_live_prompt_joins_the_session_it_continues(gateway: Served) -> None:
     async def ask(prompt: str, key: str) -> str:
         headers = {"Authorization": f"Bearer {key}"}
         body = {"model": "m", "prompt": prompt, "max_tokens": 100}
@@ -66,7 +66,7 @@ async def test_a_live_prompt_that_continues_another_is_of_its_session(gateway: S
     assert await ask(PROMPT, one) != first  # the same again may be another conversation
 
 
-async def test_streamed_token_by_token(gateway: Served) -> None:
+async def test_completions_stream_sends_one_chunk_per_token(gateway: Served) -> None:
     session = await gateway.open()
     chunks = await streamed(gateway, session, stream_options={"include_usage": True})
     texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
@@ -77,7 +77,7 @@ async def test_streamed_token_by_token(gateway: Served) -> None:
     assert chunks[-1].usage.completion_tokens == len(call.sampled_ids)
 
 
-async def test_a_reply_is_text_as_it_is(serving: Serve, model: ModelConfig) -> None:
+async def test_completions_reply_is_plain_text(serving: Serve, model: ModelConfig) -> None:
     said = f" <think>\nhm</think>\n{CALL}\n"
     gateway = await serving(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=[said])))
     session = await gateway.open()
@@ -87,7 +87,7 @@ async def test_a_reply_is_text_as_it_is(serving: Serve, model: ModelConfig) -> N
     assert replies == [{"role": "assistant", "content": said}] * 2
 
 
-async def test_length_stop_and_choices(gateway: Served) -> None:
+async def test_completions_honour_length_stop_and_n(gateway: Served) -> None:
     session = await gateway.open()
     long = PROMPT.replace("hello", "long")
     async with gateway.client(session) as client:
@@ -97,7 +97,7 @@ async def test_length_stop_and_choices(gateway: Served) -> None:
     assert [choice.text for choice in answer.choices] == ["You", "You"]
 
 
-async def test_logprobs(gateway: Served) -> None:
+async def test_completions_logprobs_match_the_recorded_ones(gateway: Served) -> None:
     session = await gateway.open()
     told = (await complete(gateway, session, logprobs=0)).choices[0].logprobs
     assert "".join(told.tokens) == SAID
@@ -113,7 +113,7 @@ async def test_logprobs(gateway: Served) -> None:
     assert np.allclose([p for piece in pieces for p in piece.token_logprobs], two.logprobs[:-1])
 
 
-async def test_the_same_again_is_a_sibling(gateway: Served) -> None:
+async def test_completions_repeated_prompt_is_a_sibling(gateway: Served) -> None:
     session = await gateway.open()
     for _ in range(2):
         await complete(gateway, session)
@@ -143,7 +143,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_faults_are_named(gateway: Served) -> None:
+async def test_completions_reject_invalid_fields_by_name(gateway: Served) -> None:
     session = await gateway.open()
     for options, param in FAULTS:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -152,7 +152,7 @@ async def test_faults_are_named(gateway: Served) -> None:
     assert await gateway.calls(session) == []
 
 
-async def test_a_prompt_is_scored_and_nothing_recorded(gateway: Served, renderer: Renderer) -> None:
+async def test_completions_score_a_prompt_without_recording(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     ids = renderer.encode(PROMPT)
     assert gateway.engine is not None
@@ -177,13 +177,15 @@ async def test_a_prompt_is_scored_and_nothing_recorded(gateway: Served, renderer
         {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True},
     ],
 )
-async def test_a_prompt_is_echoed_to_be_scored_alone(gateway: Served, asked: dict[str, Any]) -> None:
+async def test_completions_reject_echo_unless_only_scoring(gateway: Served, asked: dict[str, Any]) -> None:
     session = await gateway.open()
     with pytest.raises(openai.BadRequestError):
         await complete(gateway, session, **asked)
 
 
-async def test_one_gateway_teaches_another(gateway: Served, renderer: Renderer, model: ModelConfig) -> None:
+async def test_completions_score_prompts_for_another_gateway(
+    gateway: Served, renderer: Renderer, model: ModelConfig
+) -> None:
     section = {"type": "completions", "base_url": f"{gateway.url}/v1", "model": "any"}
     key = await create_key(gateway.store, "agent", "student", "student")
     teacher = CompletionsReference(CompletionsReferenceConfig.model_validate(section), model, key)

@@ -43,7 +43,7 @@ def answered(message: Message, *, request: ModelRequest | None = None, **options
 # --- requests -----------------------------------------------------------------------------------
 
 
-def test_a_request_of_claude_code() -> None:
+def test_messages_request_of_claude_code_is_parsed() -> None:
     """The shape of its traffic, version 2.1.197: blocks, marks, hints and a changing line for billing."""
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     request = read(
@@ -109,14 +109,14 @@ def test_a_request_of_claude_code() -> None:
     assert request.max_tokens == 64
 
 
-def test_the_line_for_billing_is_not_part_of_the_prompt() -> None:
+def test_messages_request_drops_the_billing_line() -> None:
     first, second = (read(system=f"x-anthropic-billing-header: cch={i};\nBe brief.") for i in range(2))
     assert first.messages == second.messages
     assert first.messages[0] == {"role": "system", "content": "Be brief."}
     assert read(system=[text("x-anthropic-billing-header: cch=1;")]).messages[0]["role"] == "user"
 
 
-def test_text_before_a_tool_result_stays_before_it() -> None:
+def test_messages_request_keeps_text_before_tool_results() -> None:
     results = [{"type": "tool_result", "tool_use_id": i, "content": i, "is_error": i == "b"} for i in "ab"]
     messages = read_messages({"role": "user", "content": [text("First."), results[0], text(""), results[1]]})
     assert [(m["role"], m["content"]) for m in messages if m["content"]] == [
@@ -138,7 +138,7 @@ def test_text_before_a_tool_result_stays_before_it() -> None:
         (None, ()),
     ],
 )
-def test_identity(user_id: str | None, identity: tuple[str, ...]) -> None:
+def test_messages_session_hints(user_id: str | None, identity: tuple[str, ...]) -> None:
     assert read(metadata={"user_id": user_id}).session_hints == identity
 
 
@@ -222,16 +222,14 @@ FOR_A_PROVIDER: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "path"), MALFORMED, ids=[path for _, path in MALFORMED])
-def test_what_is_malformed_is_named(fields: dict[str, Any], path: str) -> None:
+def test_messages_request_rejects_invalid_fields_by_path(fields: dict[str, Any], path: str) -> None:
     with pytest.raises(ApiError) as wrong:
         read(**fields)
     assert_names(wrong.value, path)
 
 
 @pytest.mark.parametrize(("fields", "path"), FOR_A_PROVIDER, ids=[path for _, path in FOR_A_PROVIDER])
-def test_what_only_a_provider_has_is_read_and_refused_by_an_engine_of_ours(
-    fields: dict[str, Any], path: str
-) -> None:
+def test_messages_request_marks_provider_features_as_unsupported(fields: dict[str, Any], path: str) -> None:
     request = read(**fields)
     assert request.unsupported_error is not None
     assert_names(request.unsupported_error, path)
@@ -246,7 +244,7 @@ def assert_names(error: ApiError, path: str) -> None:
     assert path in told["error"]["message"]
 
 
-def test_another_picture_is_another_message() -> None:
+def test_messages_request_distinguishes_images() -> None:
     def said(data: str, **marks: Any) -> str:
         picture = {"type": "image", "source": {"type": "base64", "data": data}, **marks}
         return read_messages(user(text("Look:"), picture))[0]["content"]
@@ -256,7 +254,7 @@ def test_another_picture_is_another_message() -> None:
     assert said("AA") != said("AB")
 
 
-def test_what_a_providers_tools_did_is_no_part_of_a_reply() -> None:
+def test_messages_request_drops_blocks_of_provider_tools() -> None:
     """As it is recorded when the provider answers, so that the next request continues it."""
     request = read(
         messages=[
@@ -293,33 +291,33 @@ HINTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", HINTS)
-def test_hints_are_taken(fields: dict[str, Any]) -> None:
+def test_messages_request_accepts_hints(fields: dict[str, Any]) -> None:
     request = read(tools=[TOOL], **fields)
     assert request.unsupported_error is None
     assert [tool["name"] for tool in request.tools] == ["a"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"a":' * 9000], ids=range(5))
-def test_a_body_that_is_not_a_request(body: bytes) -> None:
+def test_messages_request_rejects_invalid_bodies(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         DIALECT.parse_request(body)
     assert refused.value.status == 400
 
 
-def test_counting_needs_no_max_tokens_and_may_end_with_a_reply() -> None:
+def test_messages_count_allows_missing_max_tokens_and_final_reply() -> None:
     messages = [*ASK["messages"], {"role": "assistant", "content": "Hello."}]
     request = DIALECT.parse_count_request(json.dumps({"model": "m", "messages": messages}).encode())
     assert [message["role"] for message in request.messages] == ["user", "assistant"]
     assert json.loads(DIALECT.format_count(7)) == {"input_tokens": 7}
 
 
-def test_what_our_model_cannot_read_is_not_counted() -> None:
+def test_messages_count_rejects_unsupported_content() -> None:
     request = DIALECT.parse_count_request(json.dumps({"model": "m", "messages": [user(IMAGE)]}).encode())
     assert request.unsupported_error is not None
     assert_names(request.unsupported_error, "messages[0].content[0]")
 
 
-def test_no_tools_when_none_is_chosen() -> None:
+def test_messages_request_drops_tools_with_tool_choice_none() -> None:
     tools = [{"name": "a", "input_schema": {}}]
     assert read(tools=tools, tool_choice={"type": "none"}).tools == ()
     assert len(read(tools=tools, tool_choice={"type": "auto"}).tools) == 1
@@ -339,7 +337,7 @@ def test_no_tools_when_none_is_chosen() -> None:
         (503, "overloaded_error"),
     ],
 )
-def test_errors_have_their_types(status: int, kind: str) -> None:
+def test_messages_error_has_the_type_of_its_status(status: int, kind: str) -> None:
     assert json.loads(DIALECT.format_error(ApiError(status, "No.")))["error"] == {
         "type": kind,
         "message": "No.",
@@ -351,7 +349,7 @@ def test_errors_have_their_types(status: int, kind: str) -> None:
 SAID = Message(role="assistant", content="Hello.", reasoning="A greeting.")
 
 
-def test_an_answer() -> None:
+def test_messages_response_has_content_stop_reason_and_usage() -> None:
     answer = answered(SAID, cached_tokens=4)
     assert [block.type for block in answer.content] == ["text"]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
@@ -363,7 +361,7 @@ def test_an_answer() -> None:
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
 
 
-def test_thinking_is_answered_to_those_who_ask_for_it() -> None:
+def test_messages_response_includes_thinking_only_on_request() -> None:
     whole = answered(SAID, request=read(thinking={"type": "enabled", "budget_tokens": 1024})).content[0]
     assert whole.type == "thinking"
     assert whole.thinking == "A greeting."
@@ -374,14 +372,14 @@ def test_thinking_is_answered_to_those_who_ask_for_it() -> None:
     assert len(answered(SAID, request=read(thinking={"type": "disabled"})).content) == 1
 
 
-def test_an_empty_reply_is_an_empty_text() -> None:
+def test_messages_response_to_an_empty_reply_is_an_empty_text() -> None:
     (block,) = answered(Message(role="assistant", content="")).content
     assert block.type == "text"
     assert block.text == ""
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "3", '{"a": ', '{"a": NaN}', '{"a": 1e999}'])
-def test_arguments_that_are_no_object_are_answered_as_text(arguments: str) -> None:
+def test_messages_response_writes_non_object_arguments_as_text(arguments: str) -> None:
     call = ToolCall(id="t", name="calc", arguments=arguments)
     answer = answered(Message(role="assistant", content="", tool_calls=[call]))
     (block,) = answer.content
@@ -390,7 +388,7 @@ def test_arguments_that_are_no_object_are_answered_as_text(arguments: str) -> No
     assert answer.stop_reason == "end_turn"
 
 
-def test_arguments_beyond_what_most_parsers_hold() -> None:
+def test_messages_response_encodes_large_integers_and_surrogates() -> None:
     call = ToolCall(id="t", name="calc", arguments='{"a": 123456789012345678901234567890, "b": "\\ud800"}')
     body = DIALECT.format_response(
         "msg_1", read(), [choice(Message(role="assistant", content="", tool_calls=[call]))]
@@ -398,7 +396,7 @@ def test_arguments_beyond_what_most_parsers_hold() -> None:
     assert json.loads(body)["content"][0]["input"]["a"] == 123456789012345678901234567890
 
 
-def test_models() -> None:
+def test_messages_models_list() -> None:
     listed = json.loads(format_models(["a", "b"]))
     assert [model["id"] for model in listed["data"]] == ["a", "b"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("a", "b", False)

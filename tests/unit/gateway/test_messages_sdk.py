@@ -68,7 +68,9 @@ WAYS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
 
 
 @pytest.mark.parametrize("ask", WAYS)
-async def test_turns_with_a_tool_are_exact(gateway: Served, ask: Callable[..., Any]) -> None:
+async def test_anthropic_sdk_turns_with_a_tool_extend_exactly(
+    gateway: Served, ask: Callable[..., Any]
+) -> None:
     session = await gateway.open(channel="train")
     asked: dict[str, Any] = {"model": "instar", "max_tokens": 200, "system": "Be exact.", "tools": [TOOL]}
     messages = [user("What is 24 * 310?")]
@@ -98,7 +100,7 @@ async def test_turns_with_a_tool_are_exact(gateway: Served, ask: Callable[..., A
         assert before.trainable
 
 
-async def test_streams_token_by_token(gateway: Served) -> None:
+async def test_anthropic_sdk_streams_token_by_token(gateway: Served) -> None:
     session = await gateway.open()
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
         stream = await client.messages.create(
@@ -113,7 +115,7 @@ async def test_streams_token_by_token(gateway: Served) -> None:
     assert len(arguments) > 3
 
 
-async def test_why_a_reply_ended(gateway: Served) -> None:
+async def test_anthropic_sdk_receives_the_stop_reason(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "messages": [user("long")]}
     cut = await ask_async(gateway, session, max_tokens=3, **asked)
@@ -123,7 +125,7 @@ async def test_why_a_reply_ended(gateway: Served) -> None:
     assert stopped.content[0].text == "wo"
 
 
-async def test_errors_are_the_sdks_own(gateway: Served) -> None:
+async def test_anthropic_sdk_raises_its_own_errors(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "max_tokens": 8}
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
@@ -137,7 +139,7 @@ async def test_errors_are_the_sdks_own(gateway: Served) -> None:
     assert await gateway.calls(session) == []
 
 
-async def test_a_forced_tool_is_a_hint(gateway: Served) -> None:
+async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "max_tokens": 64, "messages": [user("hi")], "tools": [TOOL]}
     choices: list[Any] = [
@@ -153,7 +155,7 @@ async def test_a_forced_tool_is_a_hint(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["messages", "chat"])
-async def test_what_only_a_provider_has_is_passed_on_to_it(tmp_path: Path, dialect: str) -> None:
+async def test_anthropic_sdk_provider_features_are_forwarded(tmp_path: Path, dialect: str) -> None:
     """As it is where it speaks this dialect; what another one cannot say is refused."""
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     asked: dict[str, Any] = {
@@ -183,7 +185,7 @@ async def test_what_only_a_provider_has_is_passed_on_to_it(tmp_path: Path, diale
         assert call.messages[0]["content"].startswith("[image ")
 
 
-async def test_tokens_are_counted(gateway: Served) -> None:
+async def test_anthropic_sdk_counts_tokens(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {
         "model": "instar",
@@ -198,14 +200,14 @@ async def test_tokens_are_counted(gateway: Served) -> None:
     assert len(await gateway.calls(session)) == 1
 
 
-async def test_models_are_listed_in_its_shape(gateway: Served) -> None:
+async def test_anthropic_sdk_lists_models(gateway: Served) -> None:
     session = await gateway.open()
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
         models = [model async for model in client.models.list()]
     assert [model.type for model in models] == ["model"]
 
 
-async def test_the_beta_route_and_its_headers(gateway: Served) -> None:
+async def test_anthropic_sdk_beta_route_and_headers_work(gateway: Served) -> None:
     """As Claude Code asks: `?beta=true`, betas in a header, hints in the body."""
     session = await gateway.open()
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
@@ -220,7 +222,7 @@ async def test_the_beta_route_and_its_headers(gateway: Served) -> None:
     assert answer.content[0].text == "You said: hi"  # type: ignore[union-attr]
 
 
-async def test_the_session_is_known_by_the_id_that_claude_code_sends(gateway: Served) -> None:
+async def test_anthropic_sdk_session_is_found_by_claude_code_id(gateway: Served) -> None:
     body = {"model": "instar", "max_tokens": 8, "messages": [user("hi")]}
     headers = {"x-api-key": ADMIN}
 

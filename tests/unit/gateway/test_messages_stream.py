@@ -67,7 +67,7 @@ def streamed(deltas: Sequence[ReplyDelta], message: Message, request: ModelReque
     return put_together(list(events(body + writer.finish([choice(message)]))))
 
 
-def test_a_stream_carries_arguments_as_they_come() -> None:
+def test_messages_stream_sends_arguments_as_they_arrive() -> None:
     deltas = [
         ReplyDelta(reasoning="Hm"),
         ReplyDelta(reasoning="."),
@@ -91,7 +91,7 @@ def test_a_stream_carries_arguments_as_they_come() -> None:
 
 
 @pytest.mark.parametrize(("display", "shown"), [("summarized", "Hm."), ("omitted", "")])
-def test_thinking_that_is_omitted_is_still_signed(display: str, shown: str) -> None:
+def test_messages_stream_signs_omitted_thinking(display: str, shown: str) -> None:
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
     deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
     answer = streamed(deltas, message, read(thinking={"type": "adaptive", "display": display}))
@@ -100,7 +100,7 @@ def test_thinking_that_is_omitted_is_still_signed(display: str, shown: str) -> N
     assert thought["signature"]
 
 
-def test_a_stream_that_fails_says_so() -> None:
+def test_messages_stream_ends_with_an_error_event() -> None:
     body = DIALECT.create_stream_writer("msg_1", read()).write_error(ApiError(503, "No engine."))
     assert body.startswith(b"event: error\ndata: {")
     assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
@@ -162,7 +162,7 @@ def echoed(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_reply_that_is_given_back_is_the_recorded_one(shown: bool) -> None:
+def test_messages_reply_sent_back_matches_the_recorded_one(shown: bool) -> None:
     request = read(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
     for seed in range(400):
         dice = random.Random(seed)

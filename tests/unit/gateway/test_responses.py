@@ -101,7 +101,7 @@ def call(name: str, arguments: str, call_id: str = "call-1") -> ToolCall:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def test_a_string_and_its_instructions() -> None:
+def test_responses_request_parses_string_input_and_instructions() -> None:
     request = read(instructions="Be brief.")
     assert request.messages == (
         {"role": "system", "content": "Be brief."},
@@ -111,7 +111,7 @@ def test_a_string_and_its_instructions() -> None:
     assert read().instruction_count == 0
 
 
-def test_the_items_of_one_turn_are_one_message() -> None:
+def test_responses_request_joins_items_of_one_turn() -> None:
     request = read(
         input=[
             {"role": "developer", "content": "Rules."},
@@ -145,7 +145,7 @@ def test_the_items_of_one_turn_are_one_message() -> None:
     )
 
 
-def test_results_may_stand_between_the_calls_of_one_answer() -> None:
+def test_responses_request_joins_calls_around_results() -> None:
     request = read(tools=TOOLS)
     reply = assistant("", call("calc", '{"x": 1}', "a"), call("calc", '{"x": 2}', "b"))
     first, second = answered(request, reply)["output"]
@@ -155,7 +155,7 @@ def test_results_may_stand_between_the_calls_of_one_answer() -> None:
     assert read_back.messages[1] == reply
 
 
-def test_two_answers_side_by_side_stay_two() -> None:
+def test_responses_request_keeps_adjacent_replies_apart() -> None:
     request = read()
     first, second = assistant("One.", reasoning="1"), assistant("Two.", reasoning="2")
     items = [
@@ -170,7 +170,7 @@ def test_two_answers_side_by_side_stay_two() -> None:
     assert read(input=untold).messages == (assistant("One."), assistant("Two."))
 
 
-def test_tools_are_offered_by_names_of_their_own() -> None:
+def test_responses_request_offers_tools_under_unique_names() -> None:
     request = read(tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
     assert [tool["name"] for tool in request.tools] == ["calc", "apply_patch", "agents__spawn"]
     assert "start: patch" in request.tools[1]["parameters"]["properties"]["input"]["description"]
@@ -179,7 +179,7 @@ def test_tools_are_offered_by_names_of_their_own() -> None:
     assert read(tools=TOOLS, tool_choice="none").tools == ()
 
 
-def test_what_is_read_of_the_rest() -> None:
+def test_responses_request_parses_other_fields() -> None:
     request = read(
         previous_response_id="resp-1",
         max_output_tokens=9,
@@ -214,13 +214,13 @@ CODEX = {
 """What Codex sends besides its items and tools."""
 
 
-def test_codex_gets_through() -> None:
+def test_responses_request_of_codex_is_accepted() -> None:
     request = read(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
     assert request.unsupported_error is None
     assert request.session_hints[0] == "session_id:01a1df40"
 
 
-def test_what_is_refused_is_told_apart() -> None:
+def test_responses_request_distinguishes_unsupported_content() -> None:
     """For a provider that can make something of it."""
     pictures = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
     first, second = (read(input=[{"role": "user", "content": [part]}]) for part in pictures)
@@ -275,7 +275,7 @@ def test_what_is_refused_is_told_apart() -> None:
         ({"n": 2}, "n"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(body: Json, param: str) -> None:
+def test_responses_request_rejects_unsupported_fields_by_path(body: Json, param: str) -> None:
     try:
         refusal = read(**body).unsupported_error
     except ApiError as error:
@@ -290,13 +290,13 @@ def test_what_cannot_be_honoured_is_named(body: Json, param: str) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'{"input": "\xff"}', b'{"model": "\\ud83d"}', b"[" * 9999]
 )
-def test_what_is_no_request(body: bytes) -> None:
+def test_responses_request_rejects_invalid_bodies(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         DIALECT.parse_request(body)
     assert caught.value.status == 400
 
 
-def test_numbers_of_any_length_in_a_schema_are_told_back() -> None:
+def test_responses_echo_keeps_large_integers_of_schemas() -> None:
     huge = {**CALC, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
     assert str(10**30).encode() in DIALECT.format_response(ID, read(tools=[huge]), [choice(assistant("Hi"))])
 
@@ -304,7 +304,7 @@ def test_numbers_of_any_length_in_a_schema_are_told_back() -> None:
 # --- answering ----------------------------------------------------------------------------------
 
 
-def test_an_answer_has_everything() -> None:
+def test_responses_response_has_all_fields() -> None:
     request = read(instructions="Be brief.", tools=TOOLS, metadata={"a": "b"}, max_output_tokens=50)
     reply = assistant("So.", call("agents__spawn", "{}"), reasoning="Hmm.")
     body = answered(request, reply, cached_tokens=5)
@@ -315,7 +315,7 @@ def test_an_answer_has_everything() -> None:
     assert Response.model_validate(body).output_text == "So."
 
 
-def test_a_reply_that_was_cut_is_incomplete() -> None:
+def test_responses_truncated_reply_is_incomplete() -> None:
     body = answered(read(), assistant("So"), "length")
     assert body["status"] == body["output"][0]["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -323,12 +323,12 @@ def test_a_reply_that_was_cut_is_incomplete() -> None:
     assert last["type"] == "response.incomplete"
 
 
-def test_a_reply_of_nothing_is_an_empty_message() -> None:
+def test_responses_empty_reply_is_an_empty_message() -> None:
     assert answered(read(), assistant())["output"][0]["content"][0]["text"] == ""
     assert events(read(), [], assistant())[-1]["response"]["output"][0]["content"][0]["text"] == ""
 
 
-def test_logprobs_are_those_of_the_text() -> None:
+def test_responses_logprobs_cover_only_the_text() -> None:
     request = read(include=["message.output_text.logprobs"])
     tokens = [TokenLogprob(text, -1.0) for text in ("<think>", "Hm", "</think>", "So", ".")]
     body = answered(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
@@ -341,7 +341,7 @@ def test_logprobs_are_those_of_the_text() -> None:
     assert last == {**body["output"][1]}
 
 
-def test_a_failure_in_the_middle_of_a_stream() -> None:
+def test_responses_stream_ends_with_response_failed() -> None:
     writer = DIALECT.create_stream_writer(ID, read())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
@@ -408,7 +408,7 @@ def echoed(rng: random.Random, items: list[Json]) -> list[Json]:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_what_we_answered_is_read_as_what_was_recorded(seed: int) -> None:
+def test_responses_output_sent_back_matches_the_recorded_reply(seed: int) -> None:
     rng = random.Random(seed)
     request, reply = read(tools=TOOLS), some_reply(rng)
     streamed = events(request, in_pieces(rng, reply), reply)
@@ -427,7 +427,7 @@ def test_what_we_answered_is_read_as_what_was_recorded(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_events_of_a_stream_add_up(seed: int) -> None:
+def test_responses_stream_events_add_up_to_the_response(seed: int) -> None:
     rng = random.Random(seed)
     request, reply = read(tools=TOOLS), some_reply(rng)
     told = events(request, in_pieces(rng, reply), reply)
@@ -445,7 +445,7 @@ def test_the_events_of_a_stream_add_up(seed: int) -> None:
         assert {event["item_id"] for event in about if "item_id" in event} <= {item["id"]}
 
 
-def test_a_custom_tools_input_is_told_as_it_comes() -> None:
+def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
     text = 'a"\\\n/é🦎'
     arguments = json.dumps({"input": text})
     reply = assistant("", call("apply_patch", arguments))
@@ -459,20 +459,20 @@ def test_a_custom_tools_input_is_told_as_it_comes() -> None:
 @pytest.mark.parametrize(
     "arguments", ['{"input": "x", "more": 1}', '{"input": 3}', '{"input": "\\ud83d"}', "[]"]
 )
-def test_a_custom_tool_called_otherwise_is_a_functions_call(arguments: str) -> None:
+def test_responses_custom_call_of_other_shape_is_a_function_call(arguments: str) -> None:
     reply = assistant("", call("apply_patch", arguments))
     (item,) = answered(read(tools=TOOLS), reply)["output"]
     assert (item["type"], item["arguments"]) == ("function_call", arguments)
     assert read(input=[item]).messages == (reply,)
 
 
-def test_white_space_alone_opens_no_message() -> None:
+def test_responses_white_space_alone_opens_no_message() -> None:
     reply = assistant("\n\n", call("calc", "{}"))
     assert [item["type"] for item in answered(read(tools=TOOLS), reply)["output"]] == ["function_call"]
 
 
 @pytest.mark.parametrize("scene", ["compaction", "edit", "retry", "subagents"])
-def test_the_recorded_traffic_of_codex_gets_through(scene: str) -> None:
+def test_responses_recorded_codex_traffic_is_accepted(scene: str) -> None:
     with gzip.open(TRAFFIC / f"codex-{scene}.json.gz") as packed:
         exchanges = json.load(packed)
     requests = [DIALECT.parse_request(json.dumps(exchange["body"]).encode()) for exchange in exchanges]

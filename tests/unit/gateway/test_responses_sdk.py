@@ -61,7 +61,7 @@ def result(call: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ask", WAYS)
-async def test_turns_with_a_tool_are_exact(gateway: Served, ask: Callable[..., Any]) -> None:
+async def test_openai_sdk_turns_with_a_tool_extend_exactly(gateway: Served, ask: Callable[..., Any]) -> None:
     session = await gateway.open(channel="train")
     asked: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": [TOOL]}
     items: list[Any] = [{"role": "user", "content": "What is 24 * 310?"}]
@@ -80,7 +80,7 @@ async def test_turns_with_a_tool_are_exact(gateway: Served, ask: Callable[..., A
 
 
 @pytest.mark.parametrize("ask", WAYS)
-async def test_an_earlier_answer_is_continued_by_its_id(gateway: Served, ask: Callable[..., Any]) -> None:
+async def test_openai_sdk_continues_a_response_by_id(gateway: Served, ask: Callable[..., Any]) -> None:
     session = await gateway.open(channel="train")
     asked: dict[str, Any] = {"model": "instar", "tools": [TOOL]}
     first = await ask(session, input="What is 24 * 310?", instructions="Be exact.", **asked)
@@ -96,7 +96,7 @@ async def test_an_earlier_answer_is_continued_by_its_id(gateway: Served, ask: Ca
     assert roles == ["system", "user", "assistant", "tool"]
 
 
-async def test_instructions_are_not_inherited(gateway: Served) -> None:
+async def test_openai_sdk_instructions_are_not_inherited(gateway: Served) -> None:
     session = await gateway.open()
     first = await ask_async(session, model="instar", input="Hello", instructions="One.")
     await ask_async(
@@ -110,7 +110,7 @@ async def test_instructions_are_not_inherited(gateway: Served) -> None:
     assert told == [["One."], ["Two."], []]
 
 
-async def test_an_unknown_earlier_answer_is_named(gateway: Served) -> None:
+async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: Served) -> None:
     session = await gateway.open()
     with pytest.raises(openai.APIStatusError) as caught:
         await ask_async(session, model="instar", input="Hello", previous_response_id="resp_unheard_of")
@@ -118,7 +118,7 @@ async def test_an_unknown_earlier_answer_is_named(gateway: Served) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-async def test_the_text_comes_token_by_token(gateway: Served) -> None:
+async def test_openai_sdk_streams_token_by_token(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "input": "Some words to say again", "stream": True}
     async with openai.AsyncOpenAI(**options(session)) as client:
@@ -130,14 +130,14 @@ async def test_the_text_comes_token_by_token(gateway: Served) -> None:
     assert told[-1].type == "response.completed"
 
 
-async def test_a_cut_reply_is_incomplete(gateway: Served) -> None:
+async def test_openai_sdk_truncated_reply_is_incomplete(gateway: Served) -> None:
     session = await gateway.open()
     response = await ask_async(session, model="instar", input="long", max_output_tokens=5)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-async def test_logprobs(gateway: Served) -> None:
+async def test_openai_sdk_receives_logprobs(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "input": "Hi", "include": ["message.output_text.logprobs"]}
     response = await ask_async(session, **asked)
@@ -146,7 +146,7 @@ async def test_logprobs(gateway: Served) -> None:
     assert all(token.logprob <= 0 for token in told)
 
 
-async def test_a_refusal_has_openais_shape(gateway: Served) -> None:
+async def test_openai_sdk_raises_its_own_error(gateway: Served) -> None:
     session = await gateway.open()
     with pytest.raises(openai.BadRequestError) as caught:
         await ask_async(session, model="instar", input="Hi", truncation="auto")
@@ -154,7 +154,7 @@ async def test_a_refusal_has_openais_shape(gateway: Served) -> None:
     assert not await gateway.calls(session)
 
 
-async def test_the_tokens_of_a_prompt_are_counted(gateway: Served) -> None:
+async def test_openai_sdk_counts_input_tokens(gateway: Served) -> None:
     session = await gateway.open()
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as client:

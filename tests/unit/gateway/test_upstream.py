@@ -76,7 +76,9 @@ def the_message(piece: UpstreamChunk) -> Any:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_answer_passes_through_as_it_is(provider: Provider, upstream: Make, dialect: str) -> None:
+async def test_upstream_response_passes_through_unchanged(
+    provider: Provider, upstream: Make, dialect: str
+) -> None:
     (piece,) = await ask(upstream(dialect), dialect)
     assert orjson.loads(piece.raw) == ANSWERS[dialect][0]("plain", 1)
     assert piece.content_type == "application/json; charset=utf-8"
@@ -89,7 +91,9 @@ async def test_an_answer_passes_through_as_it_is(provider: Provider, upstream: M
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_body_is_forwarded_byte_for_byte(provider: Provider, upstream: Make, dialect: str) -> None:
+async def test_upstream_request_body_is_forwarded_unchanged(
+    provider: Provider, upstream: Make, dialect: str
+) -> None:
     body = b'{ "model":"plain",\n "messages": [ {"role":"user","content":"h\\u0069"} ], "x" : 1.0e0 }'
     async with aclosing(upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})) as answer:
         assert [piece async for piece in answer]
@@ -98,7 +102,9 @@ async def test_a_body_is_forwarded_byte_for_byte(provider: Provider, upstream: M
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", WITH_TOOLS)
-async def test_tool_calls_and_reasoning_are_read(upstream: Make, dialect: str, stream: bool) -> None:
+async def test_upstream_response_yields_tool_calls_and_reasoning(
+    upstream: Make, dialect: str, stream: bool
+) -> None:
     pieces = await ask(upstream(dialect), dialect, "tools", stream=stream)
     message = the_message(pieces[-1])
     assert (message["content"], message["reasoning"]) == ("", "Look it up.")
@@ -110,7 +116,7 @@ async def test_tool_calls_and_reasoning_are_read(upstream: Make, dialect: str, s
 
 @pytest.mark.parametrize("model", ["plain", "bytewise", "crlf"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_stream_passes_through_as_it_is(upstream: Make, dialect: str, model: str) -> None:
+async def test_upstream_stream_passes_through_unchanged(upstream: Make, dialect: str, model: str) -> None:
     pieces = await ask(upstream(dialect), dialect, model, stream=True)
     named = dialect in ("responses", "messages")
     expected = b"".join(sse(ANSWERS[dialect][1](model, 1), named, model == "crlf"))
@@ -123,7 +129,7 @@ async def test_a_stream_passes_through_as_it_is(upstream: Make, dialect: str, mo
 
 @pytest.mark.parametrize("model", ["plain", "bytewise"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_says_that_it_ended_comes_last(upstream: Make, dialect: str, model: str) -> None:
+async def test_upstream_stream_end_is_in_the_last_chunk(upstream: Make, dialect: str, model: str) -> None:
     pieces = await ask(upstream(dialect), dialect, model, stream=True)
     before = b"".join(piece.raw for piece in pieces[:-1])
     ends = {
@@ -137,7 +143,7 @@ async def test_what_says_that_it_ended_comes_last(upstream: Make, dialect: str, 
     assert before.endswith(b"\n\n")
 
 
-async def test_a_stream_is_passed_on_while_it_comes(provider: Provider, upstream: Make) -> None:
+async def test_upstream_stream_is_forwarded_while_it_arrives(provider: Provider, upstream: Make) -> None:
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True, "messages": MESSAGES})
@@ -156,12 +162,12 @@ async def collect(answer: Any, into: list[UpstreamChunk] | None = None) -> list[
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_stream_that_has_ended_is_not_waited_for(upstream: Make, dialect: str) -> None:
+async def test_upstream_stream_does_not_wait_after_its_last_event(upstream: Make, dialect: str) -> None:
     pieces = await asyncio.wait_for(ask(upstream(dialect), dialect, "lingers", stream=True), 5)
     assert the_message(pieces[-1])["content"] == TEXT
 
 
-async def test_of_several_choices_the_last_to_end_ends_the_answer(upstream: Make) -> None:
+async def test_upstream_stream_ends_with_its_last_choice(upstream: Make) -> None:
     pieces = await ask(upstream(), "chat", n=2, stream=True)
     before = b"".join(piece.raw for piece in pieces[:-1])
     assert before.count(b'"finish_reason":"stop"') == 1
@@ -174,7 +180,7 @@ async def test_of_several_choices_the_last_to_end_ends_the_answer(upstream: Make
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_refusal_is_passed_on(upstream: Make, dialect: str, stream: bool) -> None:
+async def test_upstream_error_is_forwarded(upstream: Make, dialect: str, stream: bool) -> None:
     with pytest.raises(UpstreamError) as caught:
         await ask(upstream(dialect), dialect, "limited", stream=stream)
     error = caught.value
@@ -182,14 +188,14 @@ async def test_a_refusal_is_passed_on(upstream: Make, dialect: str, stream: bool
     assert orjson.loads(error.raw)["error"]["type"] == "rate_limit_error"
 
 
-async def test_a_refusal_that_is_no_json_is_passed_on(upstream: Make) -> None:
+async def test_upstream_error_without_json_is_forwarded(upstream: Make) -> None:
     with pytest.raises(UpstreamError, match="Internal Server Error") as caught:
         await ask(upstream(), "chat", "broken")
     assert caught.value.status == 500
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_garbage_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
+async def test_upstream_invalid_response_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
     with pytest.raises(UpstreamError, match="cannot be read") as caught:
         await ask(upstream(dialect), dialect, "garbage")
     assert (caught.value.status, caught.value.raw) == (502, b"")
@@ -197,7 +203,7 @@ async def test_garbage_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
 
 @pytest.mark.parametrize("model", ["breaks", "dies"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_stream_that_breaks_off_says_so_and_keeps_its_part(
+async def test_upstream_broken_stream_raises_and_keeps_partial_choices(
     upstream: Make, dialect: str, model: str
 ) -> None:
     request = ModelRequest(model, (), stream=True)
@@ -214,7 +220,7 @@ async def test_a_stream_that_breaks_off_says_so_and_keeps_its_part(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_answer_that_is_closed_keeps_its_part(
+async def test_upstream_closed_response_keeps_partial_choices(
     provider: Provider, upstream: Make, dialect: str
 ) -> None:
     provider.gate = asyncio.Event()
@@ -230,7 +236,7 @@ async def test_an_answer_that_is_closed_keeps_its_part(
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-async def test_an_error_inside_a_stream_comes_after_what_was_before_it(upstream: Make, dialect: str) -> None:
+async def test_upstream_error_in_a_stream_comes_after_earlier_chunks(upstream: Make, dialect: str) -> None:
     request = ModelRequest("hiccup", (), stream=True)
     body = orjson.dumps({"model": "hiccup", "stream": True})
     answer = upstream(dialect).send(request, dialect, body, {})
@@ -242,7 +248,7 @@ async def test_an_error_inside_a_stream_comes_after_what_was_before_it(upstream:
     assert b"Overloaded" not in b"".join(piece.raw for piece in seen)
 
 
-async def test_a_provider_that_is_not_there_is_unavailable() -> None:
+async def test_upstream_unreachable_provider_is_unavailable() -> None:
     upstream = HttpUpstream(UpstreamEngineConfig(base_url="http://127.0.0.1:1/v1"))
     with pytest.raises(EngineUnavailable, match="cannot be reached"):
         await ask(upstream, "chat")
@@ -252,7 +258,7 @@ async def test_a_provider_that_is_not_there_is_unavailable() -> None:
 # --- what is sent -------------------------------------------------------------------------------
 
 
-async def test_the_model_is_renamed_and_nothing_else(provider: Provider, upstream: Make) -> None:
+async def test_upstream_request_changes_only_the_model(provider: Provider, upstream: Make) -> None:
     body = b'{"model":"gpt-5","messages":[ {"role":"user","content":"h\\u0069"} ],"x":1.0e0}'
     async with aclosing(upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})) as answer:
         assert [piece async for piece in answer]
@@ -263,7 +269,7 @@ async def test_the_model_is_renamed_and_nothing_else(provider: Provider, upstrea
     ("dialect", "limit"),
     [("chat", "max_tokens"), ("messages", "max_tokens"), ("responses", "max_output_tokens")],
 )
-async def test_forced_settings_stand_over_the_agents(
+async def test_upstream_sampling_overrides_replace_the_agents(
     provider: Provider, upstream: Make, dialect: str, limit: str
 ) -> None:
     forced = {"temperature": 0, "max_tokens": 5}
@@ -271,12 +277,12 @@ async def test_forced_settings_stand_over_the_agents(
     assert (provider.asked["temperature"], provider.asked[limit]) == (0, 5)
 
 
-async def test_a_large_body_gets_through(provider: Provider, upstream: Make) -> None:
+async def test_upstream_large_body_is_forwarded(provider: Provider, upstream: Make) -> None:
     await ask(upstream(), "chat", padding="x" * (3 << 20))
     assert len(provider.bodies[0]) > 3 << 20
 
 
-async def test_of_the_agents_headers_only_some_are_passed_on(provider: Provider, upstream: Make) -> None:
+async def test_upstream_forwards_only_known_headers(provider: Provider, upstream: Make) -> None:
     given = {
         "authorization": "Bearer sk-agent",
         "openai-organization": "org-1",
@@ -297,7 +303,7 @@ async def test_of_the_agents_headers_only_some_are_passed_on(provider: Provider,
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-async def test_a_key_of_the_environment_replaces_the_agents(
+async def test_upstream_environment_key_replaces_the_agents(
     provider: Provider, upstream: Make, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROVIDER_KEY", "sk-provider")
@@ -320,14 +326,14 @@ async def test_a_key_of_the_environment_replaces_the_agents(
         ({"authorization": "Bearer k"}, "x-api-key", "k"),
     ],
 )
-async def test_an_agents_key_reaches_anthropic(
+async def test_upstream_agent_key_is_forwarded_to_anthropic(
     provider: Provider, upstream: Make, given: dict[str, str], name: str, value: str
 ) -> None:
     await ask(upstream("messages"), "messages", headers=given)
     assert provider.headers[0][name] == value
 
 
-def test_settings_that_cannot_be_honoured_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstream_config_errors_name_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROVIDER_KEY", raising=False)
     config = UpstreamEngineConfig(base_url="http://x/v1", api_key_env="PROVIDER_KEY")
     with pytest.raises(ConfigError, match=r"upstreams\.a\.api_key_env: .*'PROVIDER_KEY' is not set"):
@@ -337,7 +343,9 @@ def test_settings_that_cannot_be_honoured_are_named(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("base", "dialect"), [("/v1", "messages"), ("/v1/", "chat"), ("/", "messages")])
-async def test_an_address_is_read_as_its_own_clients_do(provider: Provider, base: str, dialect: str) -> None:
+async def test_upstream_base_url_is_interpreted_as_by_the_sdks(
+    provider: Provider, base: str, dialect: str
+) -> None:
     config = UpstreamEngineConfig(base_url=provider.url + base, dialect=dialect, also=["chat", "messages"])
     upstream = HttpUpstream(config)
     for spoken in ("chat", "messages"):
@@ -345,7 +353,7 @@ async def test_an_address_is_read_as_its_own_clients_do(provider: Provider, base
     await upstream.close()
 
 
-async def test_tokens_are_counted_by_who_can(provider: Provider, upstream: Make) -> None:
+async def test_upstream_counts_tokens_if_the_provider_can(provider: Provider, upstream: Make) -> None:
     body = orjson.dumps({"model": "claude", "messages": MESSAGES})
     counted = await upstream("messages", model="m").count_tokens(body, {})
     assert orjson.loads(counted) == {"input_tokens": 12}
@@ -358,7 +366,7 @@ async def test_tokens_are_counted_by_who_can(provider: Provider, upstream: Make)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
-async def test_token_ids_are_asked_for_and_kept_from_the_agent(
+async def test_upstream_token_ids_are_requested_and_stripped(
     provider: Provider, upstream: Make, dialect: str
 ) -> None:
     (piece,) = await ask(upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
@@ -378,7 +386,7 @@ async def test_token_ids_are_asked_for_and_kept_from_the_agent(
     assert orjson.loads(piece.raw)["choices"][0]["logprobs"] is None
 
 
-async def test_token_ids_of_a_stream_are_kept_from_the_agent(upstream: Make) -> None:
+async def test_upstream_token_ids_are_stripped_from_streams(upstream: Make) -> None:
     pieces = await ask(upstream(token_ids=True), "chat", "exact", stream=True)
     (choice,) = pieces[-1].choices or ()
     assert choice.sampled_ids is not None
@@ -391,7 +399,7 @@ async def test_token_ids_of_a_stream_are_kept_from_the_agent(upstream: Make) -> 
     assert raw.endswith(b"data: [DONE]\n\n")
 
 
-async def test_an_agent_that_asks_for_token_ids_gets_them(upstream: Make) -> None:
+async def test_upstream_token_ids_are_kept_if_the_agent_requests_them(upstream: Make) -> None:
     exact = upstream(token_ids=True)
     (piece,) = await ask(exact, "chat", "exact", logprobs=True, return_token_ids=True)
     answer = orjson.loads(piece.raw)
@@ -400,6 +408,6 @@ async def test_an_agent_that_asks_for_token_ids_gets_them(upstream: Make) -> Non
     assert answer["choices"][0]["logprobs"]
 
 
-async def test_a_provider_without_token_ids_gives_none(upstream: Make) -> None:
+async def test_upstream_without_token_ids_returns_none(upstream: Make) -> None:
     (piece,) = await ask(upstream(token_ids=True), "chat")
     assert [choice.sampled_ids for choice in piece.choices or ()] == [None]

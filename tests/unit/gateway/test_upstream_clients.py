@@ -99,7 +99,7 @@ async def stream(gateway: Served, session: OpenedSession, agent: str, model: str
 @pytest.mark.parametrize("model", ["plain", "tools"])
 @pytest.mark.parametrize("how", [ask, stream])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
-async def test_every_agent_can_use_every_provider(
+async def test_upstream_serves_every_agent_dialect_from_every_provider(
     start: Start, agent: str, dialect: str, how: Any, model: str
 ) -> None:
     gateway = await start(dialect)
@@ -114,7 +114,7 @@ async def test_every_agent_can_use_every_provider(
     assert call.dialect == agent
 
 
-async def test_exact_tokens_of_a_provider_are_recorded(start: Start) -> None:
+async def test_upstream_exact_tokens_are_recorded(start: Start) -> None:
     gateway = await start("chat", token_ids=True)
     session = await gateway.open()
     await ask(gateway, session, "chat", "exact")
@@ -125,7 +125,7 @@ async def test_exact_tokens_of_a_provider_are_recorded(start: Start) -> None:
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_a_refusal_reaches_the_agent(start: Start, agent: str) -> None:
+async def test_upstream_error_reaches_the_agent(start: Start, agent: str) -> None:
     gateway = await start("chat", also=["responses", "messages"])
     session = await gateway.open()
     expected = anthropic.RateLimitError if agent == "messages" else openai.RateLimitError
@@ -136,7 +136,7 @@ async def test_a_refusal_reaches_the_agent(start: Start, agent: str) -> None:
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_what_came_before_a_break_is_recorded_as_aborted(start: Start, agent: str) -> None:
+async def test_upstream_partial_reply_is_recorded_as_aborted(start: Start, agent: str) -> None:
     gateway = await start("chat", also=["responses", "messages"])
     session = await gateway.open()
     with pytest.raises((openai.OpenAIError, anthropic.APIError)):
@@ -155,7 +155,7 @@ async def the_call(gateway: Served, session: OpenedSession) -> Call:
     raise AssertionError("nothing was recorded")
 
 
-async def test_the_key_of_a_session_stays_here(start: Start, provider: Provider) -> None:
+async def test_upstream_does_not_receive_session_keys(start: Start, provider: Provider) -> None:
     gateway = await start("chat", also=["messages"])
     session = await gateway.open()
     for agent in ("chat", "messages"):
@@ -163,7 +163,7 @@ async def test_the_key_of_a_session_stays_here(start: Start, provider: Provider)
     assert session.api_key not in str(provider.headers)
 
 
-async def test_an_agents_own_login_is_passed_on(start: Start, provider: Provider) -> None:
+async def test_upstream_receives_the_agents_own_login(start: Start, provider: Provider) -> None:
     gateway = await start("chat")
     session = await gateway.open()
     ours = {"x-instar-key": session.api_key}
@@ -178,7 +178,7 @@ async def test_an_agents_own_login_is_passed_on(start: Start, provider: Provider
     assert (await the_call(gateway, session)).status is CallStatus.OK
 
 
-async def test_a_providers_response_can_be_continued(start: Start, provider: Provider) -> None:
+async def test_upstream_response_can_be_continued_by_id(start: Start, provider: Provider) -> None:
     gateway = await start("responses")
     session = await gateway.open()
     async with gateway.client(session) as client:

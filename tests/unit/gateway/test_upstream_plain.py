@@ -66,7 +66,7 @@ async def post(client: PlainClient, body: bytes = b"{}") -> PlainResponse:
     return await client.post("/v1/x?y=1", {"a": "b"}, body)
 
 
-async def test_a_connection_is_used_again() -> None:
+async def test_plain_client_reuses_connections() -> None:
     async with serving(always(OK)) as (client, server):
         for _ in range(3):
             response = await post(client)
@@ -74,21 +74,21 @@ async def test_a_connection_is_used_again() -> None:
         assert server.connections == 1
 
 
-async def test_requests_at_once_have_connections_of_their_own() -> None:
+async def test_plain_client_opens_a_connection_per_concurrent_request() -> None:
     async with serving(always(OK)) as (client, server):
         responses = await asyncio.gather(*[post(client) for _ in range(5)])
         assert [await response.read() for response in responses] == [b"hi"] * 5
         assert server.connections == 5
 
 
-async def test_a_connection_that_idled_too_long_is_not_used_again() -> None:
+async def test_plain_client_drops_idle_connections() -> None:
     async with serving(always(OK), idle_seconds=0.0) as (client, server):
         for _ in range(2):
             await (await post(client)).read()
         assert server.connections == 2
 
 
-async def test_the_request_is_what_was_asked() -> None:
+async def test_plain_client_sends_the_request() -> None:
     seen: list[bytes] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -103,7 +103,7 @@ async def test_the_request_is_what_was_asked() -> None:
     assert lines[2:] == [b"content-length: 4", b"a: b", b"", b"body"]
 
 
-async def test_a_header_cannot_smuggle_another() -> None:
+async def test_plain_client_rejects_line_breaks_in_headers() -> None:
     async with serving(always(OK)) as (client, _):
         with pytest.raises(ValueError, match="line break"):
             await client.post("/", {"a": "b\r\nc: d"}, b"")
@@ -119,7 +119,7 @@ async def test_a_header_cannot_smuggle_another() -> None:
         (b"HTTP/1.0 200 OK\r\n\r\nhi", True, False),
     ],
 )
-async def test_every_way_to_end_an_answer(answer: bytes, hang_up: bool, reused: bool) -> None:
+async def test_plain_client_reads_every_kind_of_body_end(answer: bytes, hang_up: bool, reused: bool) -> None:
     async with serving(always(answer, hang_up=hang_up)) as (client, server):
         for _ in range(2):
             response = await post(client)
@@ -134,26 +134,26 @@ async def test_every_way_to_end_an_answer(answer: bytes, hang_up: bool, reused: 
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
     ],
 )
-async def test_an_answer_that_is_cut_is_an_error(answer: bytes) -> None:
+async def test_plain_client_raises_for_truncated_responses(answer: bytes) -> None:
     async with serving(always(answer, hang_up=True)) as (client, _):
         response = await post(client)
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
 
 
-async def test_a_server_that_hangs_up_on_a_request_says_nothing() -> None:
+async def test_plain_client_raises_when_the_server_disconnects() -> None:
     async with serving(always(b"", hang_up=True)) as (client, _):
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await post(client)
 
 
-async def test_what_is_not_http_is_an_error() -> None:
+async def test_plain_client_raises_for_invalid_http() -> None:
     async with serving(always(b"220 mail.example ESMTP\r\n")) as (client, _):
         with pytest.raises(aiohttp.ClientPayloadError, match="not HTTP"):
             await post(client)
 
 
-async def test_a_slow_reader_makes_the_server_wait() -> None:
+async def test_plain_client_applies_back_pressure() -> None:
     size, sent = 64 << 20, 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -172,7 +172,7 @@ async def test_a_slow_reader_makes_the_server_wait() -> None:
         assert len(await response.read()) == size
 
 
-async def test_an_answer_that_comes_before_the_request_was_taken_ends_the_connection() -> None:
+async def test_plain_client_closes_after_an_early_response() -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
@@ -186,7 +186,7 @@ async def test_an_answer_that_comes_before_the_request_was_taken_ends_the_connec
 
 
 @pytest.mark.parametrize("began", [False, True])
-async def test_a_request_that_is_given_up_closes_its_connection(began: bool) -> None:
+async def test_plain_client_closes_the_connection_of_a_cancelled_request(began: bool) -> None:
     gone = asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

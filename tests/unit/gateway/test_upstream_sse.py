@@ -28,7 +28,7 @@ def split(pieces: list[bytes]) -> tuple[list[bytes], bytes]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_any_cut_gives_the_same_events(seed: int) -> None:
+def test_event_splitter_yields_the_same_events_for_any_split(seed: int) -> None:
     chance = random.Random(seed)
     cuts = sorted(chance.sample(range(len(STREAM)), chance.randrange(len(STREAM))))
     pieces = [STREAM[a:b] for a, b in zip([0, *cuts], [*cuts, len(STREAM)], strict=True)]
@@ -37,11 +37,11 @@ def test_any_cut_gives_the_same_events(seed: int) -> None:
     assert raw == STREAM
 
 
-def test_a_last_event_may_lack_its_blank_line() -> None:
+def test_event_splitter_flushes_an_event_without_blank_line() -> None:
     assert split([b"data: a\n\nda", b"ta: [DONE]\n"]) == ([b"a", b"[DONE]"], b"data: a\n\ndata: [DONE]\n")
 
 
-def test_a_long_event_in_small_pieces_is_found_in_time() -> None:
+def test_event_splitter_is_linear_for_small_pieces() -> None:
     event = b"data: " + b"x" * 2_000_000 + b"\n\n"
     data, _ = split([event[i : i + 16384] for i in range(0, len(event), 16384)])
     assert len(data[0]) == 2_000_000

@@ -92,7 +92,7 @@ def said(pieces: list[UpstreamChunk]) -> Message:
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
-async def test_an_answer_is_told_in_canonical_words(
+async def test_translation_of_a_response_yields_deltas_and_choices(
     upstream: Make, agent: str, dialect: str, model: str
 ) -> None:
     (piece,) = await ask(upstream(dialect), agent, asked(model))
@@ -104,7 +104,9 @@ async def test_an_answer_is_told_in_canonical_words(
 
 @pytest.mark.parametrize("model", ["plain", "tools", "bytewise"])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
-async def test_deltas_add_up_to_the_reply(upstream: Make, agent: str, dialect: str, model: str) -> None:
+async def test_translation_deltas_add_up_to_the_reply(
+    upstream: Make, agent: str, dialect: str, model: str
+) -> None:
     pieces = await ask(upstream(dialect), agent, asked(model, stream=True))
     assert all(piece.raw == b"" for piece in pieces)
     (choice,) = pieces[-1].choices or ()
@@ -118,7 +120,7 @@ async def test_deltas_add_up_to_the_reply(upstream: Make, agent: str, dialect: s
 
 
 @pytest.mark.parametrize("agent", ["responses", "messages"])
-async def test_a_chat_provider_is_asked_in_its_words(provider: Provider, upstream: Make, agent: str) -> None:
+async def test_translation_builds_a_chat_request(provider: Provider, upstream: Make, agent: str) -> None:
     settings = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ("\n\n",), "seed": 3}
     await ask(upstream("chat", model="m"), agent, asked(stream=True, **settings))
     body = provider.asked
@@ -137,9 +139,7 @@ async def test_a_chat_provider_is_asked_in_its_words(provider: Provider, upstrea
 
 
 @pytest.mark.parametrize("agent", ["chat", "responses"])
-async def test_an_anthropic_provider_is_asked_in_its_words(
-    provider: Provider, upstream: Make, agent: str
-) -> None:
+async def test_translation_builds_a_messages_request(provider: Provider, upstream: Make, agent: str) -> None:
     await ask(upstream("messages", model="m"), agent, asked(temperature=0.5, stop=("x",)))
     body = provider.asked
     TypeAdapter(MessageCreateParams).validate_python(body)
@@ -155,13 +155,15 @@ async def test_an_anthropic_provider_is_asked_in_its_words(
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("seed", 1)])
-async def test_what_anthropic_cannot_do_is_refused_by_name(upstream: Make, name: str, value: int) -> None:
+async def test_translation_rejects_what_anthropic_does_not_support(
+    upstream: Make, name: str, value: int
+) -> None:
     with pytest.raises(ApiError, match=f"'{name}' is not supported") as caught:
         await ask(upstream("messages"), "chat", asked(**{name: value}))
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-async def test_what_canonical_words_cannot_say_is_refused(upstream: Make) -> None:
+async def test_translation_rejects_unsupported_requests(upstream: Make) -> None:
     with pytest.raises(ApiError, match="images"):
         await ask(upstream("chat"), "messages", asked(unsupported_error=bad_request("No images.")))
 
@@ -169,12 +171,16 @@ async def test_what_canonical_words_cannot_say_is_refused(upstream: Make) -> Non
 @pytest.mark.parametrize(
     ("dialect", "agent"), [("responses", "chat"), ("completions", "chat"), ("chat", "completions")]
 )
-async def test_what_cannot_be_translated_is_refused(upstream: Make, dialect: str, agent: str) -> None:
+async def test_translation_rejects_dialects_without_translation(
+    upstream: Make, dialect: str, agent: str
+) -> None:
     with pytest.raises(ApiError, match=f"does not speak '{agent}'; it speaks: {dialect}"):
         await ask(upstream(dialect), agent, asked())
 
 
-async def test_an_agents_key_moves_to_where_the_provider_looks(provider: Provider, upstream: Make) -> None:
+async def test_translation_moves_the_agents_key_to_the_providers_header(
+    provider: Provider, upstream: Make
+) -> None:
     headers = {"x-api-key": "k", "anthropic-version": "2023-06-01", "anthropic-beta": "b"}
     await ask(upstream("chat"), "messages", asked(), headers)
     sent = provider.headers[-1]
@@ -186,13 +192,13 @@ async def test_an_agents_key_moves_to_where_the_provider_looks(provider: Provide
     assert not {"authorization", "openai-project"} & set(sent)
 
 
-async def test_a_refusal_is_told_in_canonical_words(upstream: Make) -> None:
+async def test_translation_of_an_error_drops_the_raw_body(upstream: Make) -> None:
     with pytest.raises(UpstreamError, match=r"Slow down\.") as caught:
         await ask(upstream("chat"), "messages", asked("limited"))
     assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")
 
 
-async def test_token_ids_are_kept_through_a_translation(upstream: Make) -> None:
+async def test_translation_keeps_token_ids(upstream: Make) -> None:
     for stream in (False, True):
         pieces = await ask(upstream("chat", token_ids=True), "messages", asked("exact", stream=stream))
         (choice,) = pieces[-1].choices or ()

@@ -39,7 +39,7 @@ def make_call(renderer: Renderer, sampled: list[int]) -> Call:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_conversation_goes_on_from_it_as_from_a_sampled_one(
+def test_encode_correction_can_be_continued_like_a_sampled_reply(
     renderer: TemplateRenderer, text: str
 ) -> None:
     call = make_call(renderer, renderer.encode("cut off"))
@@ -51,12 +51,12 @@ def test_the_conversation_goes_on_from_it_as_from_a_sampled_one(
     assert extended == renderer.render([QUESTION, Message(role="assistant", content=text), more])
 
 
-def test_it_ends_as_the_model_ended(tiny: TemplateRenderer) -> None:
+def test_encode_correction_ends_with_the_sampled_stop_token(tiny: TemplateRenderer) -> None:
     for end in tiny.stop_token_ids:
         assert encode_correction(tiny, make_call(tiny, [5, end]), "7440").tolist()[-1] == end
 
 
-def test_behind_a_prompt_that_opens_the_reasoning(load: Load) -> None:
+def test_encode_correction_closes_opened_reasoning(load: Load) -> None:
     opens = CHATML.replace(
         "<|im_start|>assistant\n' }}{% endif", "<|im_start|>assistant\n<think>\n' }}{% endif"
     )
@@ -69,7 +69,7 @@ def test_behind_a_prompt_that_opens_the_reasoning(load: Load) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_of_a_family(text: str) -> None:
+def test_encode_correction_works_for_library_renderers(text: str) -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens([f"<{end}{name}>" for name in MARKS for end in ("", "/")])
     qwen = FamilyRenderer(tokenizer, "qwen3")

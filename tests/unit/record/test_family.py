@@ -31,7 +31,7 @@ def ids_of(renderer: FamilyRenderer, text: str) -> list[int]:
     return renderer.encode(text)
 
 
-def test_parse_and_stream_agree(qwen3: FamilyRenderer) -> None:
+def test_family_parse_equals_stream(qwen3: FamilyRenderer) -> None:
     ids = [*ids_of(qwen3, REPLY), qwen3.stop_token_ids[0]]
     whole = qwen3.parse(ids, [CALC])
     assert (whole["content"], whole.get("reasoning")) == ("Let me see, 日本.", "hm")
@@ -51,7 +51,7 @@ def test_parse_and_stream_agree(qwen3: FamilyRenderer) -> None:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_tool_results_extend_exactly(qwen3: FamilyRenderer, ended: bool) -> None:
+def test_family_tool_results_extend_exactly(qwen3: FamilyRenderer, ended: bool) -> None:
     prompt = qwen3.render([QUESTION], [CALC])
     sampled = ids_of(qwen3, REPLY) + ([qwen3.stop_token_ids[0]] if ended else [])
     new = [Message(role="tool", content="7440", tool_call_id="x")]
@@ -60,12 +60,12 @@ def test_tool_results_extend_exactly(qwen3: FamilyRenderer, ended: bool) -> None
     assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
 
 
-def test_a_new_question_drops_old_reasoning_so_it_is_not_bridged(qwen3: FamilyRenderer) -> None:
+def test_family_question_after_reasoning_is_not_bridged(qwen3: FamilyRenderer) -> None:
     prompt = qwen3.render([QUESTION])
     assert qwen3.extend(prompt, ids_of(qwen3, "<think>\nhm\n</think>\n\nYes"), [QUESTION]) is None
 
 
-def test_malformed_call_is_text(qwen3: FamilyRenderer) -> None:
+def test_family_malformed_call_is_text(qwen3: FamilyRenderer) -> None:
     reply = qwen3.parse(ids_of(qwen3, "hi <tool_call>\n{bad\n</tool_call>"), [CALC])
     assert "tool_calls" not in reply
     assert reply["content"].startswith("hi")
@@ -90,7 +90,7 @@ def said(deltas: list[ReplyDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def test_arguments_come_as_they_are_written(qwen3: FamilyRenderer) -> None:
+def test_family_stream_emits_arguments_as_written(qwen3: FamilyRenderer) -> None:
     written = '{"expression":  "' + "日本 + \\u00e9 " * 20 + '"}'
     deltas = fed(qwen3, f'Hm.<tool_call>\n{{"name": "calc", "arguments": {written}}}\n</tool_call>')
     pieces = [delta.call for delta in deltas if delta.call]
@@ -98,18 +98,18 @@ def test_arguments_come_as_they_are_written(qwen3: FamilyRenderer) -> None:
     assert calls_of(deltas)[0]["arguments"] == written
 
 
-def test_a_call_comes_when_it_is_closed(qwen3: FamilyRenderer) -> None:
+def test_family_stream_emits_a_call_when_it_is_closed(qwen3: FamilyRenderer) -> None:
     parser = qwen3.stream([CALC])
     assert any(delta.call for delta in parser.feed(ids_of(qwen3, REPLY)))
 
 
-def test_a_call_that_was_cut_off_stands_once_it_was_let_out(qwen3: FamilyRenderer) -> None:
+def test_family_stream_keeps_a_truncated_call_once_emitted(qwen3: FamilyRenderer) -> None:
     cut = '<tool_call>\n{"name": "calc", "arguments": {"expression": "24 *'
     assert calls_of(fed(qwen3, cut))[0]["arguments"] == '{"expression": "24 *'
     assert said(fed(qwen3, cut, eager=False)) == cut
 
 
-def test_a_draft_within_reasoning_is_no_call(qwen3: FamilyRenderer) -> None:
+def test_family_stream_ignores_draft_calls_in_reasoning(qwen3: FamilyRenderer) -> None:
     draft = '<tool_call>\n{"name": "calc", "arguments": {"expression": "1"}}\n</tool_call>'
     deltas = fed(qwen3, f"<think>\nI might {draft}\n</think>\n\nNo.")
     assert calls_of(deltas) == []
@@ -117,7 +117,7 @@ def test_a_draft_within_reasoning_is_no_call(qwen3: FamilyRenderer) -> None:
     assert len(calls_of(fed(qwen3, f"<think>\nI will {draft}"))) == 1
 
 
-def test_stop_strings_are_not_said(qwen3: FamilyRenderer) -> None:
+def test_family_stream_does_not_emit_stop_strings(qwen3: FamilyRenderer) -> None:
     assert said(fed(qwen3, "one END two", stop=("END",))) == "one "
     assert said(fed(qwen3, "one EN two", stop=("END",))) == "one EN two"
     deltas = fed(qwen3, "<think>\nhm END", stop=("END",))
@@ -126,7 +126,7 @@ def test_stop_strings_are_not_said(qwen3: FamilyRenderer) -> None:
     assert calls_of(fed(qwen3, call, stop=("END",)))[0]["arguments"] == '{"expression": "a '
 
 
-def test_text_comes_as_it_is_sampled(qwen3: FamilyRenderer) -> None:
+def test_family_stream_emits_text_as_sampled(qwen3: FamilyRenderer) -> None:
     parser = qwen3.stream([CALC])
     told = ""
     for i, token in enumerate(ids_of(qwen3, "a < b <b>bold</b> " * 50)):
@@ -134,7 +134,7 @@ def test_text_comes_as_it_is_sampled(qwen3: FamilyRenderer) -> None:
         assert len(told.split()) >= (i - 12) // 12, "at most a few tokens late"
 
 
-def test_random_replies_add_up(qwen3: FamilyRenderer) -> None:
+def test_family_stream_deltas_of_random_replies_add_up(qwen3: FamilyRenderer) -> None:
     rng = random.Random(6)
     marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     for _ in range(150):
@@ -142,7 +142,7 @@ def test_random_replies_add_up(qwen3: FamilyRenderer) -> None:
         fed(qwen3, "".join(parts), stop=rng.choice([(), ("stop",)]), eager=rng.random() < 0.7)
 
 
-def test_a_plain_reply_is_all_text(qwen3: FamilyRenderer) -> None:
+def test_family_plain_reply_is_text(qwen3: FamilyRenderer) -> None:
     parser = qwen3.stream_text(["END"])
     deltas = [*parser.feed(ids_of(qwen3, f" {REPLY}\n END")), *parser.finish()]
     assert said(deltas) == parser.message["content"] == f" {REPLY}\n "

@@ -70,13 +70,13 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("one", "two"), SAME)
-def test_what_agents_change_in_passing(one: Message, two: Message) -> None:
+def test_hasher_ignores_changes_that_agents_make(one: Message, two: Message) -> None:
     assert said(one) == said(two)
     assert exact(one) != exact(two)
 
 
 @pytest.mark.parametrize(("one", "two"), DIFFERENT)
-def test_what_is_another_message(one: Message, two: Message) -> None:
+def test_hasher_distinguishes_different_messages(one: Message, two: Message) -> None:
     assert said(one) != said(two)
     assert exact(one) != exact(two)
 
@@ -92,12 +92,12 @@ def test_what_is_another_message(one: Message, two: Message) -> None:
         reply("", '"\\ud800"'),
     ],
 )
-def test_odd_messages_have_hashes_that_stay(message: Message) -> None:
+def test_hasher_accepts_unusual_messages(message: Message) -> None:
     assert len(HASHER.hash_message(message)) == 2 * DIGEST_SIZE
     assert HASHER.hash_message(message) == MessageHasher(b"key").hash_message(json.loads(json.dumps(message)))
 
 
-def test_hashes_are_keyed() -> None:
+def test_hasher_uses_its_key() -> None:
     other = MessageHasher(b"another")
     assert HASHER.hash_message(user("hi"))[:DIGEST_SIZE] not in other.hash_message(user("hi"))
     assert HASHER.hash_tools([TOOL]) != other.hash_tools([TOOL])
@@ -111,7 +111,7 @@ def random_message(rng: random.Random) -> Message:
     return rng.choice([user(text), reply(text), reply(text, "{}"), Message(role="system", content=text)])
 
 
-def test_equal_prefixes_and_no_others_have_equal_links() -> None:
+def test_hash_chain_links_are_equal_only_for_equal_prefixes() -> None:
     rng = random.Random(1)
     seen: dict[bytes, str] = {}
     for _ in range(300):
@@ -124,7 +124,7 @@ def test_equal_prefixes_and_no_others_have_equal_links() -> None:
     assert len(set(seen.values())) == len(seen)
 
 
-def test_a_chain_can_be_cut_and_continued() -> None:
+def test_hash_chain_prefix_can_be_extended() -> None:
     rng = random.Random(2)
     for _ in range(100):
         messages = [random_message(rng) for _ in range(8)]
@@ -134,14 +134,14 @@ def test_a_chain_can_be_cut_and_continued() -> None:
         assert whole.with_tools(HASHER.hash_tools([])) == HASHER.hash_messages(messages)
 
 
-def test_the_key_stands_for_messages_and_tools() -> None:
+def test_hash_chain_key_covers_messages_and_tools() -> None:
     assert HASHER.hash_messages([user("a")]).key != HASHER.hash_messages([user("a")], [TOOL]).key
     assert HASHER.hash_messages([user("a")]).key == HASHER.hash_messages([user("a")]).key
     changed = Tool(name="f", description="D", parameters={"type": "object", "properties": {}})
     assert HASHER.hash_messages([user("a")], [TOOL]).key != HASHER.hash_messages([user("a")], [changed]).key
 
 
-def test_what_is_stored_is_read_back() -> None:
+def test_hash_chain_pack_can_be_unpacked() -> None:
     messages = [user("a"), reply("b"), user("c"), reply("d")]
     whole: HashChain = HASHER.hash_messages(messages, [TOOL])
     for since in range(5):

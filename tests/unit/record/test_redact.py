@@ -34,12 +34,12 @@ SURROUNDINGS = ["{}", "key={}", 'export KEY="{}"\n', "({})", "a {} b", "x\n{}\ny
 REDACTOR = Redactor()
 
 
-def test_every_kind_has_an_example() -> None:
+def test_redactor_patterns_all_have_an_example() -> None:
     assert set(EXAMPLES) == {secret.name for secret in SECRET_PATTERNS}
 
 
 @pytest.mark.parametrize(("name", "secret"), [(name, one) for name, all_ in EXAMPLES.items() for one in all_])
-def test_secrets_are_cut_out(name: str, secret: str) -> None:
+def test_redactor_removes_secrets(name: str, secret: str) -> None:
     for around in SURROUNDINGS:
         text = around.format(secret + "@host/db" if name == "url-password" else secret)
         clean = REDACTOR.redact_text(text)
@@ -49,7 +49,7 @@ def test_secrets_are_cut_out(name: str, secret: str) -> None:
         assert REDACTOR.redact_text(clean) == clean
 
 
-def test_several_secrets_in_one_text() -> None:
+def test_redactor_removes_several_secrets_of_one_text() -> None:
     secrets = [all_[0] for name, all_ in EXAMPLES.items() if name not in ("private-key", "url-password")]
     clean = REDACTOR.redact_text(" and ".join(secrets * 2))
     assert not any(secret in clean for secret in secrets)
@@ -70,7 +70,7 @@ def test_several_secrets_in_one_text() -> None:
         "sk-" + "word-" * 3,
     ],
 )
-def test_what_is_no_secret_is_left_alone(text: str) -> None:
+def test_redactor_keeps_text_that_is_not_a_secret(text: str) -> None:
     assert REDACTOR.redact_text(text) is text
     message = Message(role="user", content=text)
     assert REDACTOR.redact_message(message) is message
@@ -99,7 +99,7 @@ KEY = EXAMPLES["api-key"][0]
         Message(role="assistant", content="", tool_calls=[ToolCall(id="1", name=KEY, arguments="{}")]),
     ],
 )
-def test_every_part_of_a_message_is_looked_through(message: Message) -> None:
+def test_redactor_searches_every_part_of_a_message(message: Message) -> None:
     clean = REDACTOR.redact_message(message)
     assert clean is not message
     shown = json.dumps(clean)
@@ -110,7 +110,7 @@ def test_every_part_of_a_message_is_looked_through(message: Message) -> None:
             json.loads(call["arguments"])
 
 
-def test_escaped_slashes_hide_no_password() -> None:
+def test_redactor_finds_passwords_behind_escaped_slashes() -> None:
     arguments = r'{"url": "postgres:\/\/ann:hunter22@db\/x"}'
     message = Message(
         role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=arguments)]
@@ -118,7 +118,7 @@ def test_escaped_slashes_hide_no_password() -> None:
     assert "hunter22" not in json.dumps(REDACTOR.redact_message(message))
 
 
-def test_tools_are_looked_through() -> None:
+def test_redactor_searches_tools() -> None:
     def tool(**parts: Any) -> Tool:
         return Tool(**{"name": "f", "description": "d", "parameters": {"type": "object"}, **parts})
 
@@ -135,7 +135,7 @@ def test_tools_are_looked_through() -> None:
         assert found[0] == tool()
 
 
-def test_patterns_of_ones_own() -> None:
+def test_redactor_applies_configured_patterns() -> None:
     redactor = Redactor.from_config(RedactConfig(patterns=[r"\b\d{3}-\d{2}-\d{4}\b", r"(?i)project \w+"]))
     assert redactor.redact_text("Project Apollo, 078-05-1120") == "[redacted], [redacted]"
     assert KEY not in redactor.redact_text(KEY)
@@ -147,17 +147,17 @@ def test_patterns_of_ones_own() -> None:
     assert json.loads(clean.get("tool_calls", [call])[0]["arguments"]) == {"q": "[redacted]"}
 
 
-def test_secrets_may_be_left_in() -> None:
+def test_redactor_keeps_secrets_if_configured() -> None:
     redactor = Redactor.from_config(RedactConfig(secrets=False, patterns=["xyz"]))
     assert redactor.redact_text(f"{KEY} xyz") == f"{KEY} [redacted]"
 
 
-def test_a_pattern_that_cannot_be_read_is_named() -> None:
+def test_redactor_rejects_invalid_patterns_by_path() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.redact\.patterns\[1\]"):
         Redactor.from_config(RedactConfig(patterns=["fine", "("]))
 
 
-def test_a_pattern_that_matches_nothing_cuts_nothing() -> None:
+def test_redactor_ignores_empty_matches() -> None:
     assert Redactor.from_config(RedactConfig(patterns=["x*"])).redact_text("abc") == "abc"
 
 
@@ -174,7 +174,7 @@ def test_a_pattern_that_matches_nothing_cuts_nothing() -> None:
         "github_pat_" * 20_000,
     ],
 )
-def test_no_text_is_slow(text: str) -> None:
+def test_redactor_is_linear_in_the_text(text: str) -> None:
     began = time.perf_counter()
     REDACTOR.redact_text(text)
     assert time.perf_counter() - began < 1.0

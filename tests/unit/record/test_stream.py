@@ -32,7 +32,7 @@ def without_ids(message: Message) -> object:
     return message["content"], message.get("reasoning"), calls
 
 
-def test_any_chunking_gives_the_same_reply(renderer: TemplateRenderer) -> None:
+def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRenderer) -> None:
     rng = random.Random(2)
     vocabulary = len(renderer._tokenizer)
     for turn in range(200):
@@ -50,7 +50,7 @@ def test_any_chunking_gives_the_same_reply(renderer: TemplateRenderer) -> None:
         assert calls_of(deltas) == parser.message.get("tool_calls", [])
 
 
-def test_characters_are_never_split(tiny: TemplateRenderer) -> None:
+def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
     text = "naïve 日本語 😀👩‍👩‍👧 end"
     parser = tiny.stream()
     ids = ids_of(tiny, text)
@@ -61,19 +61,19 @@ def test_characters_are_never_split(tiny: TemplateRenderer) -> None:
     assert parser.message["content"] == text
 
 
-def test_invalid_bytes_come_out_and_do_not_pile_up(tiny: TemplateRenderer) -> None:
+def test_stream_emits_invalid_bytes_without_delay(tiny: TemplateRenderer) -> None:
     lone = ids_of(tiny, "é")[-1:]
     parser = tiny.stream()
     assert sum(len(delta.text) for delta in parser.feed(lone * 50)) >= 45
 
 
-def test_calls_and_text_around_them(tiny: TemplateRenderer) -> None:
+def test_stream_parses_calls_and_surrounding_text(tiny: TemplateRenderer) -> None:
     reply = tiny.parse(ids_of(tiny, f"Let me.\n{CALL}\n{CALL}\n"), [CALC])
     assert reply["content"] == "Let me."
     assert [call["arguments"] for call in reply.get("tool_calls", ())] == ['{"expression": "24 * 310"}'] * 2
 
 
-def test_without_tools_a_call_is_text(tiny: TemplateRenderer) -> None:
+def test_stream_without_tools_treats_a_call_as_text(tiny: TemplateRenderer) -> None:
     assert tiny.parse(ids_of(tiny, CALL)) == {"role": "assistant", "content": CALL}
 
 
@@ -91,17 +91,17 @@ def test_without_tools_a_call_is_text(tiny: TemplateRenderer) -> None:
         "a < b, <tool",
     ],
 )
-def test_malformed_calls_are_text(tiny: TemplateRenderer, text: str) -> None:
+def test_stream_treats_malformed_calls_as_text(tiny: TemplateRenderer, text: str) -> None:
     assert tiny.parse(ids_of(tiny, text), [CALC]) == {"role": "assistant", "content": text}
 
 
-def test_a_valid_call_behind_a_broken_one(tiny: TemplateRenderer) -> None:
+def test_stream_parses_a_valid_call_after_a_broken_one(tiny: TemplateRenderer) -> None:
     reply = tiny.parse(ids_of(tiny, f"<tool_call>oops {CALL}"), [CALC])
     assert reply["content"] == "<tool_call>oops"
     assert len(reply.get("tool_calls", ())) == 1
 
 
-def test_stop_string_start_is_held_back(tiny: TemplateRenderer) -> None:
+def test_stream_holds_back_the_start_of_a_stop_string(tiny: TemplateRenderer) -> None:
     parser = tiny.stream(stop=["END"])
     assert "".join(d.text for d in parser.feed(ids_of(tiny, "one EN"))) == "one"
     assert "".join(d.text for d in parser.feed(ids_of(tiny, "GLAND EN"))) == " ENGLAND"
@@ -110,12 +110,12 @@ def test_stop_string_start_is_held_back(tiny: TemplateRenderer) -> None:
     assert parser.message["content"] == "one ENGLAND "
 
 
-def test_reasoning(tiny: TemplateRenderer) -> None:
+def test_stream_parses_reasoning(tiny: TemplateRenderer) -> None:
     reply = tiny.parse(ids_of(tiny, "<think>\nhm</think>\n\nYes"))
     assert reply == {"role": "assistant", "content": "Yes", "reasoning": "\nhm"}
 
 
-def test_arguments_keep_their_text() -> None:
+def test_parse_call_keeps_the_text_of_arguments() -> None:
     call = parse_call('{"name": "f", "arguments": {"a":1.0,  "b": "\\u00e9"}}')
     assert call is not None
     assert call["arguments"] == '{"a":1.0,  "b": "\\u00e9"}'
@@ -124,7 +124,7 @@ def test_arguments_keep_their_text() -> None:
     assert again["arguments"] == call["arguments"]
 
 
-def test_invalid_arguments_are_quoted() -> None:
+def test_format_call_quotes_invalid_arguments() -> None:
     written = format_call(ToolCall(id="", name="f", arguments="{oops"))
     assert written == '<tool_call>{"name": "f", "arguments": "{oops"}</tool_call>'
 
@@ -138,7 +138,7 @@ def eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[
     return deltas, parser.message
 
 
-def test_eager_replies_are_the_same_when_their_calls_are_valid(renderer: TemplateRenderer) -> None:
+def test_eager_stream_yields_the_same_reply_for_valid_calls(renderer: TemplateRenderer) -> None:
     rng = random.Random(3)
     for _ in range(150):
         text = f"{words(rng).replace('<', '')}{call_text(rng)}\n{call_text(rng)}"
@@ -146,7 +146,7 @@ def test_eager_replies_are_the_same_when_their_calls_are_valid(renderer: Templat
         assert without_ids(message) == without_ids(renderer.parse(ids_of(renderer, text), [CALC]))
 
 
-def test_arguments_come_as_they_are_written(tiny: TemplateRenderer) -> None:
+def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None:
     written = json.dumps({"code": "print('日本', \"x\")\n" * 20, "n": -1.5e3, "deep": [{"a": None}, []]})
     deltas, message = eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}}}</tool_call>')
     pieces = [delta.call for delta in deltas if delta.call]
@@ -155,7 +155,7 @@ def test_arguments_come_as_they_are_written(tiny: TemplateRenderer) -> None:
     assert message.get("tool_calls", [])[0]["arguments"] == written
 
 
-def test_a_call_is_announced_with_its_first_value_and_not_before(tiny: TemplateRenderer) -> None:
+def test_eager_stream_announces_a_call_with_its_first_value(tiny: TemplateRenderer) -> None:
     parser = tiny.stream([CALC], eager=True)
     assert not parser.feed(ids_of(tiny, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
     first, second = parser.feed(ids_of(tiny, ","))
@@ -174,7 +174,9 @@ def test_a_call_is_announced_with_its_first_value_and_not_before(tiny: TemplateR
         '<tool_call>{"arguments": {"a": "x"}, "name": 5}</tool_call>',
     ],
 )
-def test_what_is_malformed_before_its_first_value_is_text(tiny: TemplateRenderer, text: str) -> None:
+def test_eager_stream_treats_calls_malformed_before_a_value_as_text(
+    tiny: TemplateRenderer, text: str
+) -> None:
     assert eagerly(tiny, text)[1] == {"role": "assistant", "content": text}
 
 
@@ -190,19 +192,19 @@ def test_what_is_malformed_before_its_first_value_is_text(tiny: TemplateRenderer
         ('{"a": "\\u12"}}</tool_call>', '{"a": "\\u12"}'),
     ],
 )
-def test_what_was_let_out_stands(tiny: TemplateRenderer, written: str, arguments: str) -> None:
+def test_eager_stream_keeps_emitted_calls(tiny: TemplateRenderer, written: str, arguments: str) -> None:
     _, message = eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}')
     assert [call["arguments"] for call in message.get("tool_calls", ())] == [arguments]
     assert message["content"] == "Hm."
 
 
-def test_arguments_before_the_name_wait_for_the_end(tiny: TemplateRenderer) -> None:
+def test_eager_stream_waits_for_the_end_if_arguments_precede_the_name(tiny: TemplateRenderer) -> None:
     deltas, message = eagerly(tiny, '<tool_call>{"arguments": {"a": "x"}, "name": "calc"}</tool_call>')
     assert len(deltas) == 1
     assert len(message.get("tool_calls", ())) == 1
 
 
-def test_an_object_is_followed_as_python_reads_it() -> None:
+def test_json_object_tracker_agrees_with_json_loads() -> None:
     rng = random.Random(4)
     alphabet = '{}[]",:\\u0a1-.eE \ntrue null\x01'
     for _ in range(3000):
@@ -226,7 +228,7 @@ def is_object(text: str) -> bool:
         return False
 
 
-def test_a_plain_reply_is_all_text(tiny: TemplateRenderer) -> None:
+def test_stream_text_yields_only_text(tiny: TemplateRenderer) -> None:
     text = f" <think>hm</think> {CALL}\n END two"
     parser = tiny.stream_text(["END"])
     deltas = fed(parser, ids_of(tiny, text), [1] * 500)

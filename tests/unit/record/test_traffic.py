@@ -190,13 +190,15 @@ class Replay:
         return call.link.value
 
 
-def test_every_scene_is_written_down() -> None:
+def test_traffic_fixtures_cover_every_scenario() -> None:
     assert scenes() == sorted(LINKS)
 
 
 @pytest.mark.parametrize("scene", LINKS)
 @pytest.mark.parametrize("restarted", [False, True])
-def test_links(tiny: TemplateRenderer, scene: str, restarted: bool) -> None:
+def test_traffic_placements_have_the_expected_links(
+    tiny: TemplateRenderer, scene: str, restarted: bool
+) -> None:
     assert " ".join(Replay(tiny, restarted).play(scene)) == LINKS[scene]
 
 
@@ -261,7 +263,9 @@ class Agent:
 
 
 @pytest.mark.parametrize("scene", LINKS)
-async def test_over_a_socket(gateway: Served, tiny: TemplateRenderer, scene: str) -> None:
+async def test_traffic_over_http_is_recorded_as_expected(
+    gateway: Served, tiny: TemplateRenderer, scene: str
+) -> None:
     agent = Agent(gateway)
     sessions = [session for entry in entries(scene) if (session := await agent.send(entry))]
     assert len(set(sessions)) == SESSIONS.get(scene, 1)
