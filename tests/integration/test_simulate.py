@@ -70,9 +70,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.alone
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_simulator_predicts_both_modes_from_one_run(
-    measured: dict[str, dict[str, Any]], mode: str
-) -> None:
+def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str, Any]], mode: str) -> None:
     found = measured[mode]
     folder = found["folder"]
     said = instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
@@ -83,7 +81,7 @@ def test_the_simulator_predicts_both_modes_from_one_run(
     assert found["samples_per_hour"] < 1.1 * said["bound"]
 
 
-def test_async_is_predicted_and_found_to_be_faster(measured: dict[str, dict[str, Any]]) -> None:
+def test_async_mode_is_faster_as_predicted(measured: dict[str, dict[str, Any]]) -> None:
     assert measured["async"]["samples_per_hour"] > 1.3 * measured["sync"]["samples_per_hour"]
     assert measured["async"]["staleness_max"] <= 4
     assert measured["sync"]["staleness_max"] == 0

@@ -16,7 +16,7 @@ OWN_ENVIRONMENT = ("mint", "verl")
 
 @pytest.mark.timeout(1200)  # an environment may have to be made first
 @pytest.mark.parametrize("name", ["local", "tinker", "weaver", "mint", "verl"])
-def test_agrees_with_the_local_backend(name: str) -> None:
+def test_backend_agrees_with_the_local_backend(name: str) -> None:
     *checks, summary = check(name)
     assert summary == {"backend": name, "passed": len(checks), "failed": 0}
     assert any("weights after five steps" in each["name"] and "at most" in each["detail"] for each in checks)
@@ -24,7 +24,7 @@ def test_agrees_with_the_local_backend(name: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["tinker"])
-def test_agrees_in_bf16(name: str) -> None:
+def test_backend_agrees_with_the_local_backend_in_bf16(name: str) -> None:
     *_, summary = check(name, "--dtype", "bf16")
     assert summary["failed"] == 0
 

@@ -47,7 +47,7 @@ def run_recipe(service: Service, model: str, log: Path, **settings: object) -> l
 
 
 @pytest.mark.timeout(1500)
-def test_the_cookbooks_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
+def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
     model = str(resolve_model(DEFAULT_MODEL))
     log = tmp_path / "log"
     with serving("tinker", model, tmp_path, "--dtype", "fp32", "--context", "512") as service:

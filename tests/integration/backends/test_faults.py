@@ -100,7 +100,9 @@ def check_outcome(case: dict[str, Any], undisturbed: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(PROGRAM_SECONDS + 60)
 @pytest.mark.parametrize("service", ["tinker", "weaver", "mint"])
-def test_bad_lines(service: str, model: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_backend_survives_connection_faults(
+    service: str, model: Path, nursery: Nursery, tmp_path: Path
+) -> None:
     told = play(service, HALVES[service], model, nursery, tmp_path, 600.0)
     for call in CALLS[service]:
         assert any(place.endswith(f"/{call}") or place == f"POST {call}" for place in told["places"]), call
@@ -120,7 +122,9 @@ def test_bad_lines(service: str, model: Path, nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.timeout(PROGRAM_SECONDS + 60)
 @pytest.mark.parametrize("service", ["tinker", "weaver", "mint"])
-def test_expired_sessions(service: str, model: Path, nursery: Nursery, tmp_path: Path) -> None:
+def test_backend_survives_expired_sessions(
+    service: str, model: Path, nursery: Nursery, tmp_path: Path
+) -> None:
     told = play(service, "idle", model, nursery, tmp_path, FORGETS)
     lost = [error for case in told["cases"] for error in case["errors"]]
     assert {error["error"] for error in lost} == {"BackendLost"}, lost

@@ -29,7 +29,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.timeout(1200)
-def test_a_random_model_learns(name: str, tmp_path: Path) -> None:
+def test_random_model_learns_through_the_backend(name: str, tmp_path: Path) -> None:
     """The task and the model of tests/unit/test_learns.py, and what it asks of them."""
     model = make_tiny_model(tmp_path / "model", seed=0, std=0.2)
     settings = run_config(tmp_path, seed=0).model_dump(mode="json", exclude={"engine", "backend", "dir"})
@@ -60,7 +60,7 @@ def local(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 
 
 @pytest.mark.timeout(1200)
-def test_the_losses_follow_those_of_local(
+def test_mint_losses_match_the_local_backend(
     name: str, model: Path, local: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with serving(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
@@ -72,7 +72,7 @@ def test_the_losses_follow_those_of_local(
     assert [step["loss"] for step in steps] == pytest.approx(expected, abs=1e-4, rel=0)
 
 
-def test_the_recipe_can_be_run_in_mints_environment() -> None:
+def test_recipe_runs_in_the_mint_environment() -> None:
     """tests/unit/cli/test_recipes.py has the others."""
     python = f"backend.python={interpreter('mint')}"
     command = [*INSTAR, "config", "check", str(ROOT / "recipes" / "mint.yaml"), "--set", python]

@@ -119,7 +119,7 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @pytest.mark.timeout(1200)
-async def test_mint_against_skyrl(model: ModelConfig, tmp_path: Path) -> None:
+async def test_mint_trains_against_skyrl(model: ModelConfig, tmp_path: Path) -> None:
     """It draws its adapters and scales its gradients otherwise. What does not hang on them is the same: the
     base model's logprobs, and with them the first loss."""
     (tmp_path / "skyrl").mkdir()

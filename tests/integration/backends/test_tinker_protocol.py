@@ -58,7 +58,7 @@ def port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def test_a_question_is_held_and_those_who_wait_do_not_keep_the_server(model: Path, tmp_path: Path) -> None:
+def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (url, process), Raw(url, KEY) as raw:
         waiting = raw.submit("forward_backward", both(raw.model(raw.session(), str(model)), 2))
         started = time.monotonic()
@@ -73,7 +73,7 @@ def test_a_question_is_held_and_those_who_wait_do_not_keep_the_server(model: Pat
         assert time.monotonic() - started < 15
 
 
-def test_killed_in_mid_step_and_started_again(model: Path, tmp_path: Path) -> None:
+def test_server_killed_during_a_step_restarts(model: Path, tmp_path: Path) -> None:
     with collected(), serving(model, tmp_path) as (url, process):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         training = service.create_lora_training_client(str(model), rank=4, seed=3)
@@ -96,7 +96,7 @@ def test_killed_in_mid_step_and_started_again(model: Path, tmp_path: Path) -> No
             again.close("success").result(10)
 
 
-def test_mints_own_sdk(model: Path, tmp_path: Path) -> None:
+def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (url, _):
         told = _mint(url, MINT_KEY, str(model))
         with_tinkers_key = _mint(url, KEY, str(model))

@@ -30,7 +30,7 @@ def test_two_ranks_follow_the_local_backend(python: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_trains_through_a_killed_trainer(python: Path, tmp_path: Path) -> None:
+def test_run_continues_after_the_trainer_is_killed(python: Path, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
     local = start(tmp_path / "local", model, {"type": "local", "threads": 1, "lora": {"rank": 4}})
     local.finish()

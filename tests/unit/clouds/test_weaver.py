@@ -109,7 +109,7 @@ async def step(access: CloudAccess, service: WeaverClient, client: AsyncTraining
     return await patience.await_operation("optim_step", await patience.call("optim_step", submit))  # type: ignore[arg-type]
 
 
-async def test_a_call_that_was_put_off_keeps_its_place(script: Script) -> None:
+async def test_retried_call_keeps_its_sequence_id(script: Script) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(503, {"error": "unavailable", "message": "not now", "retryable": True})
@@ -122,7 +122,7 @@ async def test_a_call_that_was_put_off_keeps_its_place(script: Script) -> None:
     assert script.seq_ids() == [1, 1, 1, 2]
 
 
-async def test_a_refused_call_leaves_no_gap(script: Script) -> None:
+async def test_rejected_call_leaves_no_sequence_gap(script: Script) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(400, {"error": "invalid_request", "message": "bad numbers"})
@@ -134,7 +134,7 @@ async def test_a_refused_call_leaves_no_gap(script: Script) -> None:
     assert script.seq_ids() == [1, 1]
 
 
-async def test_closing_ends_no_model(script: Script) -> None:
+async def test_closing_the_client_keeps_models(script: Script) -> None:
     async with serving(script) as access:
         service, _ = await training(access)
         await service.aclose()
@@ -145,7 +145,7 @@ async def test_closing_ends_no_model(script: Script) -> None:
         await service.aclose()
 
 
-async def test_a_service_that_stalls_is_given_up_at_the_deadline(script: Script) -> None:
+async def test_stalled_service_raises_at_the_deadline(script: Script) -> None:
     async with serving(script, deadline=0.5) as access:
         service, client = await training(access)
         script.then_stall()
@@ -161,7 +161,7 @@ async def test_a_service_that_stalls_is_given_up_at_the_deadline(script: Script)
         await service.aclose()
 
 
-async def test_nobody_there(script: Script) -> None:
+async def test_unreachable_service_is_unavailable(script: Script) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
@@ -173,7 +173,7 @@ async def test_nobody_there(script: Script) -> None:
     await service.aclose()
 
 
-async def test_the_key_is_in_no_error(script: Script) -> None:
+async def test_errors_do_not_contain_the_key(script: Script) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(401, {"error": "unauthorized", "message": f"{KEY} is not known"})
@@ -187,7 +187,7 @@ async def test_the_key_is_in_no_error(script: Script) -> None:
         await service.aclose()
 
 
-async def test_what_is_no_answer_is_asked_for_again_and_then_refused(script: Script) -> None:
+async def test_malformed_response_is_retried_then_raised(script: Script) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(200, "<html>a proxy")
@@ -201,7 +201,7 @@ async def test_what_is_no_answer_is_asked_for_again_and_then_refused(script: Scr
     assert script.seq_ids() == [1, 1, 2, 2, 2]
 
 
-async def test_results_are_asked_for_soon(script: Script) -> None:
+async def test_results_are_polled_soon(script: Script) -> None:
     """The SDK's own wait begins with half a second."""
     async with serving(script) as access:
         service, client = await training(access)
@@ -221,7 +221,7 @@ async def test_results_are_asked_for_soon(script: Script) -> None:
         ({"status": "error", "error_code": "invalid_request", "error_message": "no"}, "refused"),
     ],
 )
-async def test_operations_fail_in_several_ways(script: Script, answer: dict[str, object], kind: str) -> None:
+async def test_operation_errors_are_classified(script: Script, answer: dict[str, object], kind: str) -> None:
     async with serving(script) as access:
         service, client = await training(access)
         script.then(200, {"id": "op", **answer})
@@ -251,7 +251,7 @@ def sample() -> Sample:
     )
 
 
-def test_the_mask_is_the_real_one() -> None:
+def test_training_datum_has_the_sample_mask() -> None:
     """A token whose advantage is 0 is trained on all the same."""
     datum = build_training_datum(sample(), LossConfig())
     assert datum.model_input is not None
@@ -265,7 +265,7 @@ def test_the_mask_is_the_real_one() -> None:
     }
 
 
-def test_cross_entropy_is_weighted() -> None:
+def test_cross_entropy_datum_has_weights() -> None:
     sent = build_training_datum(sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
     assert sorted(sent) == ["target_tokens", "weights"]
     assert sent["weights"].tolist() == [0, 0.25, 0, 0, 0.5]
@@ -274,7 +274,7 @@ def test_cross_entropy_is_weighted() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: {"result": r}], ids=["direct", "wrapped"])
-def test_both_shapes_of_an_answer_are_read(wrap: Callable[[object], object]) -> None:
+def test_both_response_shapes_are_parsed(wrap: Callable[[object], object]) -> None:
     data = [build_forward_datum(sample())]
     answer = wrap({"loss_fn_outputs": [{"logprobs": {"data": [-1, -2, -3, -4, -5], "dtype": "float32"}}]})
     assert extract_logprobs(data, answer)[0].tolist() == [-1, -2, -3, -4, -5]
@@ -292,6 +292,6 @@ def test_both_shapes_of_an_answer_are_read(wrap: Callable[[object], object]) -> 
         {"loss_fn_outputs": [{"logprobs": "five"}]},
     ],
 )
-def test_an_answer_that_does_not_fit_is_refused(answer: object) -> None:
+def test_mismatched_response_is_rejected(answer: object) -> None:
     with pytest.raises(WeaverError, match="malformed response"):
         extract_logprobs([build_forward_datum(sample())], answer)

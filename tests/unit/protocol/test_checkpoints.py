@@ -42,7 +42,9 @@ async def write(
     return await checkpoints.write(owner, name, STATE, fill, ttl=ttl)
 
 
-async def test_what_is_written_is_found_after_a_restart(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+async def test_checkpoint_store_finds_checkpoints_after_restart(
+    checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
     info = await write(checkpoints, "step-1")
     assert info.path == "tinker://model-1/weights/step-1"
     assert info.size_bytes == len("weights")
@@ -59,7 +61,7 @@ async def test_what_is_written_is_found_after_a_restart(checkpoints: CheckpointS
         assert again.list_checkpoints("me", "model-2") == []
 
 
-async def test_a_state_and_a_sampler_may_have_one_name(checkpoints: CheckpointStore) -> None:
+async def test_state_and_sampler_may_share_a_name(checkpoints: CheckpointStore) -> None:
     async def fill(folder: Path) -> None:
         (folder / "file").write_text("sampler")
 
@@ -70,7 +72,7 @@ async def test_a_state_and_a_sampler_may_have_one_name(checkpoints: CheckpointSt
     assert checkpoints.folder(sampler) != checkpoints.folder(state)
 
 
-async def test_the_same_name_again_replaces_it(checkpoints: CheckpointStore) -> None:
+async def test_checkpoint_with_the_same_name_is_replaced(checkpoints: CheckpointStore) -> None:
     first = await write(checkpoints, "latest", "old")
     second = await write(checkpoints, "latest", "new")
     assert second.created_at > first.created_at
@@ -78,7 +80,7 @@ async def test_the_same_name_again_replaces_it(checkpoints: CheckpointStore) -> 
     assert checkpoints.list_checkpoints("me") == [second]
 
 
-async def test_others_do_not_find_it(checkpoints: CheckpointStore) -> None:
+async def test_checkpoint_of_another_owner_is_not_found(checkpoints: CheckpointStore) -> None:
     info = await write(checkpoints, "mine")
     for use in (checkpoints.find, checkpoints.delete):
         with pytest.raises(ProtocolError) as refused:
@@ -88,7 +90,7 @@ async def test_others_do_not_find_it(checkpoints: CheckpointStore) -> None:
     assert checkpoints.find(info.path, "me")
 
 
-async def test_expired_ones_are_gone(checkpoints: CheckpointStore) -> None:
+async def test_expired_checkpoints_are_not_found(checkpoints: CheckpointStore) -> None:
     info = await write(checkpoints, "short", ttl=0.5)
     assert checkpoints.find(info.path, "me").expires_at == pytest.approx(info.created_at + 0.5)
     kept = await write(checkpoints, "long", ttl=60)
@@ -101,7 +103,7 @@ async def test_expired_ones_are_gone(checkpoints: CheckpointStore) -> None:
     assert checkpoints.folder(kept).exists()
 
 
-async def test_deleted_ones_leave_the_disk(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+async def test_deleted_checkpoint_is_removed_from_disk(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     info = await write(checkpoints, "gone")
     checkpoints.delete(info.path, "me")
     assert not checkpoints.folder(info).exists()
@@ -110,7 +112,7 @@ async def test_deleted_ones_leave_the_disk(checkpoints: CheckpointStore, tmp_pat
         assert again.list_checkpoints("me") == []
 
 
-async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(
+async def test_interrupted_write_keeps_the_previous_checkpoint(
     checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
     info = await write(checkpoints, "latest", "old")
@@ -134,7 +136,7 @@ async def test_a_failure_or_a_kill_while_writing_leaves_the_one_before(
 @pytest.mark.parametrize(
     "name", ["", ".", "..", ".hidden", "a/b", "../up", "a\\b", "a\0", "a\n", "é", "x" * 129]
 )
-async def test_names_that_would_leave_the_folder_are_refused(
+async def test_checkpoint_names_outside_the_folder_are_rejected(
     checkpoints: CheckpointStore, tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(ProtocolError, match="cannot name a checkpoint"):
@@ -145,11 +147,11 @@ async def test_names_that_would_leave_the_folder_are_refused(
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "tinker://m/weights/../x", "tinker://../weights/x", "tinker://m/other/x", "x", ""]
 )
-async def test_paths_that_are_none_are_refused(checkpoints: CheckpointStore, path: str) -> None:
+async def test_invalid_checkpoint_paths_are_rejected(checkpoints: CheckpointStore, path: str) -> None:
     with pytest.raises(ProtocolError):
         checkpoints.find(path, "me")
 
 
-async def test_a_time_to_live_must_be_positive(checkpoints: CheckpointStore) -> None:
+async def test_checkpoint_ttl_must_be_positive(checkpoints: CheckpointStore) -> None:
     with pytest.raises(ProtocolError, match="more than 0 seconds"):
         await write(checkpoints, "x", ttl=0)

@@ -5,7 +5,7 @@ from instar.protocol.cores import CoreSharing
 ALL, HALF = 4, 2
 
 
-def test_each_side_has_all_cores_while_it_computes_alone() -> None:
+def test_core_sharing_gives_all_cores_to_a_single_user() -> None:
     samplers: list[int] = []
     model: list[int] = []
     cores = CoreSharing(samplers.append, ALL)
@@ -19,7 +19,7 @@ def test_each_side_has_all_cores_while_it_computes_alone() -> None:
     assert samplers == [HALF, ALL], "half while the model computes, and all again"
 
 
-def test_each_side_has_half_of_them_while_both_compute() -> None:
+def test_core_sharing_halves_the_cores_between_training_and_sampling() -> None:
     samplers: list[int] = []
     model, other = list[int](), list[int]()
     cores = CoreSharing(samplers.append, ALL)

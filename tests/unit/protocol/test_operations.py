@@ -44,7 +44,7 @@ async def error_of(operations: LocalOperationScheduler, operation_id: str) -> Pr
     return outcome.error
 
 
-async def test_a_lane_runs_in_the_order_of_its_ids_whatever_order_they_arrive_in() -> None:
+async def test_queue_runs_operations_in_the_order_of_sequence_ids() -> None:
     operations = LocalOperationScheduler(ServiceLimits(max_operations=200))
     ran: list[int] = []
     running = 0
@@ -72,7 +72,7 @@ async def test_a_lane_runs_in_the_order_of_its_ids_whatever_order_they_arrive_in
     await operations.close()
 
 
-async def test_lanes_do_not_wait_for_each_other(operations: LocalOperationScheduler) -> None:
+async def test_queues_run_independently(operations: LocalOperationScheduler) -> None:
     gate = asyncio.Event()
     slow = operations.submit("step", "me", gate.wait, queue="a", seq=1)
     assert await value_of(operations, operations.submit("step", "me", gives(2), queue="b", seq=1)) == 2
@@ -82,7 +82,7 @@ async def test_lanes_do_not_wait_for_each_other(operations: LocalOperationSchedu
     assert await value_of(operations, slow) is True
 
 
-async def test_waiting_returns_as_soon_as_it_is_done(operations: LocalOperationScheduler) -> None:
+async def test_wait_returns_when_the_operation_is_done(operations: LocalOperationScheduler) -> None:
     async def work() -> str:
         await asyncio.sleep(0.05)
         return "done"
@@ -94,7 +94,7 @@ async def test_waiting_returns_as_soon_as_it_is_done(operations: LocalOperationS
     assert asyncio.get_running_loop().time() - started < 1
 
 
-async def test_the_same_key_or_sequence_id_again_is_the_same_operation(
+async def test_repeated_key_or_sequence_id_returns_the_same_operation(
     operations: LocalOperationScheduler,
 ) -> None:
     runs: list[int] = []
@@ -115,7 +115,7 @@ async def test_the_same_key_or_sequence_id_again_is_the_same_operation(
     assert other != first
 
 
-async def test_a_sequence_id_or_key_of_another_kind_is_refused(operations: LocalOperationScheduler) -> None:
+async def test_sequence_id_or_key_of_another_kind_is_rejected(operations: LocalOperationScheduler) -> None:
     operations.submit("step", "me", gives(1), queue="m", seq=1, key="k")
     with pytest.raises(ProtocolError, match="sequence id 1 of m") as refused:
         operations.submit("save", "me", gives(1), queue="m", seq=1)
@@ -126,7 +126,9 @@ async def test_a_sequence_id_or_key_of_another_kind_is_refused(operations: Local
         operations.submit("save", "me", gives(1), queue="m", seq=0)
 
 
-async def test_a_failure_is_told_and_lets_the_next_one_run(operations: LocalOperationScheduler) -> None:
+async def test_failed_operation_is_reported_and_the_next_one_runs(
+    operations: LocalOperationScheduler,
+) -> None:
     def fails(error: Exception) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
             raise error
@@ -146,7 +148,7 @@ async def test_a_failure_is_told_and_lets_the_next_one_run(operations: LocalOper
     assert await value_of(operations, operations.submit("step", "me", gives(6), queue="m", seq=6)) == 6
 
 
-async def test_a_gap_that_stays_fails_what_waits_behind_it(operations: LocalOperationScheduler) -> None:
+async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: LocalOperationScheduler) -> None:
     behind = [operations.submit("step", "me", gives(seq), queue="m", seq=seq) for seq in (3, 2)]
     for operation in behind:
         told = await error_of(operations, operation)
@@ -158,7 +160,7 @@ async def test_a_gap_that_stays_fails_what_waits_behind_it(operations: LocalOper
     assert operations.submit("step", "me", gives(2), queue="m", seq=2) == behind[1]
 
 
-async def test_a_gap_that_closes_in_time_fails_nothing(operations: LocalOperationScheduler) -> None:
+async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: LocalOperationScheduler) -> None:
     third = operations.submit("step", "me", gives(3), queue="m", seq=3)
     await asyncio.sleep(LIMITS.sequence_gap_timeout / 2)
     operations.submit("step", "me", gives(1), queue="m", seq=1)
@@ -168,7 +170,9 @@ async def test_a_gap_that_closes_in_time_fails_nothing(operations: LocalOperatio
     assert await value_of(operations, third) == 3
 
 
-async def test_too_many_operations_are_refused_until_one_is_done(operations: LocalOperationScheduler) -> None:
+async def test_operations_over_the_limit_are_rejected_until_one_is_done(
+    operations: LocalOperationScheduler,
+) -> None:
     gate = asyncio.Event()
     ids = [operations.submit("sample", "me", gate.wait) for _ in range(LIMITS.max_operations)]
     with pytest.raises(ProtocolError) as refused:
@@ -180,7 +184,7 @@ async def test_too_many_operations_are_refused_until_one_is_done(operations: Loc
     assert await value_of(operations, operations.submit("sample", "me", gives(1))) == 1
 
 
-async def test_results_expire_and_are_not_run_again(operations: LocalOperationScheduler) -> None:
+async def test_expired_results_are_not_computed_again(operations: LocalOperationScheduler) -> None:
     operation = operations.submit("step", "me", gives(1), queue="m", seq=1, key="k")
     assert await value_of(operations, operation) == 1
     await asyncio.sleep(2.2 * LIMITS.result_ttl)
@@ -193,7 +197,7 @@ async def test_results_expire_and_are_not_run_again(operations: LocalOperationSc
     assert await value_of(operations, operations.submit("step", "me", gives(2), queue="m", seq=2)) == 2
 
 
-async def test_operations_of_others_are_not_found(operations: LocalOperationScheduler) -> None:
+async def test_operations_of_another_owner_are_not_found(operations: LocalOperationScheduler) -> None:
     operation = operations.submit("sample", "you", gives(1))
     for unknown in (operation, "op-unheard-of"):
         with pytest.raises(ProtocolError) as refused:
@@ -201,7 +205,7 @@ async def test_operations_of_others_are_not_found(operations: LocalOperationSche
         assert refused.value.status == 404
 
 
-async def test_ending_a_lane_fails_what_waits_there(operations: LocalOperationScheduler) -> None:
+async def test_closing_a_queue_fails_its_waiting_operations(operations: LocalOperationScheduler) -> None:
     gate = asyncio.Event()
     running = operations.submit("step", "me", gate.wait, queue="m", seq=1)
     waiting = operations.submit("step", "me", gives(2), queue="m", seq=2)
@@ -212,7 +216,7 @@ async def test_ending_a_lane_fails_what_waits_there(operations: LocalOperationSc
     assert await value_of(operations, running) is True
 
 
-async def test_closing_wakes_everyone() -> None:
+async def test_closing_the_scheduler_wakes_all_waiters() -> None:
     operations = LocalOperationScheduler(LIMITS)
     running = operations.submit("step", "me", asyncio.Event().wait, queue="m", seq=1)
     waiting = operations.submit("step", "me", gives(2), queue="m", seq=2)

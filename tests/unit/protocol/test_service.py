@@ -89,7 +89,7 @@ def weights_of(info: CheckpointInfo, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("rank", [4, 8])
-async def test_it_trains_to_the_bit_as_the_backend_does_whoever_works_beside(
+async def test_service_trains_bit_identically_beside_other_models(
     service: LocalTrainingService, model: ModelConfig, tmp_path: Path, rank: int
 ) -> None:
     config = LocalBackendConfig(lora=LoraConfig(rank=rank, alpha=32), threads=1)
@@ -131,7 +131,7 @@ async def test_models_share_the_base_weights(model: ModelConfig) -> None:
         ({"train_attn": False, "train_mlp": False, "train_unembed": True}, {"head"}),
     ],
 )
-async def test_the_layers_asked_for_are_trained_and_sampled_from(
+async def test_requested_layers_are_trained_and_sampled(
     service: LocalTrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
 ) -> None:
     trained = await new_model(service, **flags)
@@ -155,7 +155,7 @@ async def test_the_layers_asked_for_are_trained_and_sampled_from(
     np.testing.assert_allclose(await service.logprobs(None, "me", PROMPT), before, atol=1e-5)
 
 
-async def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(
+async def test_step_without_gradient_equals_step_with_zero_gradient(
     service: LocalTrainingService,
 ) -> None:
     """As after a batch whose advantages are all zero: moments decay, and move the weights once more."""
@@ -172,7 +172,7 @@ async def test_a_step_without_a_gradient_is_one_with_a_gradient_of_zero(
     np.testing.assert_array_equal(*[await scored(model, PROMPT) for model in models])
 
 
-async def test_what_the_backend_refuses_is_the_clients_mistake(service: LocalTrainingService) -> None:
+async def test_backend_rejections_are_user_errors(service: LocalTrainingService) -> None:
     model = await new_model(service)
     for sample, text in [
         (make_sample("a", [5, 9999], 1), "outside the vocabulary"),
@@ -188,7 +188,7 @@ async def test_what_the_backend_refuses_is_the_clients_mistake(service: LocalTra
 # --- checkpoints ---
 
 
-async def test_a_state_continues_with_the_same_next_step_after_a_restart(opened: Open) -> None:
+async def test_loaded_state_continues_with_the_same_step_after_restart(opened: Open) -> None:
     async with opened() as service:
         model = await new_model(service)
         await train(model, steps=2)
@@ -209,9 +209,7 @@ async def test_a_state_continues_with_the_same_next_step_after_a_restart(opened:
         assert losses[1] != next_losses[1]
 
 
-async def test_states_that_do_not_fit_are_refused_by_name(
-    service: LocalTrainingService, tmp_path: Path
-) -> None:
+async def test_mismatched_states_are_rejected_by_name(service: LocalTrainingService, tmp_path: Path) -> None:
     model = await new_model(service)
     await train(model, steps=1)
     weights = await model.save("weights", optimizer=False)
@@ -236,7 +234,7 @@ async def test_states_that_do_not_fit_are_refused_by_name(
 # --- sampling ---
 
 
-async def test_replies_of_one_request_differ_and_a_seed_repeats_them(service: LocalTrainingService) -> None:
+async def test_seeded_replies_differ_and_are_reproducible(service: LocalTrainingService) -> None:
     params = SamplingParams(max_tokens=12, seed=4)
     three = await service.sample(None, "me", PROMPT, params, 3)
     assert len({tuple(reply.token_ids) for reply in three}) == 3
@@ -250,7 +248,7 @@ async def test_replies_of_one_request_differ_and_a_seed_repeats_them(service: Lo
         assert reply.text
 
 
-async def test_logprobs_are_of_the_full_softmax_whatever_is_sampled_from(
+async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
     service: LocalTrainingService,
 ) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.3, top_k=5, seed=1)
@@ -259,7 +257,7 @@ async def test_logprobs_are_of_the_full_softmax_whatever_is_sampled_from(
     np.testing.assert_allclose(reply.logprobs, told[len(PROMPT) :], atol=1e-5)
 
 
-async def test_policies_take_turns_where_there_are_fewer_engines(opened: Open) -> None:
+async def test_policies_take_turns_with_fewer_engines(opened: Open) -> None:
     async with opened(max_samplers=2) as service:
         model = await new_model(service)
         wanted: dict[str | None, Floats] = {None: await scored(model, PROMPT)}
@@ -273,7 +271,7 @@ async def test_policies_take_turns_where_there_are_fewer_engines(opened: Open) -
             np.testing.assert_allclose(logprobs, wanted[path], atol=1e-5)
 
 
-async def test_a_policy_in_use_keeps_its_engine(opened: Open) -> None:
+async def test_policy_in_use_keeps_its_engine(opened: Open) -> None:
     async with opened(max_samplers=2) as service:
         model = await new_model(service)
         versions: list[str] = []
@@ -292,7 +290,7 @@ async def test_a_policy_in_use_keeps_its_engine(opened: Open) -> None:
         np.testing.assert_allclose(sampled.logprobs, told[len(PROMPT) :], atol=1e-5)
 
 
-async def test_engines_at_work_divide_the_memory_and_those_at_rest_give_it_up(
+async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
     service: LocalTrainingService,
 ) -> None:
     model = await new_model(service)
@@ -317,7 +315,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_sampler_replaced_under_its_name_is_another_policy(service: LocalTrainingService) -> None:
+async def test_replaced_sampler_is_another_policy(service: LocalTrainingService) -> None:
     model = await new_model(service)
     info = await model.export("latest")
     before = await service.logprobs(info.path, "me", PROMPT)
@@ -330,7 +328,7 @@ async def test_a_sampler_replaced_under_its_name_is_another_policy(service: Loca
         await service.logprobs(info.path, "me", PROMPT)
 
 
-async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(
+async def test_invalid_sampling_requests_are_rejected(
     service: LocalTrainingService,
 ) -> None:
     for prompt, params, count, text in [
@@ -349,7 +347,7 @@ async def test_requests_that_cannot_be_sampled_are_refused_and_harm_nothing(
 # --- sessions and limits ---
 
 
-async def test_others_do_not_find_a_session_or_its_models(service: LocalTrainingService) -> None:
+async def test_sessions_and_models_of_another_owner_are_not_found(service: LocalTrainingService) -> None:
     model = await new_model(service)
     uses: list[Callable[[], object]] = [
         lambda: service.heartbeat(model.session_id, "you"),
@@ -365,7 +363,7 @@ async def test_others_do_not_find_a_session_or_its_models(service: LocalTraining
     assert service.model(model.model_id, "me") is model
 
 
-async def test_a_session_without_heartbeats_ends_and_lets_its_models_go(opened: Open) -> None:
+async def test_session_without_heartbeats_ends_with_its_models(opened: Open) -> None:
     async with opened(session_ttl=0.4) as service:
         silent, lively = await new_model(service), await new_model(service)
         sampler = await silent.export("kept")
@@ -383,7 +381,7 @@ async def test_a_session_without_heartbeats_ends_and_lets_its_models_go(opened: 
         assert await service.sample(sampler.path, "me", PROMPT, SamplingParams(max_tokens=1), 1)
 
 
-async def test_expired_checkpoints_leave_the_disk(opened: Open, tmp_path: Path) -> None:
+async def test_expired_checkpoints_are_removed_from_disk(opened: Open, tmp_path: Path) -> None:
     async with opened(session_ttl=0.4) as service:
         info = await (await new_model(service)).export("short", ttl=0.01)
         folder = weights_of(info, tmp_path).parent
@@ -392,7 +390,7 @@ async def test_expired_checkpoints_leave_the_disk(opened: Open, tmp_path: Path) 
         assert not folder.exists()
 
 
-async def test_ending_a_model_makes_room_for_another(opened: Open) -> None:
+async def test_ended_model_frees_its_place(opened: Open) -> None:
     async with opened(max_models=2) as service:
         first, second = await new_model(service), await new_model(service)
         with pytest.raises(ProtocolError, match="2 models are in training") as refused:
@@ -405,13 +403,13 @@ async def test_ending_a_model_makes_room_for_another(opened: Open) -> None:
         assert np.isfinite(await train(third, steps=1)).all()
 
 
-async def test_too_many_at_once_are_refused_too(opened: Open) -> None:
+async def test_concurrent_models_over_the_limit_are_rejected(opened: Open) -> None:
     async with opened(max_models=2) as service:
         made = await asyncio.gather(*(new_model(service) for _ in range(5)), return_exceptions=True)
         assert sum(isinstance(model, TrainingModel) for model in made) == 2
 
 
-async def test_what_cannot_be_made_is_refused_by_name(opened: Open) -> None:
+async def test_invalid_models_are_rejected_by_name(opened: Open) -> None:
     async with opened(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [

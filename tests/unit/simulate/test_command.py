@@ -39,7 +39,7 @@ def simulate(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def test_the_prediction_is_one_line_of_json(tmp_path: Path) -> None:
+def test_simulate_json_prints_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, simulate={"tool": 1.0, "turns": [1, 2, 8]})
     said = simulate(path)
     assert (said["engines"], said["max_staleness"], said["steps"], said["samples"]) == (2, 1, 6, 48)
@@ -49,7 +49,7 @@ def test_the_prediction_is_one_line_of_json(tmp_path: Path) -> None:
     assert simulate(path, "--no-sweep", "--engines", "1", "--max-staleness", "3")["max_staleness"] == 3
 
 
-def test_a_workload_file_is_replayed(tmp_path: Path) -> None:
+def test_simulate_replays_a_workload_file(tmp_path: Path) -> None:
     workload = tmp_path / "work.jsonl"
     workload.write_text('{"turns": [[10, 100, 2.0], [10, 100, 8.0]]}\n')
     given = write(tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0})
@@ -58,7 +58,7 @@ def test_a_workload_file_is_replayed(tmp_path: Path) -> None:
     assert option == simulate(given, "--no-sweep", "--workload", str(workload))
 
 
-def test_a_table_is_for_people(tmp_path: Path) -> None:
+def test_simulate_prints_a_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", str(write(tmp_path, simulate={}))])
     assert done.exit_code == 0, done.output
     assert "samples per hour" in done.stdout
@@ -66,7 +66,7 @@ def test_a_table_is_for_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [{"zero_signal": 1.0}, {"failures": 1.0}])
-def test_that_nothing_would_be_trained_is_an_answer(tmp_path: Path, times: dict[str, Any]) -> None:
+def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, times: dict[str, Any]) -> None:
     path = write(tmp_path, simulate={**times, "most_engines": 2, "most_staleness": 1})
     said = simulate(path)
     assert (said["samples"], said["bound"], said["of_bound"]) == (0, 0, None)
@@ -81,7 +81,7 @@ def config(**more: Any) -> RunConfig:
     return RunConfig.model_validate({**RUN, **more})
 
 
-def test_live_groups_are_those_of_the_run() -> None:
+def test_cluster_counts_the_live_groups_of_the_run() -> None:
     data = [{"source": "live", "share": 0.3}, {"source": "folder", "share": 0.7}]
     mixed = config(data=data)
     assert [cluster_from_config(mixed).count_live_groups(steps) for steps in range(7)] == [
@@ -106,9 +106,7 @@ def test_live_groups_are_those_of_the_run() -> None:
         ({"engine": {"type": "local"}, "backend": {"type": "tinker"}}, False),
     ],
 )
-def test_whether_a_reply_goes_on_under_the_next_version_is_the_engines(
-    more: dict[str, Any], goes_on: bool
-) -> None:
+def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], goes_on: bool) -> None:
     assert cluster_from_config(config(**more)).versions_per_token is goes_on
 
 
@@ -122,7 +120,7 @@ def test_whether_a_reply_goes_on_under_the_next_version_is_the_engines(
         ({"simulate": {"tool": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(
+def test_simulate_rejects_invalid_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], options: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -130,7 +128,7 @@ def test_what_cannot_be_simulated_is_said(
     assert said in capsys.readouterr().err
 
 
-def test_the_workload_of_the_bench_is_what_its_maker_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_workload_file_matches_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench" / "workloads"))
     import make  # pyright: ignore[reportMissingImports]
 

@@ -16,7 +16,7 @@ from instar.types import Json, Link
 from tests.unit.data.builders import make_call, make_session
 
 
-def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
+def test_fit_speed_recovers_the_speed_of_shared_engines() -> None:
     """Waves of 1, 4 and 16 replies that all begin and end together."""
     calls: list[CallTiming] = []
     at = 0.0
@@ -32,7 +32,7 @@ def test_the_speed_of_an_engine_is_found_from_calls_that_shared_it() -> None:
     assert fit_speed(calls, engines=4, max_batch=64)(1) < 1.1 * speed(1)
 
 
-def test_latency_is_split_into_what_a_call_takes_alone_and_what_its_company_adds() -> None:
+def test_fit_latency_separates_base_latency_and_crowding() -> None:
     """Waves of 1, 4 and 16 calls that all begin and end together."""
     calls: list[CallTiming] = []
     for wave in range(60):
@@ -48,7 +48,7 @@ def test_latency_is_split_into_what_a_call_takes_alone_and_what_its_company_adds
     assert fit_latency(quicker_in_company, engines=1)[1] == 0
 
 
-def test_the_time_of_a_step_is_split_into_a_base_and_its_tokens() -> None:
+def test_fit_training_separates_base_and_token_time() -> None:
     rng = random.Random(0)
     steps = [
         {"train_seconds": 2.0 + 1e-4 * tokens, "sequence_tokens": tokens}
@@ -61,7 +61,7 @@ def test_the_time_of_a_step_is_split_into_a_base_and_its_tokens() -> None:
     assert fit_training(slow_start) == (3.0, 0.0)
 
 
-def test_what_samples_share_is_computed_once_where_the_backend_says_so() -> None:
+def test_fit_training_uses_distinct_tokens_if_reported() -> None:
     """A step's time is that of its distinct tokens, of which the samples' own count says little."""
     rng = random.Random(0)
     sizes = [(rng.randrange(1000, 5000), rng.choice([2, 4, 8])) for _ in range(20)]
@@ -79,7 +79,7 @@ def test_what_samples_share_is_computed_once_where_the_backend_says_so() -> None
     assert per_token * sampled == pytest.approx(1e-3 * sum(step["distinct_tokens"] for step in steps[1:]))
 
 
-def test_a_session_that_branches_has_the_tokens_of_all_its_samples() -> None:
+def test_branching_session_counts_tokens_of_all_samples() -> None:
     first = make_call("1", [1, 2, 3], [4, 5])
     second = make_call("2", [6], [7], parent=first)
     beside = make_call("3", [8, 9], [10, 11], parent=first)
@@ -92,7 +92,7 @@ def test_a_session_that_branches_has_the_tokens_of_all_its_samples() -> None:
     assert played.tokens == sum(len(sample) for sample in linearize(recorded, calls))
 
 
-def test_a_workload_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_workload_file_round_trips(tmp_path: Path) -> None:
     sessions = [
         SimulatedSession((SimulatedTurn(5, 10, 0.25), SimulatedTurn(2, 1, 0.0)), 0.5),
         SimulatedSession((SimulatedTurn(0, 3, 1.0),)),
@@ -105,7 +105,7 @@ def test_a_workload_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{}", "nonsense", json.dumps({"turns": []}), json.dumps({"turns": [[1, 0, 1]]}), "[1]"]
 )
-def test_a_line_that_is_no_session_is_named(tmp_path: Path, line: str) -> None:
+def test_invalid_workload_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "work.jsonl"
     path.write_text('{"turns": [[1, 2, 3]]}\n' + line)
     with pytest.raises(ConfigError, match="line 2"):

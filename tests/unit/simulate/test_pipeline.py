@@ -85,7 +85,7 @@ def test_with_more_staleness_others_are_trained_while_a_straggler_runs() -> None
     assert max(tail.staleness) <= 8
 
 
-def test_what_is_too_old_is_dropped_and_made_up_for() -> None:
+def test_stale_groups_are_dropped_and_replaced() -> None:
     outcome = simulate(work([*[session(5)] * 40, session(2000)]), plant(max_staleness=1, steps=40))
     assert outcome.finished
     assert outcome.steps == 40
@@ -93,7 +93,7 @@ def test_what_is_too_old_is_dropped_and_made_up_for() -> None:
     assert outcome.samples + outcome.dropped["stale"] >= 160
 
 
-def test_replies_share_an_engine_and_wait_beyond_its_batch() -> None:
+def test_replies_share_an_engine_up_to_max_batch() -> None:
     flat = {1: 10.0, 2: 10.0}
     one = plant(steps=1, group_size=4, groups_per_step=1)
     shared = simulate(work([session(10)], speed=flat), one)
@@ -106,12 +106,12 @@ def test_replies_share_an_engine_and_wait_beyond_its_batch() -> None:
     assert spread.seconds == pytest.approx(1 + 5, abs=0.1)
 
 
-def test_the_first_token_is_there_when_the_latency_is_over() -> None:
+def test_first_token_arrives_after_the_latency() -> None:
     quick = work([session(0, turns=20)], latency=DistributionConfig(value=0.1))
     assert simulate(quick, plant(steps=1)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
 
-def test_the_first_token_comes_later_the_more_calls_the_engine_has() -> None:
+def test_latency_grows_with_the_calls_at_an_engine() -> None:
     """Four sessions at once, whose calls all begin together: none, one, two and three others are there."""
     crowded = work([session(0, turns=20)], latency=DistributionConfig(value=0.1), crowding=0.5)
     alone = plant(steps=1, group_size=1, groups_per_step=1)
@@ -120,7 +120,7 @@ def test_the_first_token_comes_later_the_more_calls_the_engine_has() -> None:
     assert simulate(crowded, plant(steps=1, engines=4)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
 
-def test_no_more_sessions_run_than_may() -> None:
+def test_concurrent_sessions_stay_within_concurrency() -> None:
     outcome = simulate(work([session(10, tool=9.0)]), plant(concurrency=2, steps=5, max_staleness=4))
     assert outcome.in_flight <= 2
     assert outcome.seconds == pytest.approx(5 * 2 * 10 + 5, rel=0.05)
@@ -135,7 +135,7 @@ def test_pauses_stop_generation() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
-def test_failed_sessions_are_handled_by_the_groups_policy(policy: Any) -> None:
+def test_failed_sessions_follow_the_group_policy(policy: Any) -> None:
     outcome = simulate(
         work([session(10)], failures=0.3), plant(group_policy=policy, max_staleness=2, steps=50)
     )
@@ -149,7 +149,7 @@ def test_failed_sessions_are_handled_by_the_groups_policy(policy: Any) -> None:
         assert outcome.dropped["superseded"] > outcome.dropped["failed"]
 
 
-def test_crashed_engines_lose_what_they_had_begun_and_come_back() -> None:
+def test_crashed_engine_loses_running_replies_and_restarts() -> None:
     outcome = simulate(
         work([session(100)], crashes_per_hour=60.0, restart=20.0), plant(engines=2, steps=50, retries=20)
     )
@@ -159,7 +159,7 @@ def test_crashed_engines_lose_what_they_had_begun_and_come_back() -> None:
     assert outcome.samples == 200
 
 
-def test_a_session_past_its_deadline_fails_and_frees_its_place() -> None:
+def test_session_past_its_timeout_fails_and_frees_its_slot() -> None:
     outcome = simulate(work([session(10), session(10_000)]), plant(timeout=20.0, steps=3))
     assert outcome.finished
     assert outcome.dropped["failed"] == 6
@@ -173,7 +173,7 @@ def test_groups_without_signal_are_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
-def test_a_run_whose_sessions_all_fail_is_stopped(policy: Any) -> None:
+def test_run_stops_if_all_sessions_fail(policy: Any) -> None:
     outcome = simulate(work([session(10)], failures=1.0), plant(group_policy=policy))
     assert outcome.given_up
     assert not outcome.finished
@@ -182,14 +182,14 @@ def test_a_run_whose_sessions_all_fail_is_stopped(policy: Any) -> None:
     assert (rewarded.finished, rewarded.samples) == (True, 40)
 
 
-def test_nothing_is_recommended_where_nothing_is_trained() -> None:
+def test_recommend_returns_none_if_nothing_is_trained() -> None:
     nothing = work([session(10)], zero_signal=1.0)
     assert recommend(nothing, plant(), most_engines=2, most_staleness=1) is None
     assert upper_bound(nothing, plant()).samples_per_hour == 0
     assert upper_bound(work([session(10)], failures=1.0), plant(group_policy="drop")).samples_per_hour == 0
 
 
-def test_a_session_that_failed_is_trained_as_far_as_it_came() -> None:
+def test_failed_session_is_trained_up_to_its_failure() -> None:
     """Every session fails, in its first or second turn of five seconds; ten tokens take a second to train."""
     given = work(
         [session(49, turns=2)],
@@ -206,7 +206,7 @@ STRAGGLER = [*[session(5)] * 40, session(2000)]
 """The last one's reply goes on while dozens of steps are trained."""
 
 
-def test_a_reply_under_way_goes_on_under_the_next_version() -> None:
+def test_reply_in_progress_continues_under_the_next_version() -> None:
     """Where stale tokens are masked, its last ones are fresh; not where it ends under the version that it
     began with."""
     site = plant(max_staleness=1, steps=40, masks_stale=True)
@@ -225,7 +225,7 @@ def one_in_two_steps(steps: int) -> int:
     return steps // 2
 
 
-def test_places_of_exported_data_are_not_rolled_out() -> None:
+def test_groups_of_exported_data_are_not_rolled_out() -> None:
     """One group in four is live, then one in eight: every other step is of data alone."""
     quarter = simulate(work([session(10)]), plant(groups_per_step=4, live_groups=one_a_step))
     assert (quarter.samples, quarter.data_samples, quarter.staleness) == (80, 60, {0: 20})
@@ -236,14 +236,14 @@ def test_places_of_exported_data_are_not_rolled_out() -> None:
     assert eighth.seconds == pytest.approx(5 * 1 + 10 * 5, abs=1)
 
 
-def test_the_tokens_of_exported_data_are_trained_too() -> None:
+def test_tokens_of_exported_data_are_trained() -> None:
     heavy = work([session(9)], train_per_token=0.1)
     mixed = simulate(heavy, plant(live_groups=one_a_step))
     alone = simulate(heavy, plant())
     assert mixed.seconds == pytest.approx(alone.seconds)
 
 
-def test_a_request_that_moved_can_be_cancelled() -> None:
+def test_moved_request_can_be_cancelled() -> None:
     clock = VirtualClock()
     pool = SimulatedPool(clock, 2, 1, EngineSpeed({1: 10.0}))
     first, short, moved = (
@@ -262,7 +262,7 @@ def test_a_request_that_moved_can_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_schedule_gets_past_the_bound(seed: int) -> None:
+def test_simulation_stays_below_the_bound(seed: int) -> None:
     rng = random.Random(seed)
     config = SimulateConfig()
     sessions = draw_sessions(config, rng, 400)
@@ -290,9 +290,7 @@ def test_no_schedule_gets_past_the_bound(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
 @pytest.mark.parametrize("failed_counts", [False, True])
 @pytest.mark.parametrize("limit", ["trainer", "rollout"])
-def test_no_schedule_gets_past_the_bound_where_sessions_fail(
-    policy: Any, failed_counts: bool, limit: str
-) -> None:
+def test_simulation_with_failures_stays_below_the_bound(policy: Any, failed_counts: bool, limit: str) -> None:
     """Nor is the bound far away. What a run gets is partly luck, so it is the mean of some."""
     cut = DistributionConfig(median=1.0, sigma=1.5, most=1.5)
     given = work(
@@ -315,7 +313,7 @@ def test_no_schedule_gets_past_the_bound_where_sessions_fail(
 @pytest.mark.parametrize(
     ("sigma", "most"), [(0.0, None), (0.0, 1.0), (0.0, 5.0), (1.5, None), (1.5, 3.0), (1.5, 0.5)]
 )
-def test_the_mean_is_that_of_what_is_drawn(sigma: float, most: float | None) -> None:
+def test_distribution_mean_matches_the_draws(sigma: float, most: float | None) -> None:
     given = DistributionConfig(median=2.0, sigma=sigma, most=most)
     drawn = make_draw(given, random.Random(0))
     tolerance = 0.05 if most is None else 0.01
@@ -324,7 +322,7 @@ def test_the_mean_is_that_of_what_is_drawn(sigma: float, most: float | None) -> 
     )
 
 
-def test_a_saturated_trainer_reaches_the_bound() -> None:
+def test_saturated_trainer_reaches_the_bound() -> None:
     given = work([session(50)], train_base=30.0)
     site = plant(max_staleness=2, steps=50)
     limit = upper_bound(given, site)
@@ -336,14 +334,14 @@ def test_a_saturated_trainer_reaches_the_bound() -> None:
     assert upper_bound(given, half).rollout > limit.rollout
 
 
-def test_a_seed_repeats_a_run_and_another_one_does_not() -> None:
+def test_seed_makes_a_simulation_reproducible() -> None:
     sessions = draw_sessions(SimulateConfig(), random.Random(0), 50)
     noisy = work(sessions, latency=DistributionConfig(values=[0.1, 1.0, 3.0]))
     first, again, other = (simulate(noisy, plant(max_staleness=2), seed=seed).seconds for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_the_advice_ends_where_more_brings_nothing() -> None:
+def test_recommendation_stops_where_more_engines_do_not_help() -> None:
     given = work(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
     advice = recommend(given, plant(steps=60, concurrency=16), most_engines=32, most_staleness=16)
     assert advice is not None
@@ -357,7 +355,7 @@ def test_the_advice_ends_where_more_brings_nothing() -> None:
     assert "best found" in advice.reason
 
 
-def test_thousands_of_engines_are_spread_over() -> None:
+def test_requests_spread_over_thousands_of_engines() -> None:
     given = work([session(20, tool=1.0, turns=3)], train_base=0.1)
     outcome = simulate(
         given, plant(engines=2000, concurrency=4000, groups_per_step=200, steps=5, max_staleness=4)
@@ -366,7 +364,7 @@ def test_thousands_of_engines_are_spread_over() -> None:
     assert outcome.samples == 2000
 
 
-def test_an_engine_is_found_as_fast_after_many_requests() -> None:
+def test_engine_choice_stays_fast_after_many_requests() -> None:
     """Were what is void looked through every time, this would take minutes."""
     clock = VirtualClock()
     pool = SimulatedPool(clock, 2, 4, EngineSpeed({1: 10.0}))

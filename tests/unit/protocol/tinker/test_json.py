@@ -37,7 +37,7 @@ def both(model: str, seq: int) -> dict[str, Any]:
     return {"forward_backward_input": given(), "model_id": model, "seq_id": seq}
 
 
-def test_a_step(raw: Raw, model: str) -> None:
+def test_json_pass_and_step_reduce_the_loss(raw: Raw, model: str) -> None:
     ahead = raw.result(raw.submit("forward", {"forward_input": given(), "model_id": model, "seq_id": 1}))
     [tensors] = ahead["loss_fn_outputs"]
     assert tensors["logprobs"]["dtype"] == "float32"
@@ -50,7 +50,7 @@ def test_a_step(raw: Raw, model: str) -> None:
     assert second["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
 
 
-def test_steps_that_arrive_out_of_order_run_in_order(raw: Raw, model: str) -> None:
+def test_json_steps_out_of_order_run_in_order(raw: Raw, model: str) -> None:
     last = raw.submit("forward_backward", both(model, 3))
     middle = raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
     first = raw.submit("forward_backward", both(model, 1))
@@ -58,7 +58,7 @@ def test_steps_that_arrive_out_of_order_run_in_order(raw: Raw, model: str) -> No
     assert after["loss:sum"] < before["loss:sum"]
 
 
-def test_the_same_step_sent_again_is_not_taken_again(raw: Raw, model: str) -> None:
+def test_repeated_step_runs_once(raw: Raw, model: str) -> None:
     first = raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"})
     assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"}) == first
     assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "b"}) == first
@@ -70,14 +70,14 @@ def test_the_same_step_sent_again_is_not_taken_again(raw: Raw, model: str) -> No
     assert "belongs to another operation" in taken.json()["detail"]
 
 
-def test_a_model_asked_for_twice_is_made_once(raw: Raw) -> None:
+def test_repeated_create_model_returns_the_same_model(raw: Raw) -> None:
     session = raw.session()
     assert raw.model(session, NAME) == raw.model(session, NAME)
     assert raw.model(session, NAME, 1) != raw.model(session, NAME)
     raw.post(f"sessions/{session}/finish", {})
 
 
-def test_sampling(raw: Raw) -> None:
+def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: Raw) -> None:
     session = raw.session()
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
     sampling = raw.post("create_sampling_session", asked).json()["sampling_session_id"]
@@ -99,7 +99,7 @@ def test_sampling(raw: Raw) -> None:
     assert result["prompt_logprobs"][1] < 0
 
 
-def test_a_key_of_another_form_is_exchanged_for_a_token(url: str) -> None:
+def test_mint_key_is_exchanged_for_a_token(url: str) -> None:
     with Raw(url, KEY) as raw:
         assert not raw.post("client/config", {"sdk_version": "0.36.0"}).json()["pjwt_auth_enabled"]
     with Raw(url, MINT_KEY) as raw:
@@ -125,12 +125,14 @@ def test_a_key_of_another_form_is_exchanged_for_a_token(url: str) -> None:
         ("mint/checkpoints/interpolate", {}, {}, 404),
     ],
 )
-def test_refusals(raw: Raw, path: str, body: Any, headers: dict[str, str], status: int) -> None:
+def test_invalid_requests_get_user_errors(
+    raw: Raw, path: str, body: Any, headers: dict[str, str], status: int
+) -> None:
     answer = raw.post(path, body, **headers)
     assert answer.status_code == status
     assert answer.json()["category"] == "user"
 
 
-def test_telemetry_is_taken_and_dropped(raw: Raw) -> None:
+def test_telemetry_is_accepted_and_discarded(raw: Raw) -> None:
     assert raw.post("telemetry", {"events": []}).json() == {"status": "accepted"}
     assert raw.get("healthz").json() == {"status": "ok"}

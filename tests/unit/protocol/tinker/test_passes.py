@@ -72,7 +72,7 @@ def read(data: list[types.Datum], loss: str, config: dict[str, Any] | None = Non
     return batches[0]
 
 
-def test_what_is_said_of_a_target_is_said_of_the_token_after_it() -> None:
+def test_datum_tensors_apply_to_the_next_token() -> None:
     [sample] = read([datum([1, 2, 3], **RATIO)], "importance_sampling").samples
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
     assert sample.token_ids.dtype == np.int32
@@ -81,12 +81,12 @@ def test_what_is_said_of_a_target_is_said_of_the_token_after_it() -> None:
     assert sample.advantages.tolist() == [0.0, 0.0, 1.0, -1.5]
 
 
-def test_cross_entropy_without_weights_counts_every_token() -> None:
+def test_cross_entropy_without_weights_uses_weight_one() -> None:
     [sample] = read([datum([1, 2], target_tokens=[2, 9])], "cross_entropy").samples
     assert sample.advantages.tolist() == [0.0, 1.0, 1.0]
 
 
-def test_several_chunks_are_one_input() -> None:
+def test_chunks_are_concatenated() -> None:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
     joined = types.Datum(
         model_input=types.ModelInput(chunks=chunks),
@@ -96,21 +96,21 @@ def test_several_chunks_are_one_input() -> None:
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
 
-def test_loss_settings() -> None:
+def test_loss_options_are_converted() -> None:
     clip = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5}
     loss = read([datum([1, 2, 3], **RATIO)], "ppo", clip).loss
     assert (loss.name, loss.clip_low, loss.clip_high) == ("ppo", 0.7, 1.5)
     assert read([datum([1, 2, 3], **RATIO)], "dro", {"beta": 0.1}).loss.beta == 0.1
 
 
-def test_fillers_of_no_weight_take_no_part() -> None:
+def test_filler_targets_of_zero_weight_are_masked() -> None:
     filled = datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
     [sample] = read([filled], "cross_entropy").samples
     assert sample.mask.tolist() == [0, 0, 1, 1]
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
 
-def test_a_place_without_old_logprob_and_advantage_takes_no_part() -> None:
+def test_token_without_old_logprob_and_advantage_is_masked() -> None:
     tensors = RATIO | {"logprobs": [float("nan"), -0.25, -2.0]}
     for loss in ("importance_sampling", "dro"):
         [sample] = parse_protobuf_pass(protobuf([datum([1, 2, 3], **tensors)], loss)).require_batch().samples
@@ -135,7 +135,7 @@ def test_a_place_without_old_logprob_and_advantage_takes_no_part() -> None:
         ("ppo", {}, {"beta": 0.5}, "does not take beta; it takes clip_low_threshold"),
     ],
 )
-def test_refusals_name_the_datum_and_wait_for_their_turn(
+def test_invalid_datum_is_named_and_reported_when_the_pass_runs(
     loss: str, change: dict[str, Any], config: dict[str, Any] | None, says: str
 ) -> None:
     data = [datum([1, 2, 3], **RATIO), datum([1, 2, 3], **RATIO | change)]
@@ -149,7 +149,7 @@ def test_refusals_name_the_datum_and_wait_for_their_turn(
         assert raised.value.category == "user"
 
 
-def test_images_and_matrices_are_refused() -> None:
+def test_images_and_matrices_are_rejected() -> None:
     picture = types.Datum(
         model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1], dtype="int64")},
@@ -164,14 +164,14 @@ def test_images_and_matrices_are_refused() -> None:
         parse_protobuf_pass(protobuf([matrix], "cross_entropy")).require_batch()
 
 
-def test_nonsense_is_refused_at_once() -> None:
+def test_unparsable_pass_is_rejected_at_once() -> None:
     with pytest.raises(ProtocolError, match="cannot be parsed"):
         parse_protobuf_pass(b"\xff\xff\xff")
     with pytest.raises(ProtocolError, match="cannot be parsed"):
         parse_json_pass(b"{", forward_only=True)
 
 
-def test_the_sdk_reads_what_passes_end_with() -> None:
+def test_sdk_reads_pass_results() -> None:
     logprobs = [np.array([np.nan, -1.0, -2.0], np.float32), np.array([np.nan, -3.0], np.float32)]
     result = TinkerPassResult.from_logprobs(4.5, {"tokens": 3.0, "ratio_max": 2.0, "kl": 0.0}, logprobs)
     read = deserialize_forward_backward_output(result.to_protobuf())
@@ -181,7 +181,7 @@ def test_the_sdk_reads_what_passes_end_with() -> None:
     assert result.to_json()["metrics"] == read.metrics
 
 
-def test_the_sdk_reads_what_sampling_ends_with() -> None:
+def test_sdk_reads_sample_results() -> None:
     sequences = [
         SampledSequence([5, 6], [-0.5, -1.0], "stop", "ab"),
         SampledSequence([7], [-2.0], "length", "c"),

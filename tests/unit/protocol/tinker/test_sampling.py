@@ -26,7 +26,7 @@ def trained(training: tinker.TrainingClient) -> list[float]:
     return logprobs(training.forward([next_tokens()], "cross_entropy").result()).tolist()
 
 
-def test_the_base_model(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+def test_base_model_can_be_sampled(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
     """A fresh adapter changes nothing, so the base model is what training begins with."""
     sampling = service.create_sampling_client(base_model=NAME)
     assert scored(sampling) == pytest.approx(trained(training), abs=1e-4)
@@ -36,7 +36,7 @@ def test_the_base_model(service: tinker.ServiceClient, training: tinker.Training
     assert last[4:] == pytest.approx(scored(sampling)[-2:], abs=1e-5)
 
 
-def test_samples_come_with_their_logprobs(service: tinker.ServiceClient) -> None:
+def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     params = types.SamplingParams(max_tokens=6, seed=1)
     response = sampling.sample(PROMPT, 3, params, include_prompt_logprobs=True).result(20)
@@ -50,7 +50,7 @@ def test_samples_come_with_their_logprobs(service: tinker.ServiceClient) -> None
     assert again.sequences[0].tokens == response.sequences[0].tokens
 
 
-def test_stopping(service: tinker.ServiceClient) -> None:
+def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
     [whole] = sampling.sample(PROMPT, 1, greedy).result(20).sequences
@@ -64,7 +64,7 @@ def test_stopping(service: tinker.ServiceClient) -> None:
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(20)
 
 
-def test_published_weights_stay_what_they_were(
+def test_published_weights_do_not_change(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:
     step(training)
@@ -82,7 +82,7 @@ def test_published_weights_stay_what_they_were(
         assert scored(sampling) == pytest.approx(policy, abs=1e-4)
 
 
-def test_a_prompt_as_long_as_the_context(service: tinker.ServiceClient) -> None:
+def test_prompt_of_full_context_length_is_scored(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     tokens = [3 + i % 250 for i in range(256)]
     assert np.isfinite(scored(sampling, tokens)).all()
@@ -90,7 +90,7 @@ def test_a_prompt_as_long_as_the_context(service: tinker.ServiceClient) -> None:
         sampling.sample(types.ModelInput.from_ints(tokens), 1, types.SamplingParams(max_tokens=1)).result(20)
 
 
-def test_what_is_not_offered_is_refused_by_name(service: tinker.ServiceClient) -> None:
+def test_unsupported_options_are_rejected_by_name(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     params = types.SamplingParams(max_tokens=1)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):

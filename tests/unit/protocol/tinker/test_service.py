@@ -20,7 +20,7 @@ from tests.unit.protocol.tinker.test_training import ADAM, next_tokens, step
 pytestmark = LEAKS
 
 
-def test_a_key_is_needed(url: str) -> None:
+def test_request_without_valid_key_is_rejected(url: str) -> None:
     with pytest.raises(tinker.AuthenticationError, match="not one of this server's") as raised:
         tinker.ServiceClient(base_url=url, api_key="tml-guessed").get_server_capabilities()
     assert "guessed" not in str(raised.value)
@@ -30,7 +30,7 @@ def test_a_key_is_needed(url: str) -> None:
         assert raw.post("client/config", {}).status_code == 401
 
 
-def test_what_belongs_to_a_key_is_hidden_from_others(url: str, training: tinker.TrainingClient) -> None:
+def test_objects_of_one_key_are_hidden_from_others(url: str, training: tinker.TrainingClient) -> None:
     path = training.save_state("mine").result().path
     with Raw(url, OTHER_KEY) as raw:
         assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
@@ -38,7 +38,7 @@ def test_what_belongs_to_a_key_is_hidden_from_others(url: str, training: tinker.
         assert raw.get("checkpoints").json()["checkpoints"] == []
 
 
-def test_listing_and_deleting(url: str, training: tinker.TrainingClient) -> None:
+def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingClient) -> None:
     state = training.save_state("s", ttl_seconds=7200).result().path
     sampler = training.save_weights_for_sampler("p").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEY)
@@ -66,7 +66,7 @@ def test_listing_and_deleting(url: str, training: tinker.TrainingClient) -> None
         rest.publish_checkpoint_from_tinker_path(state).result()
 
 
-def test_a_finished_session_takes_its_models_and_unnamed_weights_along(url: str) -> None:
+def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     training = service.create_lora_training_client(NAME, rank=4)
     kept = training.save_weights_for_sampler("kept").result().path
@@ -81,9 +81,7 @@ def test_a_finished_session_takes_its_models_and_unnamed_weights_along(url: str)
         assert [checkpoint["tinker_path"] for checkpoint in left] == [kept]
 
 
-def test_what_a_restarted_server_has_forgotten_is_told_at_once(
-    tiny_model: ModelConfig, tmp_path: Path
-) -> None:
+def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, tmp_path: Path) -> None:
     options = {"folder": tmp_path, "keys": [KEY], "base_model": NAME}
     with served("tinker", tiny_model, **options) as url:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
@@ -111,7 +109,7 @@ def test_what_a_restarted_server_has_forgotten_is_told_at_once(
         service.close("errored")
 
 
-def test_a_lost_result_is_no_server_error(url: str, training: tinker.TrainingClient) -> None:
+def test_lost_result_is_reported_as_retryable(url: str, training: tinker.TrainingClient) -> None:
     """The SDK tells those that train, and sends again what was sampled."""
     from tinker.lib.api_future_impl import _APIFuture
 

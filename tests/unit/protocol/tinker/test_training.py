@@ -38,7 +38,9 @@ def step(training: tinker.TrainingClient) -> float:
     return both.result().metrics["loss:sum"]
 
 
-def test_what_there_is(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
+def test_server_capabilities_name_the_base_model(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
     [model] = service.get_server_capabilities().supported_models
     assert (model.model_name, model.max_context_length, model.trainable) == (NAME, 256, True)
     info = training.get_info()
@@ -47,13 +49,13 @@ def test_what_there_is(service: tinker.ServiceClient, training: tinker.TrainingC
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_it_learns(training: tinker.TrainingClient) -> None:
+def test_training_reduces_the_loss(training: tinker.TrainingClient) -> None:
     losses = [step(training) for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_the_loss_is_that_of_the_logprobs(training: tinker.TrainingClient) -> None:
+def test_loss_matches_the_logprobs(training: tinker.TrainingClient) -> None:
     weights = [0.0, 1.0, 0.5, 0.0, 2.0]
     data = [next_tokens(weights=weights), next_tokens([7, 8, 9])]
     ahead = training.forward(data, "cross_entropy").result()
@@ -65,7 +67,7 @@ def test_the_loss_is_that_of_the_logprobs(training: tinker.TrainingClient) -> No
 
 
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
-def test_losses_with_old_logprobs(training: tinker.TrainingClient, loss: Any) -> None:
+def test_ratio_losses_use_old_logprobs(training: tinker.TrainingClient, loss: Any) -> None:
     old = logprobs(training.forward([next_tokens()], "cross_entropy").result())
     data = [next_tokens(logprobs=(old - 0.1).tolist(), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
     output = training.forward_backward(data, loss).result()
@@ -82,7 +84,7 @@ def test_losses_with_old_logprobs(training: tinker.TrainingClient, loss: Any) ->
     assert training.forward_backward(data, loss, clipped).result().metrics.keys() == output.metrics.keys()
 
 
-def test_many_chunks_that_arrive_out_of_order(training: tinker.TrainingClient) -> None:
+def test_many_pass_chunks_out_of_order_are_combined(training: tinker.TrainingClient) -> None:
     """The SDK sends the first of several chunks last."""
     count = 2100
     alone = training.forward([next_tokens([7, 8])], "cross_entropy").result().metrics["loss:sum"]
@@ -92,7 +94,7 @@ def test_many_chunks_that_arrive_out_of_order(training: tinker.TrainingClient) -
     assert output.metrics["loss:sum"] == pytest.approx(count * alone, rel=1e-4)
 
 
-def test_a_loss_of_the_clients_own(training: tinker.TrainingClient) -> None:
+def test_custom_loss_is_computed_by_the_client(training: tinker.TrainingClient) -> None:
     def loss(data: list[types.Datum], lps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         return -sum(lp.sum() for lp in lps), {"mine": 1.0}  # pyright: ignore
 
@@ -103,7 +105,7 @@ def test_a_loss_of_the_clients_own(training: tinker.TrainingClient) -> None:
     assert training.optim_step(STAY).result().metrics["grad_norm"] == pytest.approx(of_its_own, rel=1e-5)
 
 
-def test_saved_states_go_on_as_if_nothing_was(service: tinker.ServiceClient) -> None:
+def test_loaded_state_continues_training(service: tinker.ServiceClient) -> None:
     training = service.create_lora_training_client(NAME, rank=4, seed=3)
     step(training), step(training)
     path = training.save_state("two").result().path
@@ -120,7 +122,7 @@ def test_saved_states_go_on_as_if_nothing_was(service: tinker.ServiceClient) -> 
     assert step(training) == pytest.approx(after[0], rel=1e-6)
 
 
-def test_a_state_is_replaced_only_when_asked(training: tinker.TrainingClient) -> None:
+def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) -> None:
     training.save_state("one").result()
     with pytest.raises(tinker.RequestFailedError, match="has a checkpoint 'one' already"):
         training.save_state("one").result()
@@ -137,7 +139,7 @@ def test_a_state_is_replaced_only_when_asked(training: tinker.TrainingClient) ->
         ([next_tokens(weights=[float("inf")] * 5)], "cross_entropy", "loss is inf|nan"),
     ],
 )
-def test_what_is_wrong_is_said_and_training_goes_on(
+def test_invalid_data_is_reported_and_training_continues(
     training: tinker.TrainingClient, data: list[types.Datum], loss: Any, says: str
 ) -> None:
     with pytest.raises(tinker.RequestFailedError, match=says) as raised:
@@ -146,7 +148,7 @@ def test_what_is_wrong_is_said_and_training_goes_on(
     step(training)
 
 
-def test_other_optimizers_ranks_and_models_are_refused(service: tinker.ServiceClient) -> None:
+def test_unsupported_optimizers_ranks_and_models_are_rejected(service: tinker.ServiceClient) -> None:
     with pytest.raises(tinker.RequestFailedError, match=r"optimizer_config\.type: received 'dimuon'"):
         service.create_lora_training_client(NAME, optimizer=types.DimuonOptimizerConfig())
     with pytest.raises(tinker.RequestFailedError, match="rank: received 64; allowed: 1 to 16"):
@@ -155,7 +157,7 @@ def test_other_optimizers_ranks_and_models_are_refused(service: tinker.ServiceCl
         service.create_lora_training_client("another", rank=4)
 
 
-def test_a_rate_of_zero_changes_nothing(training: tinker.TrainingClient) -> None:
+def test_learning_rate_of_zero_changes_nothing(training: tinker.TrainingClient) -> None:
     before = training.forward_backward([next_tokens()], "cross_entropy").result().metrics["loss:sum"]
     training.optim_step(STAY).result()
     after = training.forward([next_tokens()], "cross_entropy").result().metrics["loss:sum"]

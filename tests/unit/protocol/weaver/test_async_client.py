@@ -48,7 +48,7 @@ async def one_by_one(trainer: AsyncTrainingClient, steps: int) -> list[float]:
     return losses
 
 
-async def test_calls_made_at_once_take_effect_in_order(service: AsyncServiceClient) -> None:
+async def test_concurrent_calls_take_effect_in_order(service: AsyncServiceClient) -> None:
     calm, hasty = await create(service), await create(service)
     expected = await one_by_one(calm, 4)
 
@@ -80,7 +80,7 @@ async def test_sequence_ids_may_arrive_in_any_order(service: AsyncServiceClient)
     assert [loss(await handle) for handle in handles[::2]] == expected
 
 
-async def test_a_save_comes_after_what_was_asked_for_before(service: AsyncServiceClient) -> None:
+async def test_save_runs_after_earlier_calls(service: AsyncServiceClient) -> None:
     trainer = await create(service)
     path = f"/api/v1/models/{trainer.model_id}"
     step = {"payload": {"seq_id": 2, "adam_params": ADAM.to_payload()}}
@@ -99,7 +99,7 @@ async def test_a_save_comes_after_what_was_asked_for_before(service: AsyncServic
     assert loss(loaded) == loss(await trainer.forward([spoken(20)], "cross_entropy")) != loss(fresh)
 
 
-async def test_the_sdks_pipeline(service: AsyncServiceClient) -> None:
+async def test_sdk_pipeline_trains(service: AsyncServiceClient) -> None:
     expected = await one_by_one(await create(service), 4)
     queue = SubmitAheadQueue(await create(service), submit_ahead=1)
     done: list[Any] = []
@@ -110,7 +110,7 @@ async def test_the_sdks_pipeline(service: AsyncServiceClient) -> None:
     assert [loss(step.forward_backward) for step in done if step is not None] == expected
 
 
-async def test_a_loss_of_the_clients_own(service: AsyncServiceClient) -> None:
+async def test_custom_loss_is_computed_by_the_client(service: AsyncServiceClient) -> None:
     theirs, built_in = await create(service), await create(service)
     data = [spoken(20), spoken(60)]
 
@@ -127,7 +127,7 @@ async def test_a_loss_of_the_clients_own(service: AsyncServiceClient) -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-async def test_models_and_samplers_side_by_side(service: AsyncServiceClient) -> None:
+async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient) -> None:
     async def learn(first: int) -> list[int]:
         trainer = await create(service)
         for _ in range(12):
@@ -146,7 +146,7 @@ async def test_models_and_samplers_side_by_side(service: AsyncServiceClient) -> 
         assert tokens == list(range(first + 4, first + 9))
 
 
-async def test_outputs_are_told_apart_by_their_ids(service: AsyncServiceClient) -> None:
+async def test_outputs_carry_their_datum_ids(service: AsyncServiceClient) -> None:
     from weaver import align_training_outputs
 
     trainer = await create(service)
@@ -159,7 +159,7 @@ async def test_outputs_are_told_apart_by_their_ids(service: AsyncServiceClient) 
     assert (found[5:] < 0).all()
 
 
-async def test_handles_that_fail(service: AsyncServiceClient) -> None:
+async def test_failed_operation_handles_raise(service: AsyncServiceClient) -> None:
     trainer = await create(service)
     handle = await trainer.forward_backward([spoken(20)], "nonsense", wait=False)
     assert handle.done()

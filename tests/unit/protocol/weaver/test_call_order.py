@@ -28,7 +28,7 @@ class Lane:
         return [self.places[place] for place in sorted(self.places)]
 
 
-def test_a_call_without_a_number_stands_where_it_came() -> None:
+def test_unnumbered_call_keeps_its_arrival_order() -> None:
     queue = Lane()
     queue.submit_unnumbered("load")
     queue.submit_numbered(1, "b")
@@ -39,7 +39,7 @@ def test_a_call_without_a_number_stands_where_it_came() -> None:
     assert queue.sequence() == ["load", "seq 1", "seq 2", "save", "save again", "seq 3"]
 
 
-def test_numbers_may_come_late() -> None:
+def test_numbered_calls_may_arrive_late() -> None:
     queue = Lane()
     queue.submit_numbered(3, "c")
     queue.submit_unnumbered("save")
@@ -49,7 +49,7 @@ def test_numbers_may_come_late() -> None:
     assert queue.sequence() == ["seq 1", "seq 2", "seq 3", "save", "seq 4"]
 
 
-def test_what_is_sent_again_keeps_its_place() -> None:
+def test_repeated_call_keeps_its_sequence_id() -> None:
     queue = Lane()
     for call in ("a", "a"):
         queue.submit_numbered(1, call)
@@ -59,7 +59,7 @@ def test_what_is_sent_again_keeps_its_place() -> None:
     assert queue.sequence() == ["seq 1", "save", "seq 2"]
 
 
-def test_every_place_is_filled_once_whatever_the_order() -> None:
+def test_every_sequence_id_is_used_once_in_any_order() -> None:
     for seed in range(50):
         rng, queue = random.Random(seed), Lane()
         waiting = list(range(1, 20))
@@ -72,7 +72,7 @@ def test_every_place_is_filled_once_whatever_the_order() -> None:
         assert submit_numbered == [f"seq {seq}" for seq in range(1, 20)]
 
 
-def test_a_sequence_id_belongs_to_one_call() -> None:
+def test_sequence_id_of_another_call_is_rejected() -> None:
     queue = Lane()
     queue.submit_numbered(1, "a")
     with pytest.raises(ProtocolError, match="another call") as caught:
@@ -81,7 +81,7 @@ def test_a_sequence_id_belongs_to_one_call() -> None:
     queue.submit_numbered(1, None)
 
 
-def test_a_call_that_was_not_taken_leaves_no_trace() -> None:
+def test_failed_submission_leaves_the_order_unchanged() -> None:
     def refuse(place: int) -> str:
         raise ProtocolError("too many", 429)
 

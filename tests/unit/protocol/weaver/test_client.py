@@ -56,7 +56,7 @@ def trainer(connect: Connect) -> TrainingClient:
     return create(connect())
 
 
-def test_what_there_is_to_train(connect: Connect, model_folder: Path) -> None:
+def test_supported_models_are_listed(connect: Connect, model_folder: Path) -> None:
     client = connect()
     assert client.list_supported_models() == [BASE]
     (model,) = client.list_supported_models(detailed=True)
@@ -67,7 +67,7 @@ def test_what_there_is_to_train(connect: Connect, model_folder: Path) -> None:
     trainer.log_metrics({"reward": 0.5}, step=1)
 
 
-def test_a_model_learns_and_is_sampled_from(trainer: TrainingClient) -> None:
+def test_model_trains_and_is_sampled(trainer: TrainingClient) -> None:
     before = trainer.forward([spoken()], "forward_logprob")
     began = time.monotonic()
     for _ in range(15):
@@ -94,7 +94,7 @@ def test_a_model_learns_and_is_sampled_from(trainer: TrainingClient) -> None:
     np.testing.assert_allclose(first["logprobs"], logprobs(after)[0][3:9], atol=1e-4)
 
 
-def test_what_weighs_nothing_is_scored_too(trainer: TrainingClient) -> None:
+def test_targets_of_zero_weight_are_scored(trainer: TrainingClient) -> None:
     """Programs add up logprobs · weights over all targets."""
     weights = [0.0] * 9 + [1.0] * 10
     datum = spoken().with_loss_fn_inputs(weights=weights)
@@ -104,7 +104,7 @@ def test_what_weighs_nothing_is_scored_too(trainer: TrainingClient) -> None:
     )
 
 
-def test_sampling_stops_and_scores_the_prompt(connect: Connect) -> None:
+def test_sampling_stops_and_returns_prompt_logprobs(connect: Connect) -> None:
     sampler = connect().create_sampling_client(base_model=BASE)
     prompt = ModelInput.from_ints(IDS)
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
@@ -123,7 +123,7 @@ def test_sampling_stops_and_scores_the_prompt(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
-async def test_what_is_served_is_what_the_local_backend_computes(
+async def test_service_matches_the_local_backend(
     trainer: TrainingClient, model_folder: Path, name: LossName
 ) -> None:
     samples, loss = tree_samples(), LossConfig(name=name)
@@ -153,7 +153,7 @@ async def test_what_is_served_is_what_the_local_backend_computes(
     await local.close()
 
 
-def test_a_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Connect) -> None:
+def test_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Connect) -> None:
     def step(client: TrainingClient) -> float:
         loss = client.forward_backward([spoken()], "cross_entropy")["result"]["metrics"]["loss"]
         client.optim_step(ADAM)
@@ -185,7 +185,7 @@ def test_a_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Co
     assert step(other) > 0
 
 
-def test_a_failed_call_lets_the_next_ones_run(trainer: TrainingClient) -> None:
+def test_failed_call_does_not_block_later_calls(trainer: TrainingClient) -> None:
     with pytest.raises(WeaverOperationError, match="loss_fn 'nonsense' is not supported") as caught:
         trainer.forward_backward([spoken()], "nonsense")
     assert caught.value.code == "invalid_request"
@@ -202,7 +202,7 @@ def test_a_failed_call_lets_the_next_ones_run(trainer: TrainingClient) -> None:
     assert trainer.optim_step(AdamParams(learning_rate=0.0))["metrics"]["lr"] == 0
 
 
-def test_what_is_not_offered_is_refused_by_name(connect: Connect) -> None:
+def test_unsupported_options_are_rejected_by_name(connect: Connect) -> None:
     client = connect()
     with pytest.raises(WeaverAPIError, match="'full_ft' is not supported"):
         client.create_model(base_model=BASE, training_mode="full_ft")
@@ -217,7 +217,7 @@ def test_what_is_not_offered_is_refused_by_name(connect: Connect) -> None:
         sampler.sample(prompt=ModelInput.from_ints([1]), topk_prompt_logprobs=3)
 
 
-def test_keys_are_checked_and_keep_things_apart(connect: Connect, trainer: TrainingClient) -> None:
+def test_keys_are_checked_and_isolate_objects(connect: Connect, trainer: TrainingClient) -> None:
     with pytest.raises(WeaverAPIError, match="not one of this server's") as caught:
         connect(api_key="sk-wrong")
     assert (caught.value.status_code, caught.value.code) == (401, "unauthorized")
@@ -237,7 +237,7 @@ def test_keys_are_checked_and_keep_things_apart(connect: Connect, trainer: Train
         theirs.load_state(saved.path)
 
 
-def test_an_ended_model_is_gone(connect: Connect) -> None:
+def test_ended_model_is_not_found(connect: Connect) -> None:
     client = connect()
     trainer = create(client)
     saved = trainer.save_state()
@@ -261,7 +261,7 @@ def test_one_client_at_a_time_trains_a_model(connect: Connect, trainer: Training
     assert caught.value.status_code == 409
 
 
-def test_a_request_sent_again_is_the_same_one(trainer: TrainingClient) -> None:
+def test_repeated_request_is_the_same_operation(trainer: TrainingClient) -> None:
     http = trainer._service.http
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "X-WEAVER-API-KEY": KEY}
 
@@ -283,7 +283,7 @@ def test_a_request_sent_again_is_the_same_one(trainer: TrainingClient) -> None:
     assert first["response"]["metrics"]["grad_norm"] > 0
 
 
-def test_a_restarted_server_knows_checkpoints_but_no_models(model_folder: Path, tmp_path: Path) -> None:
+def test_restarted_server_keeps_checkpoints_but_not_models(model_folder: Path, tmp_path: Path) -> None:
     with running_server(model_folder, tmp_path) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.05)
         client.connect()
@@ -318,7 +318,7 @@ def test_a_restarted_server_knows_checkpoints_but_no_models(model_folder: Path, 
         client.close()
 
 
-def test_limits(model_folder: Path, tmp_path: Path) -> None:
+def test_requests_over_the_limits_are_rejected(model_folder: Path, tmp_path: Path) -> None:
     limits = ServiceLimits(max_body=20_000, max_models=1, max_rank=8, session_ttl=1.0)
     with running_server(model_folder, tmp_path, limits=limits) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.1)

@@ -28,7 +28,7 @@ def ratio_tensors(count: int) -> dict[str, list[float]]:
     return {"logprobs": [-1.0] * count, "advantages": [0.5] * count, "loss_mask": [1.0] * count}
 
 
-def test_tensors_speak_of_the_next_token() -> None:
+def test_weaver_tensors_apply_to_the_next_token() -> None:
     batch = read(
         "importance_sampling",
         datum([1, 2, 7], [2, 7, 8], logprobs=[0, -2, -3], advantages=[0, 0.0, 0.5], loss_mask=[0, 1, 1]),
@@ -49,12 +49,12 @@ def test_cross_entropy_scores_every_target() -> None:
     assert batch.samples[1].advantages[1:].tolist() == [1]
 
 
-def test_cross_entropy_takes_a_mask() -> None:
+def test_cross_entropy_uses_loss_mask() -> None:
     batch = read("cross_entropy", datum([1, 2], [2, 3], weights=[0, 0.5], loss_mask=[0, 1]))
     assert batch.samples[0].mask.tolist() == [0, 0, 1]
 
 
-def test_no_target_is_not_trained_on() -> None:
+def test_missing_targets_are_not_trained() -> None:
     batch = read("cross_entropy", datum([1, 2, 3], [-100, 3, -100]), datum([4], [-100]))
     first, second = batch.samples
     assert first.token_ids.tolist() == [1, 2, 3]
@@ -66,7 +66,7 @@ def test_no_target_is_not_trained_on() -> None:
     assert body == b"[[NaN,-2.0,NaN],[NaN]]"
 
 
-def test_a_surrogate_has_the_gradient_it_names() -> None:
+def test_surrogate_loss_uses_surrogate_weights() -> None:
     batch = read(
         "surrogate", datum([1, 2], [2, 3], surrogate_weights=[0.25, -1], weights=[1, 1], mine=[1, 1])
     )
@@ -76,13 +76,13 @@ def test_a_surrogate_has_the_gradient_it_names() -> None:
     assert batch.samples[0].mask.tolist() == [0, 1, 1]
 
 
-def test_several_chunks_are_one_input() -> None:
+def test_chunks_are_concatenated() -> None:
     given = datum([1, 2], [2, 3])
     given["model_input"]["chunks"] = [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2]}]
     assert read("cross_entropy", given).samples[0].token_ids.tolist() == [1, 2, 3]
 
 
-def test_answers_name_their_datum() -> None:
+def test_outputs_contain_the_datum_id() -> None:
     batch = read("forward_logprob", {**datum([1, 2], [2, 3]), "datum_id": "null"}, backward=False)
     assert batch.loss is None
     (output,) = build_outputs(batch, [np.array([np.nan, -1, -2], np.float32)])
@@ -90,7 +90,7 @@ def test_answers_name_their_datum() -> None:
     assert body == b'{"logprobs":{"data":[-1.0,-2.0],"dtype":"float32"},"datum_id":"null"}'
 
 
-def test_the_loss_is_configured_by_tinkers_names() -> None:
+def test_loss_options_use_tinker_names() -> None:
     batch = read("ppo", datum([1], [2], **ratio_tensors(1)), clip_low_threshold=0.7, clip_high_threshold=1.5)
     assert batch.loss is not None
     assert (batch.loss.clip_low, batch.loss.clip_high) == (0.7, 1.5)
@@ -135,21 +135,21 @@ def test_the_loss_is_configured_by_tinkers_names() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
+def test_unsupported_input_is_rejected_by_name(
     loss: str, given: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ProtocolError, match=message):
         read(loss, given, **config)
 
 
-def test_an_image_is_refused() -> None:
+def test_image_chunk_is_rejected() -> None:
     given = datum([1], [2])
     given["model_input"]["chunks"][0]["type"] = "image"
     with pytest.raises(ProtocolError, match="'image' are not supported"):
         read("cross_entropy", given)
 
 
-def test_a_target_that_is_not_trained_on_may_be_any() -> None:
+def test_untrained_target_may_be_any_token() -> None:
     masked = datum([1, 2], [9, 3], logprobs=[0, -1], advantages=[0, 1], loss_mask=[0, 1])
     batch = read("importance_sampling", masked)
     assert batch.samples[0].mask.tolist() == [0, 0, 1]

@@ -63,14 +63,14 @@ def learned(trainer: TrainingClient) -> list[Any]:
 
 
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
-def test_it_trains_as_json_does(connect: Connect, compression: str) -> None:
+def test_binary_transport_trains_like_json(connect: Connect, compression: str) -> None:
     binary = connect(tensor_transport="http-binary", tensor_compression=compression)
     found, wanted = learned(create(binary)), learned(create(connect(tensor_transport="default")))
     # Text, since a NaN is no equal of another.
     assert json.dumps(found) == json.dumps(wanted)
 
 
-def test_a_failed_call_uses_its_number_up(connect: Connect) -> None:
+def test_failed_call_uses_up_its_sequence_id(connect: Connect) -> None:
     trainer = create(connect(tensor_transport="http-binary"))
     with pytest.raises(WeaverOperationError, match="outside the vocabulary"):
         trainer.forward_backward([acted(10**6)], "importance_sampling")
@@ -81,7 +81,7 @@ def test_a_failed_call_uses_its_number_up(connect: Connect) -> None:
     trainer.forward_backward([acted()], "importance_sampling")
 
 
-def test_one_sent_again_is_the_same_and_another_is_refused(connect: Connect) -> None:
+def test_repeated_pack_is_the_same_call_and_another_is_rejected(connect: Connect) -> None:
     """A pack that did not get through is sent again by who called the SDK, if at all."""
     client = connect(tensor_transport="http-binary")
     trainer = create(client)
@@ -96,7 +96,7 @@ def test_one_sent_again_is_the_same_and_another_is_refused(connect: Connect) -> 
         send(acted(21))
 
 
-def test_only_passes_have_tensors(connect: Connect) -> None:
+def test_binary_tensors_are_only_accepted_for_passes(connect: Connect) -> None:
     client = connect()
     layout, body = made()
     headers = {"content-type": layout.content_type, "X-WEAVER-API-KEY": KEY}
@@ -162,7 +162,7 @@ def tokens(manifest: TensorManifest) -> dict[str, Any]:
     return datum["model_input"]["chunks"][0]["tokens"]["$tensor"]
 
 
-def test_an_unchanged_one_is_read() -> None:
+def test_valid_tensor_pack_is_parsed() -> None:
     for compression in ("raw", "zstd"):
         (sample,) = read(*made(compression=compression)).samples
         assert sample.token_ids.tolist() == list(range(20, 32))
@@ -192,20 +192,20 @@ def test_an_unchanged_one_is_read() -> None:
         (lambda m: tokens(m).update(dtype="float64"), "must be whole numbers"),
     ],
 )
-def test_a_wrong_one_is_refused(change: Callable[[TensorManifest], object], message: str) -> None:
+def test_invalid_tensor_pack_is_rejected(change: Callable[[TensorManifest], object], message: str) -> None:
     with pytest.raises(ProtocolError, match=message) as caught:
         read(*made(change))
     assert caught.value.category == "user"
 
 
 @pytest.mark.parametrize("size", [0, 100, 10_000_000])
-def test_no_more_is_decompressed_than_was_said(size: int) -> None:
+def test_decompression_stops_at_the_declared_size(size: int) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(size))
     with pytest.raises(ProtocolError, match="does not decompress to the"):
         read(*made(compression="zstd", pack=bomb))
 
 
-def test_a_body_that_was_cut_off_is_refused() -> None:
+def test_truncated_multipart_body_is_rejected() -> None:
     layout, body = made()
     read(layout, body)
     # What ends it is one line; without that line's end it is still whole.
