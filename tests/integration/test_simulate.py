@@ -73,12 +73,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str, Any]], mode: str) -> None:
     found = measured[mode]
     folder = found["folder"]
-    said = instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
-    error = said["samples_per_hour"] / found["samples_per_hour"] - 1
+    output = instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
+    error = output["samples_per_hour"] / found["samples_per_hour"] - 1
     print(f"{mode}: {found['samples_per_hour']:.0f} measured, {error:+.1%} predicted")
-    assert said["finished"]
+    assert output["finished"]
     assert abs(error) < TOLERANCE
-    assert found["samples_per_hour"] < 1.1 * said["bound"]
+    assert found["samples_per_hour"] < 1.1 * output["bound"]
 
 
 def test_async_mode_is_faster_as_predicted(measured: dict[str, dict[str, Any]]) -> None:

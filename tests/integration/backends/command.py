@@ -56,8 +56,8 @@ def serving(name: str, model: str, folder: Path, *options: str) -> Generator[Ser
         line = server.stdout.readline()
         late.cancel()
         assert line, (folder / "serve.log").read_text()
-        told = json.loads(line)
-        yield Service(name, told["url"], told["api_key"])
+        reported = json.loads(line)
+        yield Service(name, reported["url"], reported["api_key"])
     finally:
         late.cancel()
         server.terminate()

@@ -159,7 +159,7 @@ async def play(scene: Scene, line: BadLine, key: str, idle_before: int | None) -
 
 
 def judged(name: str, error: Exception, seconds: float, key: str) -> dict[str, Any]:
-    whole = "".join(traceback.format_exception(error))
+    complete = "".join(traceback.format_exception(error))
     return {
         "in": name,
         "error": type(error).__name__,
@@ -167,7 +167,7 @@ def judged(name: str, error: Exception, seconds: float, key: str) -> dict[str, A
         "ours": isinstance(error, InstarError),
         "text": str(error),
         "seconds": seconds,
-        "key_shown": key in whole,
+        "key_shown": key in complete,
     }
 
 
@@ -214,8 +214,8 @@ class Player:
     async def run(
         self, line: BadLine, name: str, deadline: float = DEADLINE, idle_before: int | None = None
     ) -> dict[str, Any]:
-        given = {"type": self.service, "base_url": line.url, "rank": 4, "deadline": deadline}
-        section = TypeAdapter[Any](BackendConfig).validate_python(given)
+        sent = {"type": self.service, "base_url": line.url, "rank": 4, "deadline": deadline}
+        section = TypeAdapter[Any](BackendConfig).validate_python(sent)
         backend: Backend = resolve_section("backends", section)(self.model, section, seed=7)
         sampler: Any = load_object(SAMPLERS[self.service])
         engine: Engine = sampler(self.model, section, CloudEngineConfig())

@@ -42,42 +42,44 @@ async def main(url: str, folder: str, scratch: Path) -> dict[str, Any]:
     section = MintBackendConfig(base_url=url, rank=8, deadline=120)
     backend = MintBackend(model, section, seed=5)
     samples, loss = batch(), LossConfig(name="importance_sampling")
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
 
     async def step() -> float:
         done, _ = await asyncio.gather(backend.forward_backward(samples, loss), backend.optim_step(ADAM))
         return done.loss
 
     await backend.start()
-    told["forward"] = listed(await backend.forward(samples))
-    told["reference"] = listed(await backend.reference_logprobs(samples))
-    told["losses"] = [await step() for _ in range(STEPS)]
-    told["cross_entropy"] = (await backend.forward_backward(samples, LossConfig(name="cross_entropy"))).loss
+    reported["forward"] = listed(await backend.forward(samples))
+    reported["reference"] = listed(await backend.reference_logprobs(samples))
+    reported["losses"] = [await step() for _ in range(STEPS)]
+    reported["cross_entropy"] = (
+        await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
+    ).loss
     await backend.optim_step(ADAM)
     await backend.save_state(scratch / "state")
-    told["straight"] = [await step() for _ in range(2)]
+    reported["straight"] = [await step() for _ in range(2)]
     await backend.load_state(scratch / "state")
-    told["resumed"] = [await step() for _ in range(2)]
+    reported["resumed"] = [await step() for _ in range(2)]
 
     artifact = await backend.publish(scratch / "v000001")
     sampler = MintSampler(model, section, CloudEngineConfig())
     (chunk,) = [c async for c in sampler.generate(PROMPT, SamplingParams(max_tokens=2))]
-    told["base_versions"] = chunk.versions
+    reported["base_versions"] = chunk.versions
     await sampler.load(Policy("p", 1, artifact))
     (chunk,) = [c async for c in sampler.generate(PROMPT, SamplingParams(max_tokens=8, seed=1))]
     ids = [*PROMPT, *chunk.token_ids]
     (scored,) = await backend.forward([make_sample("reply", ids, len(PROMPT))])
-    told["sampled"] = {
+    reported["sampled"] = {
         "ids": chunk.token_ids,
         "logprobs": chunk.logprobs,
         "versions": chunk.versions,
         "trained": [float(x) for x in scored[len(PROMPT) :]],
         "scored": [float(x) for x in (await sampler.logprobs(ids))[len(PROMPT) :]],
     }
-    told["environment_kept"] = before == {name: os.environ.get(name) for name in before}
+    reported["environment_kept"] = before == {name: os.environ.get(name) for name in before}
     await sampler.close()
     await backend.close()
-    return told
+    return reported
 
 
 if __name__ == "__main__":

@@ -54,35 +54,37 @@ def own_loss(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dic
 def main(name: str) -> dict[str, Any]:
     service = mint.ServiceClient()
     training = service.create_lora_training_client(base_model=name, rank=4, seed=3)
-    told: dict[str, Any] = {"served": service.get_server_capabilities().supported_models[0].model_name}
+    reported: dict[str, Any] = {"served": service.get_server_capabilities().supported_models[0].model_name}
     ahead = training.forward([datum()], "cross_entropy").result()
-    told["forward"] = list(ahead.loss_fn_outputs[0]["logprobs"].data)
-    told["losses"] = [step(training) for _ in range(3)]
+    reported["forward"] = list(ahead.loss_fn_outputs[0]["logprobs"].data)
+    reported["losses"] = [step(training) for _ in range(3)]
     path = training.save_state("three").result().path
-    told["straight"] = [step(training), step(training)]
+    reported["straight"] = [step(training), step(training)]
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    told["resumed"] = [step(resumed), step(resumed)]
-    told["both_ways"] = both_ways(service, training)
+    reported["resumed"] = [step(resumed), step(resumed)]
+    reported["both_ways"] = both_ways(service, training)
     training.optim_step(ADAM).result()
-    told["custom"] = training.forward_backward_custom([datum()], own_loss).result().metrics["mine"]
+    reported["custom"] = training.forward_backward_custom([datum()], own_loss).result().metrics["mine"]
     training.optim_step(ADAM).result()
     old = training.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
-    told["policy"] = list(old.data)
+    reported["policy"] = list(old.data)
     ppo = [datum(logprobs=list(old.data), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
-    told["ppo"] = training.forward_backward(ppo, "ppo").result().metrics["loss:sum"]
+    reported["ppo"] = training.forward_backward(ppo, "ppo").result().metrics["loss:sum"]
     sampling = training.save_weights_and_get_sampling_client()
-    told["scored"] = sampling.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    reported["scored"] = sampling.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
     params = types.SamplingParams(max_tokens=4, seed=1)
     reply = sampling.sample(types.ModelInput.from_ints(TOKENS), 2, params).result()
-    told["sampled"] = [[len(s.tokens), len(s.logprobs or [])] for s in reply.sequences]
-    told["text"] = training.get_tokenizer().decode(training.get_tokenizer().encode("hello"))
+    reported["sampled"] = [[len(s.tokens), len(s.logprobs or [])] for s in reply.sequences]
+    reported["text"] = training.get_tokenizer().decode(training.get_tokenizer().encode("hello"))
     rest = service.create_rest_client()
-    told["listed"] = [c.checkpoint_id for c in rest.list_checkpoints(training.model_id).result().checkpoints]
+    reported["listed"] = [
+        c.checkpoint_id for c in rest.list_checkpoints(training.model_id).result().checkpoints
+    ]
     try:
         training.forward_backward([datum(mask=[1.0] * 5)], "cross_entropy").result()
     except mint.RequestFailedError as error:
-        told["refused"] = str(error)
-    return told
+        reported["refused"] = str(error)
+    return reported
 
 
 if __name__ == "__main__":

@@ -54,14 +54,14 @@ def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
         first = run_recipe(service, model, log, max_steps=3, save_every=2)
         # It finds its last checkpoint and goes on with the optimizer's state; another loss, and several
         # steps a batch.
-        whole = run_recipe(service, model, log, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2)
-    assert whole[:3] == first
-    assert [step["progress/batch"] for step in whole] == list(range(6))
-    assert all(math.isfinite(step["grad_norm"]) for step in whole)
+        complete = run_recipe(service, model, log, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2)
+    assert complete[:3] == first
+    assert [step["progress/batch"] for step in complete] == list(range(6))
+    assert all(math.isfinite(step["grad_norm"]) for step in complete)
     assert first[0]["grad_norm"] > 0
     # What it sampled with is what it then trains.
     assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first)
-    assert mean(step[REWARD] for step in whole[-2:]) > whole[0][REWARD] + 0.01
+    assert mean(step[REWARD] for step in complete[-2:]) > complete[0][REWARD] + 0.01
     kept = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
     assert [(saved["name"], saved["batch"]) for saved in kept] == [
         ("000002", 2),

@@ -49,15 +49,15 @@ def floats(listed: list[list[float | None]]) -> list[Floats]:
     return [np.asarray([np.nan if x is None else x for x in one], np.float32) for one in listed]
 
 
-def check_what_any_service_gives(told: dict[str, Any]) -> None:
-    assert told["environment_kept"]
-    losses = [*told["losses"], told["cross_entropy"], *told["straight"]]
+def check_what_any_service_gives(reported: dict[str, Any]) -> None:
+    assert reported["environment_kept"]
+    losses = [*reported["losses"], reported["cross_entropy"], *reported["straight"]]
     assert all(map(np.isfinite, losses))
-    assert told["losses"][-1] < told["losses"][0] - 0.01
-    np.testing.assert_allclose(told["resumed"], told["straight"], rtol=1e-4)
-    sampled = told["sampled"]
+    assert reported["losses"][-1] < reported["losses"][0] - 0.01
+    np.testing.assert_allclose(reported["resumed"], reported["straight"], rtol=1e-4)
+    sampled = reported["sampled"]
     assert len(sampled["ids"]) == 8
-    assert set(told["base_versions"]) == {0}
+    assert set(reported["base_versions"]) == {0}
     assert set(sampled["versions"]) == {1}
     np.testing.assert_allclose(sampled["logprobs"], sampled["trained"], atol=1e-3)
     np.testing.assert_allclose(sampled["scored"], sampled["trained"], atol=1e-3)
@@ -124,10 +124,10 @@ async def test_mint_trains_against_skyrl(model: ModelConfig, tmp_path: Path) -> 
     base model's logprobs, and with them the first loss."""
     (tmp_path / "skyrl").mkdir()
     with skyrl(model, tmp_path / "skyrl") as url:
-        told = run_program(url, "tml-any", model, tmp_path)
-    check_what_any_service_gives(told)
+        reported = run_program(url, "tml-any", model, tmp_path)
+    check_what_any_service_gives(reported)
     logprobs, losses = await local(model)
-    assert told["losses"][0] == pytest.approx(losses[0], rel=1e-3)
+    assert reported["losses"][0] == pytest.approx(losses[0], rel=1e-3)
     for name in ("forward", "reference"):
-        for found, expected in zip(floats(told[name]), logprobs, strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-3)
+        for actual, expected in zip(floats(reported[name]), logprobs, strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-3)

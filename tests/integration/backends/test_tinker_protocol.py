@@ -98,23 +98,23 @@ def test_server_killed_during_a_step_restarts(model: Path, tmp_path: Path) -> No
 
 def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (url, _):
-        told = _mint(url, MINT_KEY, str(model))
+        reported = _mint(url, MINT_KEY, str(model))
         with_tinkers_key = _mint(url, KEY, str(model))
-    assert told["served"] == str(model)
-    assert told["losses"] == sorted(told["losses"], reverse=True)
-    assert told["losses"][0] == pytest.approx(-sum(told["forward"]), rel=1e-5)
-    assert told["resumed"] == pytest.approx(told["straight"], rel=1e-6)
-    protobuf, as_json = told["both_ways"]
+    assert reported["served"] == str(model)
+    assert reported["losses"] == sorted(reported["losses"], reverse=True)
+    assert reported["losses"][0] == pytest.approx(-sum(reported["forward"]), rel=1e-5)
+    assert reported["resumed"] == pytest.approx(reported["straight"], rel=1e-6)
+    protobuf, as_json = reported["both_ways"]
     assert as_json == protobuf
-    assert told["custom"] == 1.0
-    assert told["ppo"] == pytest.approx(-2.5, rel=1e-4)
-    assert told["scored"][0] is None
-    assert told["scored"][1:] == pytest.approx(told["policy"], abs=1e-4)
-    assert all(tokens == logprobs > 0 for tokens, logprobs in told["sampled"])
-    assert told["text"] == "hello"
-    assert "weights/three" in told["listed"]
-    assert "datum 0: cross_entropy takes" in told["refused"]
-    assert with_tinkers_key["losses"] == pytest.approx(told["losses"], rel=1e-6)
+    assert reported["custom"] == 1.0
+    assert reported["ppo"] == pytest.approx(-2.5, rel=1e-4)
+    assert reported["scored"][0] is None
+    assert reported["scored"][1:] == pytest.approx(reported["policy"], abs=1e-4)
+    assert all(tokens == logprobs > 0 for tokens, logprobs in reported["sampled"])
+    assert reported["text"] == "hello"
+    assert "weights/three" in reported["listed"]
+    assert "datum 0: cross_entropy takes" in reported["refused"]
+    assert with_tinkers_key["losses"] == pytest.approx(reported["losses"], rel=1e-6)
 
 
 def _mint(url: str, key: str, name: str) -> dict[str, Any]:

@@ -45,10 +45,10 @@ def test_run_continues_after_the_trainer_is_killed(python: Path, tmp_path: Path)
     verl.finish(300)
     verl.assert_consistent()
     assert trained(verl) == trained(local)
-    expected, found = weights(local), weights(verl)
-    assert expected.keys() == found.keys()
+    expected, actual = weights(local), weights(verl)
+    assert expected.keys() == actual.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, atol=1e-4 * max(np.abs(values).max(), 1e-3))
+        np.testing.assert_allclose(actual[name], values, atol=1e-4 * max(np.abs(values).max(), 1e-3))
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "ranks outlived their trainer"
 
 
@@ -61,15 +61,15 @@ def start(folder: Path, model: Path, backend: dict[str, Any]) -> Tortured:
 
 def ranks_now() -> list[int]:
     """Ray names an actor's process after its class."""
-    found: list[int] = []
+    actual: list[int] = []
     for entry in Path("/proc").iterdir():
         try:
             title = (entry / "cmdline").read_bytes()
         except OSError:
             continue
         if entry.name.isdigit() and title.startswith(b"ray::InstarWorker"):
-            found.append(int(entry.name))
-    return found
+            actual.append(int(entry.name))
+    return actual
 
 
 def trained(run: Tortured) -> list[Any]:

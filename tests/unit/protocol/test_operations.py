@@ -143,16 +143,18 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
         (KeyError("a secret"), 500, "server", "internal error: KeyError"),
     ]
     for seq, (error, status, category, text) in enumerate(errors, 1):
-        told = await error_of(operations, operations.submit("step", "me", fails(error), queue="m", seq=seq))
-        assert (told.status, told.category, str(told)) == (status, category, text)
+        reported = await error_of(
+            operations, operations.submit("step", "me", fails(error), queue="m", seq=seq)
+        )
+        assert (reported.status, reported.category, str(reported)) == (status, category, text)
     assert await value_of(operations, operations.submit("step", "me", gives(6), queue="m", seq=6)) == 6
 
 
 async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: LocalOperationScheduler) -> None:
     behind = [operations.submit("step", "me", gives(seq), queue="m", seq=seq) for seq in (3, 2)]
     for operation in behind:
-        told = await error_of(operations, operation)
-        assert "sequence id 1 of m" in str(told)
+        reported = await error_of(operations, operation)
+        assert "sequence id 1 of m" in str(reported)
     # The lane goes on: what failed stays failed, what comes after runs.
     fourth = operations.submit("step", "me", gives(4), queue="m", seq=4)
     assert await value_of(operations, operations.submit("step", "me", gives(1), queue="m", seq=1)) == 1

@@ -149,8 +149,8 @@ async def test_requested_layers_are_trained_and_sampled(
     after = await scored(trained, PROMPT + reply.token_ids)
     assert np.abs(after[1 : len(PROMPT)] - before[1:]).max() > 1e-2
     np.testing.assert_allclose(reply.logprobs, after[len(PROMPT) :], atol=1e-5)
-    told = await service.logprobs(info.path, "me", PROMPT + reply.token_ids)
-    np.testing.assert_allclose(told, after, atol=1e-5)
+    reported = await service.logprobs(info.path, "me", PROMPT + reply.token_ids)
+    np.testing.assert_allclose(reported, after, atol=1e-5)
     # The base model, tied output layer and all, is what it was.
     np.testing.assert_allclose(await service.logprobs(None, "me", PROMPT), before, atol=1e-5)
 
@@ -253,22 +253,22 @@ async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
 ) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.3, top_k=5, seed=1)
     (reply,) = await service.sample(None, "me", PROMPT, params, 1)
-    told = await service.logprobs(None, "me", PROMPT + reply.token_ids)
-    np.testing.assert_allclose(reply.logprobs, told[len(PROMPT) :], atol=1e-5)
+    reported = await service.logprobs(None, "me", PROMPT + reply.token_ids)
+    np.testing.assert_allclose(reply.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
 async def test_policies_take_turns_with_fewer_engines(opened: Open) -> None:
     async with opened(max_samplers=2) as service:
         model = await new_model(service)
-        wanted: dict[str | None, Floats] = {None: await scored(model, PROMPT)}
+        needed: dict[str | None, Floats] = {None: await scored(model, PROMPT)}
         for step in range(3):
             await train(model, steps=1, seed=step)
             info = await (model.export if step else lambda name: model.save(name, optimizer=True))(f"v{step}")
-            wanted[info.path] = await scored(model, PROMPT)
-        asked = [*wanted, *reversed(wanted)] * 2
-        told = await asyncio.gather(*(service.logprobs(path, "me", PROMPT) for path in asked))
-        for path, logprobs in zip(asked, told, strict=True):
-            np.testing.assert_allclose(logprobs, wanted[path], atol=1e-5)
+            needed[info.path] = await scored(model, PROMPT)
+        request = [*needed, *reversed(needed)] * 2
+        reported = await asyncio.gather(*(service.logprobs(path, "me", PROMPT) for path in request))
+        for path, logprobs in zip(request, reported, strict=True):
+            np.testing.assert_allclose(logprobs, needed[path], atol=1e-5)
 
 
 async def test_policy_in_use_keeps_its_engine(opened: Open) -> None:
@@ -286,8 +286,8 @@ async def test_policy_in_use_keeps_its_engine(opened: Open) -> None:
             for other in versions[1:]:
                 await service.logprobs(other, "me", PROMPT)
         (sampled,) = await reply
-        told = await service.logprobs(versions[0], "me", PROMPT + sampled.token_ids)
-        np.testing.assert_allclose(sampled.logprobs, told[len(PROMPT) :], atol=1e-5)
+        reported = await service.logprobs(versions[0], "me", PROMPT + sampled.token_ids)
+        np.testing.assert_allclose(sampled.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
 async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
@@ -298,14 +298,14 @@ async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
     long = SamplingParams(max_tokens=150, seed=1)
     await service.sample(None, "me", PROMPT, long, 8)
     base = service._samplers._engines[""].engine._scheduler
-    whole = base._kv_tokens
+    complete = base._kv_tokens
     assert base._rows.tokens > 0
     await service.sample(path, "me", PROMPT, long, 8)
     await until(lambda: base._rows.tokens == 0)
     (version,) = [pooled.engine._scheduler for key, pooled in service._samplers._engines.items() if key]
-    assert version._kv_tokens == whole
+    assert version._kv_tokens == complete
     both = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
-    await until(lambda: base._kv_tokens == version._kv_tokens == whole // 2)
+    await until(lambda: base._kv_tokens == version._kv_tokens == complete // 2)
     await asyncio.gather(*both)
 
 

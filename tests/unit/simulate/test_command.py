@@ -52,10 +52,10 @@ def test_simulate_json_prints_one_line(tmp_path: Path) -> None:
 def test_simulate_replays_a_workload_file(tmp_path: Path) -> None:
     workload = tmp_path / "work.jsonl"
     workload.write_text('{"turns": [[10, 100, 2.0], [10, 100, 8.0]]}\n')
-    given = write(tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0})
-    option = simulate(given, "--no-sweep")
+    sent = write(tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0})
+    option = simulate(sent, "--no-sweep")
     assert option["seconds"] > 3 * 10, "three waves of 16 sessions, each of 10 s at least"
-    assert option == simulate(given, "--no-sweep", "--workload", str(workload))
+    assert option == simulate(sent, "--no-sweep", "--workload", str(workload))
 
 
 def test_simulate_prints_a_table(tmp_path: Path) -> None:

@@ -191,14 +191,14 @@ def test_recommend_returns_none_if_nothing_is_trained() -> None:
 
 def test_failed_session_is_trained_up_to_its_failure() -> None:
     """Every session fails, in its first or second turn of five seconds; ten tokens take a second to train."""
-    given = work(
+    sent = work(
         [session(49, turns=2)],
         failures=1.0,
         train_per_token=0.1,
         train_base=0.0,
         publish=DistributionConfig(value=0),
     )
-    outcome = simulate(given, plant(failed_counts=True, steps=40, max_staleness=8))
+    outcome = simulate(sent, plant(failed_counts=True, steps=40, max_staleness=8))
     assert (1 - outcome.trainer_idle) * outcome.seconds == pytest.approx(160 * 1.5 * 50 * 0.1, rel=0.1)
 
 
@@ -267,7 +267,7 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
     config = SimulateConfig()
     sessions = draw_sessions(config, rng, 400)
     speed = {1: 50.0, 8: rng.uniform(100, 400), 64: rng.uniform(400, 900)}
-    given = work(
+    sent = work(
         sessions,
         speed=speed,
         latency=DistributionConfig(median=0.3, sigma=1.0, most=5),
@@ -283,8 +283,8 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
         max_staleness=rng.choice([0, 1, 4, 16]),
         steps=40,
     )
-    outcome = simulate(given, site, seed=seed)
-    assert 0 < outcome.samples_per_hour <= 1.02 * upper_bound(given, site).samples_per_hour
+    outcome = simulate(sent, site, seed=seed)
+    assert 0 < outcome.samples_per_hour <= 1.02 * upper_bound(sent, site).samples_per_hour
 
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
@@ -293,7 +293,7 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
 def test_simulation_with_failures_stays_below_the_bound(policy: Any, failed_counts: bool, limit: str) -> None:
     """Nor is the bound far away. What a run gets is partly luck, so it is the mean of some."""
     cut = DistributionConfig(median=1.0, sigma=1.5, most=1.5)
-    given = work(
+    sent = work(
         [session(20, turns=6, tool=0.5), session(60), session(5, turns=3)],
         failures=0.3,
         latency=cut,
@@ -304,9 +304,9 @@ def test_simulation_with_failures_stays_below_the_bound(policy: Any, failed_coun
     site = plant(
         max_staleness=1000, steps=100, concurrency=16, group_policy=policy, failed_counts=failed_counts
     )
-    most = upper_bound(given, site)
+    most = upper_bound(sent, site)
     assert most.limit == limit
-    rates = [simulate(given, site, seed=seed).samples_per_hour for seed in range(4)]
+    rates = [simulate(sent, site, seed=seed).samples_per_hour for seed in range(4)]
     assert 0.8 < statistics.mean(rates) / most.samples_per_hour <= 1.02
 
 
@@ -314,24 +314,24 @@ def test_simulation_with_failures_stays_below_the_bound(policy: Any, failed_coun
     ("sigma", "most"), [(0.0, None), (0.0, 1.0), (0.0, 5.0), (1.5, None), (1.5, 3.0), (1.5, 0.5)]
 )
 def test_distribution_mean_matches_the_draws(sigma: float, most: float | None) -> None:
-    given = DistributionConfig(median=2.0, sigma=sigma, most=most)
-    drawn = make_draw(given, random.Random(0))
+    sent = DistributionConfig(median=2.0, sigma=sigma, most=most)
+    drawn = make_draw(sent, random.Random(0))
     tolerance = 0.05 if most is None else 0.01
     assert statistics.mean(drawn() for _ in range(20_000)) == pytest.approx(
-        distribution_mean(given), rel=tolerance
+        distribution_mean(sent), rel=tolerance
     )
 
 
 def test_saturated_trainer_reaches_the_bound() -> None:
-    given = work([session(50)], train_base=30.0)
+    sent = work([session(50)], train_base=30.0)
     site = plant(max_staleness=2, steps=50)
-    limit = upper_bound(given, site)
+    limit = upper_bound(sent, site)
     assert limit.limit == "trainer"
     assert limit.samples_per_hour == pytest.approx(3600 * 4 / 31)
-    assert simulate(given, site).samples_per_hour > 0.97 * limit.samples_per_hour
+    assert simulate(sent, site).samples_per_hour > 0.97 * limit.samples_per_hour
     half = replace(site, live_groups=one_a_step)
-    assert upper_bound(given, half).samples_per_hour == limit.samples_per_hour
-    assert upper_bound(given, half).rollout > limit.rollout
+    assert upper_bound(sent, half).samples_per_hour == limit.samples_per_hour
+    assert upper_bound(sent, half).rollout > limit.rollout
 
 
 def test_seed_makes_a_simulation_reproducible() -> None:
@@ -342,23 +342,23 @@ def test_seed_makes_a_simulation_reproducible() -> None:
 
 
 def test_recommendation_stops_where_more_engines_do_not_help() -> None:
-    given = work(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
-    advice = recommend(given, plant(steps=60, concurrency=16), most_engines=32, most_staleness=16)
+    sent = work(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
+    advice = recommend(sent, plant(steps=60, concurrency=16), most_engines=32, most_staleness=16)
     assert advice is not None
     rates = {(one.engines, one.max_staleness): one.result.samples_per_hour for one in advice.trials}
     assert 1 < advice.engines < 32
     assert advice.max_staleness > 0
     assert rates[advice.engines, advice.max_staleness] > 2 * rates[1, 0]
-    sync = recommend(given, plant(steps=20), most_engines=4, most_staleness=8, sync=True)
+    sync = recommend(sent, plant(steps=20), most_engines=4, most_staleness=8, sync=True)
     assert sync is not None
     assert sync.max_staleness == 0
     assert "best found" in advice.reason
 
 
 def test_requests_spread_over_thousands_of_engines() -> None:
-    given = work([session(20, tool=1.0, turns=3)], train_base=0.1)
+    sent = work([session(20, tool=1.0, turns=3)], train_base=0.1)
     outcome = simulate(
-        given, plant(engines=2000, concurrency=4000, groups_per_step=200, steps=5, max_staleness=4)
+        sent, plant(engines=2000, concurrency=4000, groups_per_step=200, steps=5, max_staleness=4)
     )
     assert outcome.finished
     assert outcome.samples == 2000

@@ -38,14 +38,14 @@ class Raw:
         return answer.json()
 
     def session(self) -> str:
-        told = self.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.22.0"})
-        return told.json()["session_id"]
+        reported = self.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.22.0"})
+        return reported.json()["session_id"]
 
     def model(self, session: str, base_model: str, number: int = 0, **lora: Any) -> str:
-        asked = {
+        request = {
             "session_id": session,
             "model_seq_id": number,
             "base_model": base_model,
             "lora_config": {"rank": 4, "seed": 3, **lora},
         }
-        return self.result(self.submit("create_model", asked))["model_id"]
+        return self.result(self.submit("create_model", request))["model_id"]

@@ -90,10 +90,10 @@ def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: Raw) -> None:
         "sampling_params": {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1, "seed": 1},
         "prompt_logprobs": True,
     }
-    told = raw.post("asample", sample).json()
-    assert len(set(told["sample_sequence_ids"])) == 2
-    assert raw.post("asample", sample).json() == told
-    result = raw.result(told["request_id"])
+    reported = raw.post("asample", sample).json()
+    assert len(set(reported["sample_sequence_ids"])) == 2
+    assert raw.post("asample", sample).json() == reported
+    result = raw.result(reported["request_id"])
     assert [len(sequence["tokens"]) for sequence in result["sequences"]] == [3, 3]
     assert result["prompt_logprobs"][0] is None
     assert result["prompt_logprobs"][1] < 0

@@ -34,14 +34,14 @@ def datum(tokens: list[int], **tensors: list[Any]) -> types.Datum:
 
 
 def protobuf(data: list[types.Datum], loss: Any, config: dict[str, Any] | None = None, seq: int = 7) -> bytes:
-    given = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
-    request = ForwardBackwardRequest(forward_backward_input=given, model_id="m", seq_id=seq)
+    sent = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
+    request = ForwardBackwardRequest(forward_backward_input=sent, model_id="m", seq_id=seq)
     return forward_backward_request_to_proto(request).SerializeToString()
 
 
 def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> bytes:
     """As tinker 0.22 sends it."""
-    given = {
+    sent = {
         "data": [
             {
                 "model_input": {"chunks": [{"tokens": d.model_input.to_ints(), "type": "encoded_text"}]},
@@ -55,7 +55,7 @@ def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = 
         "loss_fn": loss,
         "loss_fn_config": config,
     }
-    return json.dumps({"forward_backward_input": given, "model_id": "m", "seq_id": 7}).encode()
+    return json.dumps({"forward_backward_input": sent, "model_id": "m", "seq_id": 7}).encode()
 
 
 def read(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> TinkerBatch:
@@ -139,13 +139,13 @@ def test_invalid_datum_is_named_and_reported_when_the_pass_runs(
     loss: str, change: dict[str, Any], config: dict[str, Any] | None, says: str
 ) -> None:
     data = [datum([1, 2, 3], **RATIO), datum([1, 2, 3], **RATIO | change)]
-    for asked in (
+    for body in (
         parse_protobuf_pass(protobuf(data, loss, config)),
         parse_json_pass(as_json(data, loss, config), forward_only=False),
     ):
-        assert asked.seq == 7
+        assert body.seq == 7
         with pytest.raises(ProtocolError, match=says) as raised:
-            asked.require_batch()
+            body.require_batch()
         assert raised.value.category == "user"
 
 

@@ -44,8 +44,8 @@ def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
     assert len({s.sequence_id for s in response.sequences}) == 3
     assert response.prompt_logprobs is not None
     for sequence in response.sequences:
-        whole = scored(sampling, TOKENS + sequence.tokens)
-        assert sequence.logprobs == pytest.approx(whole[-len(sequence.tokens) :], abs=1e-4)
+        complete = scored(sampling, TOKENS + sequence.tokens)
+        assert sequence.logprobs == pytest.approx(complete[-len(sequence.tokens) :], abs=1e-4)
     again = sampling.sample(PROMPT, 1, params).result(20)
     assert again.sequences[0].tokens == response.sequences[0].tokens
 
@@ -53,13 +53,13 @@ def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
 def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
-    [whole] = sampling.sample(PROMPT, 1, greedy).result(20).sequences
-    assert whole.stop_reason == "length"
-    at = whole.tokens[3]
+    [complete] = sampling.sample(PROMPT, 1, greedy).result(20).sequences
+    assert complete.stop_reason == "length"
+    at = complete.tokens[3]
     stopping = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[at])
     [short] = sampling.sample(PROMPT, 1, stopping).result(20).sequences
     assert short.stop_reason == "stop"
-    assert short.tokens == whole.tokens[: whole.tokens.index(at) + 1]
+    assert short.tokens == complete.tokens[: complete.tokens.index(at) + 1]
     with pytest.raises(tinker.RequestFailedError, match=r"stop=\[\]"):
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(20)
 

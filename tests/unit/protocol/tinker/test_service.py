@@ -43,22 +43,22 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
     sampler = training.save_weights_for_sampler("p").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEY)
     run = training.model_id
-    found = {c.tinker_path: c for c in rest.list_checkpoints(run).result().checkpoints}
-    assert found.keys() == {state, sampler}
-    assert (found[state].checkpoint_type, found[sampler].checkpoint_type) == ("training", "sampler")
-    assert found[state].expires_at is not None
-    assert found[sampler].expires_at is None
+    actual = {c.tinker_path: c for c in rest.list_checkpoints(run).result().checkpoints}
+    assert actual.keys() == {state, sampler}
+    assert (actual[state].checkpoint_type, actual[sampler].checkpoint_type) == ("training", "sampler")
+    assert actual[state].expires_at is not None
+    assert actual[sampler].expires_at is None
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
-    told = rest.get_training_run(run).result()
-    assert told.last_checkpoint is not None
-    assert told.last_checkpoint.tinker_path == state
+    reported = rest.get_training_run(run).result()
+    assert reported.last_checkpoint is not None
+    assert reported.last_checkpoint.tinker_path == state
     assert run in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
     everything = rest.list_user_checkpoints(limit=1).result()
     assert len(everything.checkpoints) == 1
     assert everything.cursor is not None
     assert everything.cursor.total_count >= 2
     rest.delete_checkpoint_from_tinker_path(sampler).result()
-    rest.delete_checkpoint(run, found[state].checkpoint_id).result()
+    rest.delete_checkpoint(run, actual[state].checkpoint_id).result()
     assert rest.list_checkpoints(run).result().checkpoints == []
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(state).result()

@@ -114,8 +114,8 @@ async def test_custom_loss_is_computed_by_the_client(service: AsyncServiceClient
     theirs, built_in = await create(service), await create(service)
     data = [spoken(20), spoken(60)]
 
-    def weighed(given: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-        assert len(given) == len(logprobs) == 2
+    def weighed(sent: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert len(sent) == len(logprobs) == 2
         return -sum((row.sum() for row in logprobs), torch.zeros(())), {"rows": len(logprobs)}
 
     for _ in range(2):
@@ -136,10 +136,10 @@ async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient
         sampler = await trainer.save_weights_and_get_sampling_client()
         params = SamplingParams(max_tokens=5, temperature=0.0)
         prompt = ModelInput.from_ints(list(range(first, first + 4)))
-        found = await asyncio.gather(*(sampler.sample(prompt=prompt, sampling_params=params) for _ in "abc"))
+        actual = await asyncio.gather(*(sampler.sample(prompt=prompt, sampling_params=params) for _ in "abc"))
         assert await sampler.compute_logprobs(prompt=prompt)
-        assert len({tuple(reply["sequences"][0]["tokens"]) for reply in found}) == 1
-        return found[0]["sequences"][0]["tokens"]
+        assert len({tuple(reply["sequences"][0]["tokens"]) for reply in actual}) == 1
+        return actual[0]["sequences"][0]["tokens"]
 
     firsts = (20, 100, 200)
     for first, tokens in zip(firsts, await asyncio.gather(*map(learn, firsts)), strict=True):
@@ -154,9 +154,9 @@ async def test_outputs_carry_their_datum_ids(service: AsyncServiceClient) -> Non
     data[0].datum_id = "first"
     result = await trainer.forward_backward(data, "cross_entropy")
     aligned: list[Any] = list(align_training_outputs(data, result))
-    found = np.array(aligned[0]["logprobs"]["data"])
-    assert np.isnan(found[:5]).all()
-    assert (found[5:] < 0).all()
+    actual = np.array(aligned[0]["logprobs"]["data"])
+    assert np.isnan(actual[:5]).all()
+    assert (actual[5:] < 0).all()
 
 
 async def test_failed_operation_handles_raise(service: AsyncServiceClient) -> None:

@@ -86,8 +86,8 @@ def test_model_trains_and_is_sampled(trainer: TrainingClient) -> None:
     assert scored[0] is None
     np.testing.assert_allclose(scored[1:], logprobs(after)[0], atol=1e-4)
     greedy = SamplingParams(max_tokens=6, temperature=0.0)
-    found = sampler.sample(prompt=ModelInput.from_ints(IDS[:4]), sampling_params=greedy, num_samples=2)
-    first, second = found["sequences"]
+    actual = sampler.sample(prompt=ModelInput.from_ints(IDS[:4]), sampling_params=greedy, num_samples=2)
+    first, second = actual["sequences"]
     assert first["tokens"] == second["tokens"] == IDS[4:10]
     assert first["stop_reason"] == "length"
     assert first["text"] == trainer.get_tokenizer().decode(first["tokens"])
@@ -110,10 +110,10 @@ def test_sampling_stops_and_returns_prompt_logprobs(connect: Connect) -> None:
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     (reply,) = sampler.sample(prompt=prompt, sampling_params=greedy)["sequences"]
     until = SamplingParams(max_tokens=3, temperature=0.0, stop=[reply["tokens"][1]])
-    found = sampler.sample(prompt=prompt, sampling_params=until, include_prompt_logprobs=True)
-    assert found["sequences"][0]["tokens"] == reply["tokens"][:2]
-    assert found["sequences"][0]["stop_reason"] == "stop"
-    assert found["raw_result"]["prompt_logprobs"] == sampler.compute_logprobs(prompt=prompt)
+    actual = sampler.sample(prompt=prompt, sampling_params=until, include_prompt_logprobs=True)
+    assert actual["sequences"][0]["tokens"] == reply["tokens"][:2]
+    assert actual["sequences"][0]["stop_reason"] == "stop"
+    assert actual["raw_result"]["prompt_logprobs"] == sampler.compute_logprobs(prompt=prompt)
     seeded = SamplingParams(max_tokens=8, seed=3)
     drawn = [sampler.sample(prompt=prompt, sampling_params=seeded)["sequences"][0]["tokens"] for _ in "ab"]
     assert drawn[0] == drawn[1]
@@ -138,13 +138,13 @@ async def test_service_matches_the_local_backend(
             for datum in data:
                 datum.loss_fn_inputs["weights"] = datum.loss_fn_inputs.pop("advantages")
                 del datum.loss_fn_inputs["logprobs"]
-        there, here = trainer.forward_backward(data, name), await local.forward_backward(samples, loss)
-        assert there["result"]["metrics"]["loss"] == pytest.approx(here.loss, rel=1e-6)
-        for found, expected in zip(logprobs(there), here.logprobs, strict=True):
-            np.testing.assert_allclose(np.array(found, np.float32), expected[1:], rtol=1e-6)
-        asked = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
+        present, here = trainer.forward_backward(data, name), await local.forward_backward(samples, loss)
+        assert present["result"]["metrics"]["loss"] == pytest.approx(here.loss, rel=1e-6)
+        for actual, expected in zip(logprobs(present), here.logprobs, strict=True):
+            np.testing.assert_allclose(np.array(actual, np.float32), expected[1:], rtol=1e-6)
+        request = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
         ours = AdamConfig(lr=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
-        assert trainer.optim_step(asked)["metrics"]["grad_norm"] == pytest.approx(
+        assert trainer.optim_step(request)["metrics"]["grad_norm"] == pytest.approx(
             (await local.optim_step(ours)).grad_norm, rel=1e-5
         )
     forward = trainer.forward(data, name)["result"]["metrics"]["loss"]

@@ -61,8 +61,10 @@ def test_missing_targets_are_not_trained() -> None:
     assert first.mask.tolist() == [0, 0, 1]
     assert second.token_ids.tolist() == [4]
     assert not second.mask.any()
-    found = build_outputs(batch, [np.array([np.nan, np.nan, -2], np.float32), np.array([np.nan], np.float32)])
-    body = bytes(json_response([output["logprobs"]["data"] for output in found]).body)
+    actual = build_outputs(
+        batch, [np.array([np.nan, np.nan, -2], np.float32), np.array([np.nan], np.float32)]
+    )
+    body = bytes(json_response([output["logprobs"]["data"] for output in actual]).body)
     assert body == b"[[NaN,-2.0,NaN],[NaN]]"
 
 

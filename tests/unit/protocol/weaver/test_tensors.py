@@ -65,9 +65,9 @@ def learned(trainer: TrainingClient) -> list[Any]:
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
 def test_binary_transport_trains_like_json(connect: Connect, compression: str) -> None:
     binary = connect(tensor_transport="http-binary", tensor_compression=compression)
-    found, wanted = learned(create(binary)), learned(create(connect(tensor_transport="default")))
+    actual, expected = learned(create(binary)), learned(create(connect(tensor_transport="default")))
     # Text, since a NaN is no equal of another.
-    assert json.dumps(found) == json.dumps(wanted)
+    assert json.dumps(actual) == json.dumps(expected)
 
 
 def test_failed_call_uses_up_its_sequence_id(connect: Connect) -> None:
