@@ -1,4 +1,4 @@
-"""Whatever an agent sends, it is told what is wrong and where; a fault of its own is never a 5xx."""
+"""Every invalid request gets an error that names the problem and its path, and never a 5xx."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ CASES: list[tuple[Any, str | None]] = [
 ]  # fmt: skip
 
 
-async def test_bad_input_is_named(gateway: Served) -> None:
+async def test_invalid_request_error_names_the_path(gateway: Served) -> None:
     for body, param in CASES:
         answer = await send(gateway, body)
         told = answer.json()["error"]
@@ -107,7 +107,7 @@ async def test_bad_input_is_named(gateway: Served) -> None:
         assert told["param"] == param, (body, told)
 
 
-async def test_odd_but_good_input(gateway: Served) -> None:
+async def test_unusual_valid_request_is_accepted(gateway: Served) -> None:
     odd = [
         messages({"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER),
         messages(USER, {"role": "assistant", "content": None, "refusal": None, "annotations": []}, USER),
@@ -127,22 +127,22 @@ async def test_odd_but_good_input(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("depth", [300, 900, 50_000])
-async def test_deep_arguments(gateway: Served, depth: int) -> None:
+async def test_deeply_nested_arguments_are_accepted(gateway: Served, depth: int) -> None:
     body = messages(USER, called('{"a":' * depth + "1" + "}" * depth), USER)
     assert (await send(gateway, body)).json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_lone_surrogate(gateway: Served) -> None:
+async def test_request_with_lone_surrogate_is_handled(gateway: Served) -> None:
     answer = await send(gateway, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}')
     assert answer.status_code in (200, 400), answer.text
 
 
-async def test_unknown_route_and_method(gateway: Served) -> None:
+async def test_unknown_route_and_method_are_refused(gateway: Served) -> None:
     assert (await gateway.http.get("/nothing")).json()["error"]["type"] == "not_found_error"
     assert (await gateway.http.get("/v1/chat/completions")).status_code == 405
 
 
-async def test_too_long(serving: Serve) -> None:
+async def test_prompt_longer_than_context_is_refused(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_body=4000))
     answer = await send(gateway, messages({"role": "user", "content": "x? " * 1200}))
     assert answer.status_code == 400
@@ -168,14 +168,14 @@ class FailingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engine_not_ready(serving: Serve, model: ModelConfig, stream: bool) -> None:
+async def test_unavailable_engine_responds_with_503(serving: Serve, model: ModelConfig, stream: bool) -> None:
     gateway = await serving(engine=FailingEngine(model, after=0))
     answer = await send(gateway, {**OK, "stream": stream})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert await gateway.store.sessions("run") == []
 
 
-async def test_engine_fails_amid_a_stream(serving: Serve, model: ModelConfig) -> None:
+async def test_engine_failure_during_stream_ends_it_with_an_error(serving: Serve, model: ModelConfig) -> None:
     gateway = await serving(engine=FailingEngine(model, after=3))
     answer = await send(gateway, {**OK, "stream": True})
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -187,14 +187,14 @@ async def test_engine_fails_amid_a_stream(serving: Serve, model: ModelConfig) ->
     assert (call.status, len(call.sampled_ids), call.trainable) == (CallStatus.ABORTED, 3, False)
 
 
-async def test_deadline(serving: Serve) -> None:
+async def test_call_past_its_deadline_responds_with_504(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(request_timeout=0.2), delay=0.05)
     answer = await send(gateway, messages({"role": "user", "content": "long"}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
-async def test_an_empty_prompt(gateway: Served, prompt: Any) -> None:
+async def test_empty_prompt_is_refused(gateway: Served, prompt: Any) -> None:
     answer = await gateway.http.post(
         "/v1/completions",
         json={"model": "m", "prompt": prompt},

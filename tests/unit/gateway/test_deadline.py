@@ -7,7 +7,7 @@ import pytest
 from instar.gateway.pipeline.sample import Deadline
 
 
-async def test_what_takes_too_long_is_a_timeout() -> None:
+async def test_deadline_exceeded_raises_timeout_error() -> None:
     with pytest.raises(TimeoutError):
         with Deadline(0.01):
             await asyncio.sleep(5)
@@ -16,19 +16,19 @@ async def test_what_takes_too_long_is_a_timeout() -> None:
     assert task.cancelling() == 0
 
 
-async def test_what_ends_in_time_is_left_alone() -> None:
+async def test_deadline_not_reached_has_no_effect() -> None:
     with Deadline(0.02):
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
 
 
-async def test_its_own_error_passes() -> None:
+async def test_deadline_passes_other_errors_on() -> None:
     with pytest.raises(KeyError):
         with Deadline(1):
             raise KeyError
 
 
-async def test_someone_elses_cancelling_stays_one() -> None:
+async def test_deadline_passes_other_cancellations_on() -> None:
     async def work() -> None:
         with Deadline(5):
             await asyncio.sleep(5)
@@ -41,7 +41,7 @@ async def test_someone_elses_cancelling_stays_one() -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(5, 0.01), (0.01, 5)])
-async def test_the_first_of_two_deadlines_counts(outer: float, inner: float) -> None:
+async def test_deadline_nested_raises_at_the_earlier_one(outer: float, inner: float) -> None:
     with pytest.raises(TimeoutError):
         with Deadline(outer), Deadline(inner):
             await asyncio.sleep(5)

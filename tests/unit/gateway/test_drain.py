@@ -1,4 +1,4 @@
-"""A server that is drained: what it answers ends, what comes after waits for the next one on the socket."""
+"""A drained server completes its requests; later connections wait for the next server on the socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Served:
 
 
 @pytest.mark.parametrize("cut_short", [False, True])
-async def test_streams_end_and_newcomers_wait_for_the_next(cut_short: bool) -> None:
+async def test_drained_server_completes_streams_and_leaves_new_connections(cut_short: bool) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     one, two = Served("one"), Served("two")

@@ -1,4 +1,4 @@
-"""Thousands of broken requests: each is answered in its dialect's words, and none leaves half a record."""
+"""Thousands of malformed requests: each gets an error in its dialect, and none leaves a partial record."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def connected() -> aiohttp.ClientSession:
 
 
 @pytest.mark.parametrize("dialect", list(PATHS))
-async def test_broken_requests(fuzzed: Served, dialect: str) -> None:
+async def test_malformed_requests_get_errors_and_leave_no_record(fuzzed: Served, dialect: str) -> None:
     seeds = by_hand(dialect) * 4 + [asking(dialect, "hi")] * 4 + recorded(dialect)
     fuzz = Fuzz(seeds, random.Random(dialect))
     async with connected() as http:
@@ -273,7 +273,7 @@ async def test_broken_requests(fuzzed: Served, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["messages"])
-async def test_broken_counts(fuzzed: Served, dialect: str) -> None:
+async def test_malformed_count_requests_get_errors(fuzzed: Served, dialect: str) -> None:
     fuzz = Fuzz(by_hand(dialect), random.Random(1))
     async with connected() as http:
         sender = Sender(fuzzed, http, dialect)
@@ -304,7 +304,7 @@ CONTROL: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "seed"), CONTROL)
-async def test_broken_control(fuzzed: Served, path: str, seed: Any) -> None:
+async def test_malformed_control_requests_get_errors(fuzzed: Served, path: str, seed: Any) -> None:
     fuzz = Fuzz([seed], random.Random(path))
     async with connected() as http:
         sender = Sender(fuzzed, http, "chat")
@@ -314,7 +314,7 @@ async def test_broken_control(fuzzed: Served, path: str, seed: Any) -> None:
     await until_in_flight(fuzzed, 0)
 
 
-async def test_odd_headers_and_paths(fuzzed: Served) -> None:
+async def test_unusual_headers_and_paths_get_errors(fuzzed: Served) -> None:
     body = json.dumps(asking("chat", "hi")).encode()
     async with connected() as http:
         sender = Sender(fuzzed, http, "chat")

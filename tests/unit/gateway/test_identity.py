@@ -1,4 +1,4 @@
-"""Which session a call belongs to, over a real socket."""
+"""Resolving the session of a call, over a socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def code(gateway: Served, body: Any, **sent: Any) -> tuple[int, str | None
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
-async def test_url_key_and_header_go_before_what_the_agent_says(gateway: Served, dialect: str) -> None:
+async def test_session_by_url_key_or_header_precedes_the_agents_id(gateway: Served, dialect: str) -> None:
     said = {"session_id": "other", "x_session_id": "another"}
     body = asking(dialect, "hi")
     live = session_of(await post(gateway, body, dialect, **said))
@@ -44,14 +44,14 @@ async def test_url_key_and_header_go_before_what_the_agent_says(gateway: Served,
     assert session_of(await post(gateway, body, dialect, **said)) == live
 
 
-async def test_an_id_of_the_agent_goes_before_what_is_said(gateway: Served) -> None:
+async def test_session_by_agent_id_precedes_content(gateway: Served) -> None:
     first = session_of(await post(gateway, asking("chat", "hi")))
     goes_on = asking("chat", "hi", "You said: hi", "more")
     assert session_of(await post(gateway, goes_on)) == first
     assert session_of(await post(gateway, {**goes_on, "user": "someone"})) != first
 
 
-async def test_what_names_a_session_must_agree(gateway: Served) -> None:
+async def test_session_names_that_differ_are_refused(gateway: Served) -> None:
     one, two = await gateway.open(), await gateway.open()
     body, url = asking("chat", "hi"), f"/s/{one.session_id}"
     refused = (403, "session_conflict")
@@ -96,7 +96,7 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("dialect", "body", "headers"), IDS)
-async def test_ids_that_agents_send(
+async def test_session_ids_of_known_agents_are_recognized(
     gateway: Served, dialect: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     async def ask(more: dict[str, Any], sent: dict[str, str]) -> str:
@@ -115,7 +115,7 @@ async def test_ids_that_agents_send(
     assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_claude_codes_header_and_body_name_one_session(gateway: Served) -> None:
+async def test_session_id_in_claude_code_header_and_body_is_the_same(gateway: Served) -> None:
     body = asking("messages", "hi", metadata={"user_id": f"user_abc_account__session_{UUID}"})
     by_body = session_of(await post(gateway, body, "messages"))
     assert (
@@ -124,13 +124,13 @@ async def test_claude_codes_header_and_body_name_one_session(gateway: Served) ->
     )
 
 
-async def test_a_user_is_not_a_session_of_the_same_name(gateway: Served) -> None:
+async def test_session_id_equal_to_a_user_id_is_another_session(gateway: Served) -> None:
     by_user = session_of(await post(gateway, asking("chat", "hi", user="ann")))
     by_session = session_of(await post(gateway, asking("chat", "hi", metadata={"session_id": "ann"})))
     assert by_user != by_session
 
 
-async def test_an_absurdly_long_id_is_a_name_all_the_same(gateway: Served) -> None:
+async def test_session_id_of_any_length_is_accepted(gateway: Served) -> None:
     first = session_of(await post(gateway, asking("chat", "hi", user="a" * 20_000)))
     assert session_of(await post(gateway, asking("chat", "hi", user="a" * 20_000))) == first
     session = await gateway.store.session(first)
@@ -138,7 +138,7 @@ async def test_an_absurdly_long_id_is_a_name_all_the_same(gateway: Served) -> No
     assert len(session.external_id or "") <= 512
 
 
-async def test_long_ids_that_differ_at_their_end_stay_apart(gateway: Served) -> None:
+async def test_session_ids_that_differ_at_their_end_are_different(gateway: Served) -> None:
     first = session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "1")))
     assert session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "2"))) != first
 
@@ -155,7 +155,7 @@ class SlowLookups(SqliteStore):
         return await super().session_by_external_id(run_id, agent_id, external_id)
 
 
-async def test_first_calls_at_once_with_one_id_make_one_session(serving: Serve) -> None:
+async def test_concurrent_first_calls_with_one_id_open_one_session(serving: Serve) -> None:
     gateway = await serving(store=SlowLookups)
     answers = await asyncio.gather(
         *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
@@ -165,7 +165,7 @@ async def test_first_calls_at_once_with_one_id_make_one_session(serving: Serve) 
     assert len(await gateway.store.calls(row.session.session_id)) == 12
 
 
-async def test_calls_at_once_after_a_session_has_ended_make_one_new_session(serving: Serve) -> None:
+async def test_concurrent_calls_after_the_end_open_one_new_session(serving: Serve) -> None:
     gateway = await serving(store=SlowLookups)
     old = session_of(await post(gateway, asking("chat", "hi", user="ann")))
     await gateway.control(f"/sessions/{old}/complete", {})
@@ -181,7 +181,7 @@ async def test_calls_at_once_after_a_session_has_ended_make_one_new_session(serv
 
 
 @pytest.mark.parametrize("dialect", CONVERSING)
-async def test_the_same_opening_stays_apart_where_keys_or_ids_differ(gateway: Served, dialect: str) -> None:
+async def test_sessions_with_equal_content_differ_by_key_or_id(gateway: Served, dialect: str) -> None:
     keys = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
     opening = asking(dialect, "hi")
     first = [session_of(await post(gateway, opening, dialect, key=key)) for key in keys]
@@ -197,7 +197,7 @@ async def test_the_same_opening_stays_apart_where_keys_or_ids_differ(gateway: Se
         assert [c.link for c in await gateway.store.calls(session)] == [Link.ROOT, Link.EXTENDS]
 
 
-async def test_a_named_session_with_the_same_opening_does_not_get_between(gateway: Served) -> None:
+async def test_named_session_with_equal_content_is_not_matched(gateway: Served) -> None:
     opening, goes_on = asking("chat", "hi"), asking("chat", "hi", "You said: hi", "more")
     unnamed = session_of(await post(gateway, opening))
     opened = await gateway.open()
@@ -207,7 +207,7 @@ async def test_a_named_session_with_the_same_opening_does_not_get_between(gatewa
 
 
 @pytest.mark.parametrize("dialect", CONVERSING)
-async def test_a_session_is_found_after_a_restart(
+async def test_session_is_found_by_content_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
@@ -227,7 +227,7 @@ async def test_a_session_is_found_after_a_restart(
 # --- isolation ----------------------------------------------------------------------------------
 
 
-async def test_a_reply_that_was_added_to_is_known_again(gateway: Served) -> None:
+async def test_session_is_found_by_an_extended_reply(gateway: Served) -> None:
     first = await post(gateway, asking("chat", "hello"))
     said = first.json()["choices"][0]["message"]["content"]
     again = await post(gateway, asking("chat", "hello", f"{said}\nCalling tools: none", "more"))
@@ -235,7 +235,7 @@ async def test_a_reply_that_was_added_to_is_known_again(gateway: Served) -> None
     assert session_of(again) == session_of(first) != session_of(other)
 
 
-async def test_an_answer_of_another_agent_cannot_be_continued(gateway: Served) -> None:
+async def test_response_of_another_agent_cannot_be_continued(gateway: Served) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
     answer = await post(gateway, asking("responses", "my secret plan"), "responses", key=ann)
     after = {**asking("responses", "what did I say?"), "previous_response_id": answer.json()["id"]}
@@ -249,7 +249,7 @@ async def test_an_answer_of_another_agent_cannot_be_continued(gateway: Served) -
     assert len(await all_calls(gateway)) == 2
 
 
-async def test_an_answer_is_continued_after_a_restart(
+async def test_response_is_continued_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
@@ -261,7 +261,7 @@ async def test_an_answer_is_continued_after_a_restart(
         assert [call.link for call in await all_calls(gateway)] == [Link.ROOT, Link.EXTENDS]
 
 
-async def test_agents_do_not_touch_each_others_sessions(gateway: Served) -> None:
+async def test_agent_cannot_use_sessions_of_another_agent(gateway: Served) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
     session = session_of(await post(gateway, asking("chat", "hi"), key=ann))
     as_ben = {"Authorization": f"Bearer {ben}"}
@@ -285,7 +285,7 @@ async def test_agents_do_not_touch_each_others_sessions(gateway: Served) -> None
     assert len(await gateway.store.calls(session)) == 1
 
 
-async def test_a_session_key_opens_nothing_else(gateway: Served) -> None:
+async def test_session_key_cannot_use_other_sessions(gateway: Served) -> None:
     session, another = await gateway.open(), await gateway.open()
     key = session.api_key
     path = f"/sessions/{another.session_id}"
@@ -304,7 +304,7 @@ async def test_a_session_key_opens_nothing_else(gateway: Served) -> None:
 # --- when a live session begins -----------------------------------------------------------------
 
 
-async def test_a_live_session_opens_with_its_first_call(serving: Serve) -> None:
+async def test_live_session_is_stored_with_its_first_call(serving: Serve) -> None:
     gateway = await serving(delay=0.02)
     asked = asyncio.create_task(post(gateway, asking("chat", "hi", user="ann")))
     await until_in_flight(gateway, 1)
@@ -313,7 +313,7 @@ async def test_a_live_session_opens_with_its_first_call(serving: Serve) -> None:
     assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session]
 
 
-async def test_a_refused_first_call_opens_nothing_and_is_forgotten(gateway: Served) -> None:
+async def test_refused_first_call_stores_no_session(gateway: Served) -> None:
     for i in range(3):
         too_long = asking("chat", "word " * 2000, user="ann")
         assert (await post(gateway, too_long)).status_code == 400, i

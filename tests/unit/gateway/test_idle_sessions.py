@@ -1,4 +1,4 @@
-"""Live sessions that fall silent are closed."""
+"""Idle live sessions are closed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def ended(gateway: Served, session_id: str, seconds: float = 10) -> Sessio
             await asyncio.sleep(0.02)
 
 
-async def test_a_silent_session_is_completed_and_its_name_is_free(serving: Serve) -> None:
+async def test_idle_session_is_completed_and_its_id_is_free(serving: Serve) -> None:
     gateway = await serving(config=BRIEF)
     first = session_of(await post(gateway, asking("chat", "hi", user="ann")))
     session = await ended(gateway, first)
@@ -39,7 +39,7 @@ async def test_a_silent_session_is_completed_and_its_name_is_free(serving: Serve
     assert second != first
 
 
-async def test_what_is_said_finds_no_closed_session(serving: Serve) -> None:
+async def test_closed_session_is_not_found_by_content(serving: Serve) -> None:
     gateway = await serving(config=BRIEF)
     first = session_of(await post(gateway, asking("chat", "hi")))
     await ended(gateway, first)
@@ -50,7 +50,7 @@ async def test_what_is_said_finds_no_closed_session(serving: Serve) -> None:
     assert session_of(await post(gateway, goes_on)) not in (first, session_of(again))
 
 
-async def test_a_session_that_is_used_stays_open(serving: Serve) -> None:
+async def test_used_session_stays_open(serving: Serve) -> None:
     gateway = await serving(config=BRIEF)
     said = ["hi"]
     found: set[str] = set()
@@ -62,7 +62,7 @@ async def test_a_session_that_is_used_stays_open(serving: Serve) -> None:
     assert len(found) == 1
 
 
-async def test_a_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
+async def test_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
     gateway = await serving(config=BRIEF, delay=0.12)
     first = session_of(await post(gateway, asking("chat", "hi", user="ann", max_tokens=1)))
     asked = asyncio.create_task(post(gateway, asking("chat", "hello there", user="ann")))
@@ -84,9 +84,7 @@ class SlowEnd(SqliteStore):
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_a_call_that_comes_while_its_session_is_closed_opens_another(
-    serving: Serve, named: bool
-) -> None:
+async def test_call_during_the_close_opens_another_session(serving: Serve, named: bool) -> None:
     gateway = await serving(config=BRIEF, store=SlowEnd)
     sent = {"x_session_id": "s"} if named else {}
     first = session_of(await post(gateway, asking("chat", "hi"), **sent))
@@ -100,7 +98,7 @@ async def test_a_call_that_comes_while_its_session_is_closed_opens_another(
     assert len(await gateway.store.calls(first)) == 1
 
 
-async def test_calls_while_sessions_are_closed_are_never_lost(serving: Serve) -> None:
+async def test_calls_during_closes_are_recorded(serving: Serve) -> None:
     """A call lands in an open session, whenever it comes."""
     gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
     for i in range(30):
@@ -112,7 +110,7 @@ async def test_calls_while_sessions_are_closed_are_never_lost(serving: Serve) ->
         await asyncio.sleep(0.07 + 0.005 * (i % 10))
 
 
-async def test_sessions_of_before_a_restart_are_closed_too(
+async def test_idle_sessions_are_closed_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
@@ -124,7 +122,7 @@ async def test_sessions_of_before_a_restart_are_closed_too(
         await ended(gateway, opened.session_id)
 
 
-async def test_sessions_of_a_run_are_not_closed(serving: Serve) -> None:
+async def test_idle_rollout_sessions_stay_open(serving: Serve) -> None:
     """Whoever opened them for training completes them."""
     gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
     session = await gateway.open(channel="train")

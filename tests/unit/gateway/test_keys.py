@@ -1,4 +1,4 @@
-"""Who may do what with which key, at a real gateway, and which admin keys are taken."""
+"""The access that each kind of key gives, over a socket, and the admin keys that are accepted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def ask(gateway: Served, key: str, path: str = "/v1/chat/completions", **m
     return await gateway.http.post(path, json=ASK, headers=headers(key), **more)
 
 
-async def test_an_agent_key_opens_uses_reads_and_completes_its_agents_sessions(gateway: Served) -> None:
+async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Served) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     opened = await gateway.control("/sessions", {"channel": "live"}, key)
     assert opened.status_code == 201, opened.text
@@ -44,7 +44,7 @@ async def test_an_agent_key_opens_uses_reads_and_completes_its_agents_sessions(g
     assert [reward.value for reward in await gateway.store.rewards(session_id)] == [1.0]
 
 
-async def test_an_agent_key_touches_no_other_agents_sessions(gateway: Served) -> None:
+async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: Served) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     other = await gateway.open()
     for response in (
@@ -58,7 +58,7 @@ async def test_an_agent_key_touches_no_other_agents_sessions(gateway: Served) ->
     assert await gateway.store.calls(other.session_id) == []
 
 
-async def test_agents_that_say_the_same_are_kept_apart(gateway: Served) -> None:
+async def test_agents_with_equal_content_have_different_sessions(gateway: Served) -> None:
     keys = [await create_key(gateway.store, "agent", name) for name in ("one", "two")]
     for key in keys:
         assert (await ask(gateway, key)).status_code == 200
@@ -66,7 +66,7 @@ async def test_agents_that_say_the_same_are_kept_apart(gateway: Served) -> None:
     assert sorted((row.session.agent_id, row.calls) for row in rows) == [("one", 1), ("two", 1)]
 
 
-async def test_a_session_key_opens_its_session_and_nothing_else(gateway: Served) -> None:
+async def test_session_key_uses_its_session_only(gateway: Served) -> None:
     mine, other = await gateway.open(), await gateway.open()
     assert (await ask(gateway, mine.api_key)).status_code == 200
     assert len(await gateway.calls(mine)) == 1
@@ -80,7 +80,7 @@ async def test_a_session_key_opens_its_session_and_nothing_else(gateway: Served)
     assert await gateway.calls(other) == []
 
 
-async def test_a_second_admin_key_may_do_all(gateway: Served) -> None:
+async def test_second_admin_key_has_full_access(gateway: Served) -> None:
     key = await create_key(gateway.store, "admin", None)
     session = await gateway.open()
     assert (await gateway.control("/sessions", {}, key)).status_code == 201
@@ -89,7 +89,7 @@ async def test_a_second_admin_key_may_do_all(gateway: Served) -> None:
     assert ended.status_code == 200, ended.text
 
 
-async def test_a_revoked_key_is_refused_within_five_seconds(gateway: Served) -> None:
+async def test_revoked_key_is_refused_within_five_seconds(gateway: Served) -> None:
     key = await create_key(gateway.store, "agent", "coder", "laptop")
     assert (await ask(gateway, key)).status_code == 200
     assert await gateway.store.revoke_key("laptop") == 1
@@ -102,7 +102,7 @@ async def test_a_revoked_key_is_refused_within_five_seconds(gateway: Served) -> 
 
 
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
-async def test_a_key_goes_in_any_of_three_headers(gateway: Served, header: str) -> None:
+async def test_key_is_accepted_in_three_headers(gateway: Served, header: str) -> None:
     value = f"Bearer {ADMIN}" if header == "Authorization" else ADMIN
     response = await gateway.http.post("/v1/chat/completions", json=ASK, headers={header: value})
     assert response.status_code == 200, response.text
@@ -111,7 +111,7 @@ async def test_a_key_goes_in_any_of_three_headers(gateway: Served, header: str) 
 @pytest.mark.parametrize(
     "sent", [{}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"}, {"x-api-key": "wrong"}]
 )
-async def test_without_a_known_key_there_is_nothing(gateway: Served, sent: dict[str, str]) -> None:
+async def test_request_without_a_known_key_is_refused(gateway: Served, sent: dict[str, str]) -> None:
     for response in (
         await gateway.http.post("/v1/chat/completions", json=ASK, headers=sent),
         await gateway.http.post("/sessions", json={}, headers=sent),
@@ -121,7 +121,7 @@ async def test_without_a_known_key_there_is_nothing(gateway: Served, sent: dict[
     assert await gateway.store.sessions() == []
 
 
-async def test_known_keys_are_not_looked_up_again_each_time(tmp_path: Path) -> None:
+async def test_known_keys_are_cached(tmp_path: Path) -> None:
     """Shown with a store that has gone: what was found before still holds, for its time."""
     store = SqliteStore(tmp_path / "store.db")
     await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), hash_key("the session's"))
@@ -139,7 +139,7 @@ async def test_known_keys_are_not_looked_up_again_each_time(tmp_path: Path) -> N
     assert (await keys.identify("the session's")).session_id == "s"
 
 
-async def test_the_agent_is_told_a_key_each_time_it_is_served(tmp_path: Path) -> None:
+async def test_agent_gets_a_new_key_at_each_start(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     first, second = [await create_agent_key(store, "coder") for _ in range(2)]
     keys = Authenticator(store, ADMIN, "run")
@@ -167,14 +167,14 @@ NAME = "INSTAR_ADMIN_KEY"
         ("localhost", "x" * 40 + "\n", "HTTP header cannot carry"),
     ],
 )
-def test_an_admin_key_that_can_be_guessed_is_refused(host: str, key: str, said: str) -> None:
+def test_admin_key_that_is_weak_is_refused(host: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         resolve_admin_key({NAME: key}, NAME, host)
     assert NAME in str(caught.value)
     assert len(key) < 15 or key.strip() not in str(caught.value)
 
 
-def test_the_admin_key_is_the_one_given_or_a_new_one() -> None:
+def test_admin_key_is_read_from_the_environment_or_generated() -> None:
     assert resolve_admin_key({NAME: "x" * 16}, NAME, "localhost") == "x" * 16
     assert resolve_admin_key({NAME: "x" * 32}, NAME, "0.0.0.0") == "x" * 32
     one, other = resolve_admin_key({}, NAME, "0.0.0.0"), resolve_admin_key({}, NAME, "0.0.0.0")

@@ -1,4 +1,4 @@
-"""Too much, too slow, or gone midway: refused, ended, and nothing is left behind."""
+"""Requests that are too large, too slow or broken off are refused, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def status(reader: asyncio.StreamReader) -> int:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_body_that_is_too_large(serving: Serve, dialect: str) -> None:
+async def test_body_larger_than_the_limit_is_refused(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(max_body=10_000))
     answer = await post(gateway, asking(dialect, "x" * 20_000), dialect)
     assert answer.status_code == 413
@@ -70,7 +70,7 @@ async def test_a_body_that_is_too_large(serving: Serve, dialect: str) -> None:
     await nothing_left(gateway)
 
 
-async def test_a_body_in_chunks_without_a_length(serving: Serve) -> None:
+async def test_chunked_body_larger_than_the_limit_is_refused(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_body=10_000))
 
     async def endless() -> Any:
@@ -84,7 +84,7 @@ async def test_a_body_in_chunks_without_a_length(serving: Serve) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-async def test_too_many_messages_and_tools(serving: Serve, dialect: str) -> None:
+async def test_too_many_messages_or_tools_are_refused(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(max_messages=5, max_tools=2))
     answer = await post(gateway, asking(dialect, *["hi"] * 7), dialect)
     assert answer.status_code == 400
@@ -103,14 +103,14 @@ async def test_too_many_messages_and_tools(serving: Serve, dialect: str) -> None
     await nothing_left(gateway)
 
 
-async def test_headers_that_are_too_large(serving: Serve) -> None:
+async def test_headers_larger_than_the_limit_are_refused(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_header=2000))
     assert (await post(gateway, asking("chat", "hi"), x_long="x" * 3000)).status_code == 431
     await nothing_left(gateway)
 
 
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
-async def test_headers_without_an_end(gateway: Served, piece: bytes) -> None:
+async def test_endless_headers_are_refused(gateway: Served, piece: bytes) -> None:
     """Many or one, they are not collected for ever."""
     reader, writer = await connect(gateway)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Long: x")
@@ -130,7 +130,7 @@ async def test_headers_without_an_end(gateway: Served, piece: bytes) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: gat"])
-async def test_headers_that_do_not_come(begun: bytes) -> None:
+async def test_headers_that_do_not_arrive_time_out(begun: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -155,7 +155,7 @@ async def test_headers_that_do_not_come(begun: bytes) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_too_many_at_once(serving: Serve, dialect: str) -> None:
+async def test_requests_beyond_max_in_flight_are_refused(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(max_in_flight=3), delay=0.01)
     answers = await asyncio.gather(*(post(gateway, asking(dialect, f"hi {i}"), dialect) for i in range(10)))
     codes = sorted(answer.status_code for answer in answers)
@@ -168,7 +168,7 @@ async def test_too_many_at_once(serving: Serve, dialect: str) -> None:
     assert (await post(gateway, asking(dialect, "hi"), dialect)).status_code == 200
 
 
-async def test_bodies_that_are_still_coming_count(serving: Serve) -> None:
+async def test_requests_with_incomplete_bodies_count_as_in_flight(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_in_flight=2))
     writers = []
     for _ in range(2):
@@ -186,7 +186,7 @@ async def test_bodies_that_are_still_coming_count(serving: Serve) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_body_that_does_not_come(serving: Serve, dialect: str) -> None:
+async def test_body_that_does_not_arrive_times_out(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(read_timeout=0.2))
     reader, writer = await connect(gateway)
     body = json.dumps(asking(dialect, "hi")).encode()
@@ -196,7 +196,7 @@ async def test_a_body_that_does_not_come(serving: Serve, dialect: str) -> None:
     await nothing_left(gateway)
 
 
-async def test_a_body_that_comes_byte_by_byte(serving: Serve) -> None:
+async def test_body_that_arrives_byte_by_byte_times_out(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(read_timeout=0.5))
     reader, writer = await connect(gateway)
     body = json.dumps(asking("chat", "hi")).encode()
@@ -213,7 +213,7 @@ async def test_a_body_that_comes_byte_by_byte(serving: Serve) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 10])
-async def test_a_client_that_leaves_in_the_midst_of_its_body(gateway: Served, sent: int) -> None:
+async def test_disconnect_during_the_body_leaves_no_record(gateway: Served, sent: int) -> None:
     body = json.dumps(asking("chat", "hi")).encode()
     for _ in range(5):
         _, writer = await connect(gateway)
@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body(gateway: Served, se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_right_after_asking(serving: Serve, stream: bool) -> None:
+async def test_disconnect_after_the_request_leaves_no_call_in_flight(serving: Serve, stream: bool) -> None:
     gateway = await serving(delay=0.02)
     body = json.dumps(asking("chat", "hi", stream=stream)).encode()
     for _ in range(5):
@@ -238,7 +238,9 @@ async def test_a_client_that_leaves_right_after_asking(serving: Serve, stream: b
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_client_that_does_not_read(serving: Serve, model: ModelConfig, dialect: str) -> None:
+async def test_client_that_does_not_read_is_disconnected(
+    serving: Serve, model: ModelConfig, dialect: str
+) -> None:
     """Its stream ends at the deadline; nobody waits for it any longer."""
     long = model.model_copy(update={"max_context": 400_000})
     engine = ScriptedEngine(long, ScriptedEngineConfig(replies=["word " * 60_000]))
@@ -263,7 +265,7 @@ def long_enough(dialect: str) -> dict[str, Any]:
     return {name: 350_000}
 
 
-async def test_stats_are_the_admins(gateway: Served) -> None:
+async def test_stats_need_the_admin_key(gateway: Served) -> None:
     session = await gateway.open()
     answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
     assert answer.status_code == 403

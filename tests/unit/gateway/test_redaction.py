@@ -1,4 +1,4 @@
-"""No secret reaches the store, and nothing that was conditioned on one is trained on."""
+"""No secret is stored, and nothing that was sampled after one is trained on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokens_of(text: str) -> list[int]:
     return make_tiny_tokenizer().encode(text, add_special_tokens=False)
 
 
-def test_what_is_looked_for_can_be_found(tmp_path: Path) -> None:
+def test_secret_search_finds_a_stored_secret(tmp_path: Path) -> None:
     (tmp_path / "a.db-wal").write_bytes(b"x" + np.asarray(tokens_of(SECRET), np.int32).tobytes())
     assert holds(tmp_path / "a.db", SECRET, tokens_of(SECRET))
 
@@ -59,7 +59,7 @@ def hidden(call: Call) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_secret_in_a_prompt_and_its_echo(gateway: Served, dialect: str, stream: bool) -> None:
+async def test_secret_in_prompt_and_reply_is_redacted(gateway: Served, dialect: str, stream: bool) -> None:
     answer = await post(gateway, asking(dialect, f"my key is {SECRET}", stream=stream), dialect)
     if not stream:
         assert SECRET in answer.text, "the agent is given what was said"
@@ -70,7 +70,7 @@ async def test_a_secret_in_a_prompt_and_its_echo(gateway: Served, dialect: str, 
     assert not holds(gateway.path, SECRET, tokens_of(SECRET))
 
 
-async def test_a_secret_in_a_prompt_of_token_ids(gateway: Served) -> None:
+async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: Served) -> None:
     ids = tokens_of(f"<|im_start|>user\nmy key is {SECRET}<|im_end|>\n<|im_start|>assistant\n")
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"prompt_ids": ids, "max_tokens": 3}
@@ -121,14 +121,14 @@ async def test_a_secret_in_a_prompt_of_token_ids(gateway: Served) -> None:
         ],
     ],
 )  # fmt: skip
-async def test_wherever_it_stands(gateway: Served, messages: list[Any]) -> None:
+async def test_secret_in_any_part_of_a_message_is_redacted(gateway: Served, messages: list[Any]) -> None:
     answer = await post(gateway, {"model": "m", "messages": messages})
     (call,) = await the_calls(gateway, session_of(answer))
     hidden(call)
     assert not holds(gateway.path, SECRET, tokens_of(SECRET))
 
 
-async def test_in_tools(gateway: Served) -> None:
+async def test_secret_in_tools_is_redacted(gateway: Served) -> None:
     parameters = {"type": "object", "properties": {"key": {"type": "string", "default": SECRET}}}
     function = {"name": "f", "description": "d", "parameters": parameters}
     body = asking("chat", "hi", tools=[{"type": "function", "function": function}])
@@ -138,7 +138,7 @@ async def test_in_tools(gateway: Served) -> None:
     assert not holds(gateway.path, SECRET, tokens_of(SECRET))
 
 
-async def test_in_what_is_told_about_a_session(gateway: Served) -> None:
+async def test_secret_in_session_fields_is_redacted(gateway: Served) -> None:
     opened = await gateway.open(metadata={"env": {"KEY": SECRET}}, task={"prompt": f"use {SECRET}"})
     path = f"/sessions/{opened.session_id}"
     detail = {"rewards": [{"value": 1.0, "source": "judge", "detail": {"said": [f"it leaked {SECRET}"]}}]}
@@ -149,7 +149,7 @@ async def test_in_what_is_told_about_a_session(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("named", ["user", "header"])
-async def test_in_an_id_of_the_agent(gateway: Served, named: str) -> None:
+async def test_secret_in_external_id_is_hashed(gateway: Served, named: str) -> None:
     async def ask(key: str) -> str:
         if named == "user":
             return session_of(await post(gateway, asking("chat", "hi", user=key)))
@@ -161,7 +161,7 @@ async def test_in_an_id_of_the_agent(gateway: Served, named: str) -> None:
     assert not holds(gateway.path, SECRET)
 
 
-async def test_in_a_failed_answer(serving: Serve, model: ModelConfig) -> None:
+async def test_secret_in_provider_error_is_redacted(serving: Serve, model: ModelConfig) -> None:
     class Failing(ScriptedEngine):
         async def generate(self, prompt_ids: Any, params: Any) -> Any:
             async for chunk in super().generate(prompt_ids, params):
@@ -175,7 +175,7 @@ async def test_in_a_failed_answer(serving: Serve, model: ModelConfig) -> None:
     assert not holds(gateway.path, SECRET)
 
 
-async def test_patterns_of_ones_own(serving: Serve) -> None:
+async def test_configured_patterns_are_redacted(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(redact=RedactConfig(patterns=[r"Project \w+"])))
     answer = await post(gateway, asking("chat", "about Project Zwiebelkuchen"))
     (call,) = await the_calls(gateway, session_of(answer))
@@ -184,7 +184,7 @@ async def test_patterns_of_ones_own(serving: Serve) -> None:
     assert b"Zwiebelkuchen" not in stored_bytes(gateway.path)
 
 
-async def test_without_a_secret_nothing_changes(gateway: Served) -> None:
+async def test_call_without_a_secret_is_stored_unchanged(gateway: Served) -> None:
     answer = await post(gateway, asking("chat", "the risk-assessment of task-lists"))
     (call,) = await the_calls(gateway, session_of(answer))
     assert call.trainable
@@ -200,7 +200,7 @@ async def talk(gateway: Served, said: list[str], **sent: Any) -> Call:
     return (await the_calls(gateway, session_of(answer)))[-1]
 
 
-async def test_what_follows_is_hidden_and_what_stands_beside_is_not(
+async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
@@ -249,7 +249,7 @@ class Seen(ScriptedEngine):
             yield chunk
 
 
-async def test_the_conversation_goes_on_exactly(serving: Serve, model: ModelConfig) -> None:
+async def test_redacted_conversation_continues_with_exact_tokens(serving: Serve, model: ModelConfig) -> None:
     engine = Seen(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
     gateway = await serving(engine=engine)
     said = [f"key {SECRET}"]
@@ -264,7 +264,7 @@ async def test_the_conversation_goes_on_exactly(serving: Serve, model: ModelConf
         hidden(call)
 
 
-async def test_a_completion_again_after_a_restart(
+async def test_redacted_completion_is_repeated_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
@@ -280,7 +280,7 @@ async def test_a_completion_again_after_a_restart(
         assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_one_of_several_replies(serving: Serve, model: ModelConfig) -> None:
+async def test_secret_in_one_of_several_replies_redacts_that_one(serving: Serve, model: ModelConfig) -> None:
     """Only the reply that holds a secret is hidden."""
     script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
     gateway = await serving(engine=ScriptedEngine(model, script))
@@ -307,7 +307,7 @@ def leak_sometimes(prompt: str, seed: int | None) -> str:
     return f"it is {SECRET}" if (seed or 0) % 2 else f"I will not tell {seed}"
 
 
-async def test_a_replay_of_a_redacted_reply_is_sampled_anew(gateway: Served) -> None:
+async def test_redacted_reply_is_sampled_again_on_retry(gateway: Served) -> None:
     """What was cut out cannot be given again, and the agent must not be given another text for it."""
     session = await gateway.open()
     body = asking("chat", f"key {SECRET}")
@@ -318,7 +318,7 @@ async def test_a_replay_of_a_redacted_reply_is_sampled_anew(gateway: Served) -> 
     assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_a_reply_without_a_secret_is_replayed_all_the_same(serving: Serve, model: ModelConfig) -> None:
+async def test_reply_without_a_secret_is_replayed(serving: Serve, model: ModelConfig) -> None:
     gateway = await serving(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=["fine"])))
     session = await gateway.open()
     body = asking("chat", f"key {SECRET}")
@@ -332,7 +332,9 @@ async def test_a_reply_without_a_secret_is_replayed_all_the_same(serving: Serve,
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
-async def test_hashes_are_keyed(tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str) -> None:
+async def test_message_hashes_are_keyed(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
+) -> None:
     """Who has the store and not its key cannot try texts out against it."""
     found: list[tuple[bytes, bytes]] = []
     for name, key in (("a", b"one"), ("b", b"two")):
@@ -348,7 +350,7 @@ async def test_hashes_are_keyed(tmp_path: Path, model: ModelConfig, renderer: Re
 
 
 @pytest.mark.parametrize("path", [PATHS["chat"], PATHS["messages"]])
-async def test_keys_of_ours_are_stored_nowhere(gateway: Served, path: str) -> None:
+async def test_gateway_keys_are_not_stored(gateway: Served, path: str) -> None:
     session = await gateway.open()
     headers = {"x-api-key": session.api_key}
     await gateway.http.post(path, json=asking("messages", "hi"), headers=headers)

@@ -1,4 +1,4 @@
-"""A request again: the recorded answer on evidence, a sibling without it, never an orphan."""
+"""Repeated requests: a replay on evidence of a retry, a sibling without it, and no orphans."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def links(gateway: Served) -> list[Link]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("evidence", [AGAIN, KEYED])
-async def test_a_finished_answer_is_given_again(
+async def test_retry_of_a_recorded_call_is_replayed(
     gateway: Served, dialect: str, evidence: dict[str, str]
 ) -> None:
     session = await gateway.open()
@@ -66,7 +66,7 @@ async def test_a_finished_answer_is_given_again(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_retry_of_a_first_call_finds_its_session(gateway: Served, dialect: str) -> None:
+async def test_retry_of_a_first_call_finds_its_session(gateway: Served, dialect: str) -> None:
     """No id, no key: the request itself is all that there is."""
     first = await post(gateway, asking(dialect, "hi"), dialect)
     again = await post(gateway, asking(dialect, "hi"), dialect, **AGAIN)
@@ -77,7 +77,7 @@ async def test_a_retry_of_a_first_call_finds_its_session(gateway: Served, dialec
     assert session_of(other) != session_of(first)
 
 
-async def test_a_first_call_with_its_key_again(gateway: Served) -> None:
+async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: Served) -> None:
     first = await post(gateway, asking("chat", "hi"), **KEYED)
     assert said(await post(gateway, asking("chat", "hi"), **KEYED)) == said(first)
     assert session_of(await post(gateway, asking("chat", "hi"), idempotency_key="two")) != session_of(first)
@@ -85,7 +85,7 @@ async def test_a_first_call_with_its_key_again(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_replay_is_streamed_where_a_stream_is_asked_for(gateway: Served, dialect: str) -> None:
+async def test_replay_of_a_stream_request_is_streamed(gateway: Served, dialect: str) -> None:
     session = await gateway.open()
     body = asking(dialect, "hi", stream=True)
     first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
@@ -97,7 +97,7 @@ async def test_a_replay_is_streamed_where_a_stream_is_asked_for(gateway: Served,
     assert "You said: hi" in again.text
 
 
-async def test_tool_calls_are_replayed_with_their_ids(gateway: Served) -> None:
+async def test_replay_keeps_tool_call_ids(gateway: Served) -> None:
     session = await gateway.open()
     function = {"name": "calc", "parameters": {"type": "object", "properties": {}}}
     body = asking("chat", "24 * 310", tools=[{"type": "function", "function": function}])
@@ -106,7 +106,7 @@ async def test_tool_calls_are_replayed_with_their_ids(gateway: Served) -> None:
     assert said(await post(gateway, body, key=session.api_key, **AGAIN)) == said(first)
 
 
-async def test_all_choices_are_replayed(gateway: Served) -> None:
+async def test_replay_returns_all_choices(gateway: Served) -> None:
     session = await gateway.open(seed=1)
     body = asking("chat", "seed", n=3)
     first = await post(gateway, body, key=session.api_key)
@@ -116,7 +116,7 @@ async def test_all_choices_are_replayed(gateway: Served) -> None:
     assert len(await gateway.calls(session)) == 5
 
 
-async def test_generated_tokens_are_replayed(gateway: Served) -> None:
+async def test_replay_of_generate_returns_the_tokens(gateway: Served) -> None:
     session = await gateway.open()
     headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "one"}
     prompt = {"prompt_ids": gateway_prompt(), "temperature": 0.5}
@@ -142,7 +142,7 @@ def gateway_prompt() -> list[int]:
     return make_tiny_tokenizer().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_another_key_is_another_wish(gateway: Served) -> None:
+async def test_request_with_another_idempotency_key_is_sampled(gateway: Served) -> None:
     session = await gateway.open()
     body = asking("chat", "hi")
     first = await post(gateway, body, key=session.api_key, **KEYED)
@@ -151,7 +151,7 @@ async def test_another_key_is_another_wish(gateway: Served) -> None:
     assert await links(gateway) == [Link.ROOT, Link.SIBLING]
 
 
-async def test_the_same_key_with_another_body_is_another_request(gateway: Served) -> None:
+async def test_idempotency_key_with_another_body_is_sampled(gateway: Served) -> None:
     session = await gateway.open()
     first = await post(gateway, asking("chat", "hi"), key=session.api_key, **KEYED)
     other = await post(gateway, asking("chat", "ho"), key=session.api_key, **KEYED)
@@ -159,7 +159,7 @@ async def test_the_same_key_with_another_body_is_another_request(gateway: Served
     assert other.json()["id"] != first.json()["id"]
 
 
-async def test_without_evidence_the_same_again_is_a_sibling(gateway: Served) -> None:
+async def test_repeated_request_without_evidence_is_a_sibling(gateway: Served) -> None:
     session = await gateway.open()
     answers = [await post(gateway, asking("chat", "hi"), key=session.api_key) for _ in range(3)]
     assert len({answer.json()["id"] for answer in answers}) == 3
@@ -167,7 +167,9 @@ async def test_without_evidence_the_same_again_is_a_sibling(gateway: Served) -> 
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_after_a_restart(tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str) -> None:
+async def test_retry_after_a_restart_is_replayed(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
+) -> None:
     at = (tmp_path / "store.db", model, renderer)
     body = asking(dialect, "hi")
     async with gateway_at(*at) as gateway:
@@ -186,7 +188,7 @@ async def test_after_a_restart(tmp_path: Path, model: ModelConfig, renderer: Ren
 
 
 @pytest.mark.parametrize("evidence", [AGAIN, KEYED])
-async def test_an_answer_in_flight_is_waited_for(serving: Serve, evidence: dict[str, str]) -> None:
+async def test_retry_waits_for_the_request_in_progress(serving: Serve, evidence: dict[str, str]) -> None:
     gateway = await serving(delay=0.01)
     body = asking("chat", "hi there")
     first = asyncio.create_task(post(gateway, body, **({} if evidence is AGAIN else KEYED)))
@@ -197,7 +199,7 @@ async def test_an_answer_in_flight_is_waited_for(serving: Serve, evidence: dict[
     assert await links(gateway) == [Link.ROOT]
 
 
-async def test_each_key_waits_for_its_own(serving: Serve) -> None:
+async def test_retry_waits_for_the_request_with_its_key(serving: Serve) -> None:
     gateway = await serving(delay=0.01)
     session = await gateway.open(seed=3)
     body = asking("chat", "seed")
@@ -210,7 +212,7 @@ async def test_each_key_waits_for_its_own(serving: Serve) -> None:
     assert len(await gateway.calls(session)) == 2
 
 
-async def test_identical_requests_at_once_are_siblings(serving: Serve) -> None:
+async def test_concurrent_identical_requests_are_siblings(serving: Serve) -> None:
     gateway = await serving(delay=0.005)
     session = await gateway.open()
     answers = await asyncio.gather(
@@ -251,7 +253,7 @@ async def one_aborted(gateway: Served, session: OpenedSession) -> Call:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_aborted_stream_is_recorded_as_far_as_it_was_sampled(serving: Serve, dialect: str) -> None:
+async def test_aborted_stream_is_recorded_with_its_tokens(serving: Serve, dialect: str) -> None:
     gateway = await serving(delay=0.005)
     session = await gateway.open()
     async with reading(gateway, dialect, session.api_key, idempotency_key="one"):
@@ -269,7 +271,7 @@ async def test_an_aborted_stream_is_recorded_as_far_as_it_was_sampled(serving: S
     assert beside.request_id != aborted.request_id
 
 
-async def test_those_who_waited_for_an_aborted_answer_get_one_of_their_own(serving: Serve) -> None:
+async def test_retries_of_an_aborted_request_are_sampled(serving: Serve) -> None:
     gateway = await serving(delay=0.002)
     session = await gateway.open()
     async with reading(gateway, "chat", session.api_key):
@@ -293,9 +295,7 @@ class SlowStore(SqliteStore):
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_reply_that_nobody_was_left_to_take_waits_for_the_next_who_asks(
-    serving: Serve, late: bool
-) -> None:
+async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve, late: bool) -> None:
     gateway = await serving(store=SlowStore)
     for sent in ({"key": (await gateway.open()).api_key}, {}):
         body = asking("chat", "hi")
@@ -343,7 +343,7 @@ async def passing(tmp_path: Path) -> AsyncGenerator[Served]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_providers_answer_is_given_again(passing: Served, dialect: str, stream: bool) -> None:
+async def test_retry_of_a_providers_call_is_replayed(passing: Served, dialect: str, stream: bool) -> None:
     body = asking(dialect, "hi", stream=stream) | {"model": "plain"}
     first = await post(passing, body, dialect, user_agent="x", **KEYED)
     assert first.status_code == 200, first.text

@@ -29,7 +29,7 @@ def error(answer: httpx.Response) -> tuple[int, str | None]:
     return answer.status_code, told["code"]
 
 
-async def test_named_by_url_key_or_header(gateway: Served) -> None:
+async def test_session_is_selected_by_url_key_or_header(gateway: Served) -> None:
     session = await gateway.open()
     url = f"/s/{session.session_id}"
     named = {"X-Instar-Session": session.session_id}
@@ -44,7 +44,7 @@ async def test_named_by_url_key_or_header(gateway: Served) -> None:
     assert len(await gateway.calls(session)) == 5
 
 
-async def test_refused(gateway: Served) -> None:
+async def test_session_requests_without_access_are_refused(gateway: Served) -> None:
     session, other = await gateway.open(), await gateway.open()
     assert error(await chat(gateway, None)) == (401, "missing_api_key")
     assert error(await chat(gateway, "sk-instar-wrong")) == (401, "invalid_api_key")
@@ -56,7 +56,7 @@ async def test_refused(gateway: Served) -> None:
     assert await gateway.calls(session) == await gateway.calls(other) == []
 
 
-async def test_session_key_opens_its_session_and_nothing_else(gateway: Served) -> None:
+async def test_session_key_uses_its_session_only(gateway: Served) -> None:
     session, other = await gateway.open(), await gateway.open()
     key = session.api_key
     assert error(await gateway.control("/sessions", {}, key)) == (403, "not_allowed")
@@ -70,7 +70,7 @@ async def test_session_key_opens_its_session_and_nothing_else(gateway: Served) -
     assert error(await gateway.control(own, given, key)) == (403, "not_allowed")
 
 
-async def test_only_the_hash_of_a_key_is_kept(gateway: Served) -> None:
+async def test_session_key_is_stored_as_a_hash(gateway: Served) -> None:
     session = await gateway.open()
     found = await gateway.store.session_by_key(hash_key(session.api_key))
     assert found is not None
@@ -80,7 +80,7 @@ async def test_only_the_hash_of_a_key_is_kept(gateway: Served) -> None:
     assert all(session.api_key.encode() not in file.read_bytes() for file in files)
 
 
-async def test_open_complete_read(gateway: Served) -> None:
+async def test_session_is_opened_completed_and_read(gateway: Served) -> None:
     session = await gateway.open(
         channel="train",
         group_id="g",
@@ -109,7 +109,7 @@ async def test_open_complete_read(gateway: Served) -> None:
     assert (stored.channel, stored.group_id, stored.seed) == (Channel.TRAIN, "g", 9)
 
 
-async def test_fail_and_rewards_of_other_sources(gateway: Served) -> None:
+async def test_session_fails_with_rewards_of_other_sources(gateway: Served) -> None:
     session = await gateway.open()
     body = {"reason": "crashed", "rewards": [{"value": -1.0, "source": "fallback", "scorer": "runner"}]}
     ended = (await gateway.control(f"/sessions/{session.session_id}/fail", body)).json()
@@ -121,13 +121,13 @@ async def test_fail_and_rewards_of_other_sources(gateway: Served) -> None:
     assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "runner")
 
 
-async def test_an_ended_session_takes_no_calls(gateway: Served) -> None:
+async def test_ended_session_refuses_calls(gateway: Served) -> None:
     session = await gateway.open()
     await gateway.control(f"/sessions/{session.session_id}/complete", {})
     assert error(await chat(gateway, session.api_key)) == (410, "session_ended")
 
 
-async def test_live_sessions_are_found_by_what_is_said(gateway: Served) -> None:
+async def test_live_session_is_found_by_content(gateway: Served) -> None:
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ADMIN, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": "one"}]
         answer = await client.chat.completions.create(model="m", messages=messages)
@@ -141,7 +141,7 @@ async def test_live_sessions_are_found_by_what_is_said(gateway: Served) -> None:
     assert [(row.session.channel, row.calls) for row in rows] == [(Channel.LIVE, 2), (Channel.LIVE, 1)]
 
 
-async def test_sessions_beyond_the_limit_are_read_back(serving: Serve) -> None:
+async def test_evicted_session_is_loaded_again(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open() for _ in range(3)]
     for session in sessions:
@@ -156,7 +156,7 @@ async def test_sessions_beyond_the_limit_are_read_back(serving: Serve) -> None:
         assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS]
 
 
-async def test_more_sessions_in_flight_than_fit_in_memory(serving: Serve) -> None:
+async def test_sessions_in_flight_are_not_evicted(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open() for _ in range(6)]
     answers = await asyncio.gather(*(chat(gateway, session.api_key) for session in sessions))
@@ -166,7 +166,7 @@ async def test_more_sessions_in_flight_than_fit_in_memory(serving: Serve) -> Non
 @pytest.mark.parametrize(
     "body", [b'{"metadata": {"a": "\xff"}}', b'{"metadata": {"a": ' + b"[" * 3000 + b"]" * 3000 + b"}}"]
 )
-async def test_a_control_body_that_cannot_be_read_is_the_callers_fault(gateway: Served, body: bytes) -> None:
+async def test_malformed_control_body_responds_with_400(gateway: Served, body: bytes) -> None:
     session = await gateway.open()
     answer = await gateway.http.post(
         f"/sessions/{session.session_id}/complete",
@@ -176,7 +176,7 @@ async def test_a_control_body_that_cannot_be_read_is_the_callers_fault(gateway: 
     assert answer.status_code == 400
 
 
-async def test_health_needs_no_key(gateway: Served) -> None:
+async def test_health_check_needs_no_key(gateway: Served) -> None:
     assert (await gateway.http.get("/healthz")).json() == {"status": "ok", "engine": "up", "version": 0}
 
 
@@ -193,7 +193,7 @@ async def test_health_needs_no_key(gateway: Served) -> None:
         ({"slot": 10**22}, "slot"),
     ],
 )
-async def test_bad_open(gateway: Served, body: Any, param: str) -> None:
+async def test_invalid_open_request_is_refused(gateway: Served, body: Any, param: str) -> None:
     answer = await gateway.control("/sessions", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

@@ -1,4 +1,4 @@
-"""Token ids in, token ids out, over a real socket."""
+"""Token-level generation and submissions, over a socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompt(renderer: Renderer, text: str) -> list[int]:
     return renderer.render([{"role": "user", "content": text}])
 
 
-async def test_generate_gives_the_recorded_ids(gateway: Served, renderer: Renderer) -> None:
+async def test_generate_returns_the_recorded_ids(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     first = prompt(renderer, "hello")
     answer = await post(gateway, "/v1/generate", {"prompt_ids": first, "n": 2}, session)
@@ -40,7 +40,7 @@ async def test_generate_gives_the_recorded_ids(gateway: Served, renderer: Render
     assert third.trainable
 
 
-async def test_generate_streams_lines(gateway: Served, renderer: Renderer) -> None:
+async def test_generate_streams_lines_of_json(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     body = {"prompt_ids": prompt(renderer, "hello"), "stream": True}
     answer = await post(gateway, f"/s/{session.session_id}/v1/generate", body, session)
@@ -51,7 +51,7 @@ async def test_generate_streams_lines(gateway: Served, renderer: Renderer) -> No
     assert not any("finish_reason" in line for line in lines[:-1])
 
 
-async def test_bad_ids_are_named(gateway: Served) -> None:
+async def test_generate_unknown_token_id_error_names_the_path(gateway: Served) -> None:
     session = await gateway.open()
     answer = await post(gateway, "/v1/generate", {"prompt_ids": [1, 10**6]}, session)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_ids[1]")
@@ -69,7 +69,7 @@ def sampled(ids: list[int], **more: Any) -> dict[str, Any]:
     }
 
 
-async def test_calls_sampled_elsewhere_are_recorded_once(gateway: Served, renderer: Renderer) -> None:
+async def test_submitted_calls_are_recorded_once(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     first = prompt(renderer, "hello")
     reply = [*renderer.encode("fine"), renderer.stop_token_ids[0]]
@@ -85,7 +85,7 @@ async def test_calls_sampled_elsewhere_are_recorded_once(gateway: Served, render
     assert root.reply["content"] == "fine"
 
 
-async def test_submitted_messages_find_their_parent(gateway: Served, renderer: Renderer) -> None:
+async def test_submitted_messages_extend_the_recorded_call(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     asked = [{"role": "user", "content": "hello"}]
     chat = await post(gateway, "/v1/chat/completions", {"model": "m", "messages": asked}, session)
@@ -103,7 +103,7 @@ async def test_submitted_messages_find_their_parent(gateway: Served, renderer: R
     assert (child.trainable, child.reason) == (False, "logprobs are missing")
 
 
-async def test_versions_beyond_the_newest_are_refused(gateway: Served, renderer: Renderer) -> None:
+async def test_submitted_version_beyond_the_latest_is_refused(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
     call = {"prompt_ids": prompt(renderer, "hello"), **sampled([3], versions=[4])}
     answer = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
