@@ -29,7 +29,7 @@ ADMIN = "sk-instar-test-admin"
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """A tokenizer and a config: all that rendering and the scripted engine need."""
+    """A tokenizer and a model config, which is all that the renderer and the scripted engine need."""
     folder = tmp_path_factory.mktemp("model")
     make_tiny_tokenizer().save_pretrained(folder)
     LlamaConfig().save_pretrained(folder)
@@ -43,7 +43,7 @@ def renderer(model: ModelConfig) -> Renderer:
 
 @dataclass
 class Served:
-    """A gateway on a real socket."""
+    """A gateway on a socket."""
 
     url: str
     path: Path
@@ -51,8 +51,8 @@ class Served:
     engine: Engine | None
     http: httpx.AsyncClient
 
-    async def open(self, **asked: Any) -> OpenedSession:
-        answer = await self.control("/sessions", asked)
+    async def open(self, **fields: Any) -> OpenedSession:
+        answer = await self.control("/sessions", fields)
         assert answer.status_code == 201, answer.text
         return OpenedSession(**answer.json())
 
@@ -107,7 +107,7 @@ async def run_gateway(
 
 @pytest.fixture
 async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> AsyncGenerator[Serve]:
-    """Start a gateway; engine and gateway settings may be given."""
+    """Return a function that starts a gateway, with optional engine and gateway settings."""
     running: list[Any] = []
 
     async def start(

@@ -1,4 +1,4 @@
-"""Replies for the scripted engine, by what the prompt ends with."""
+"""Replies of the scripted engine, chosen by the end of the prompt."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</to
 
 
 def play(prompt: str, seed: int | None) -> str:
-    """A tool call for a question about numbers, the tool's result as an answer, or an echo."""
+    """Return a tool call for an arithmetic question, an answer for a tool's result, else an echo."""
     turns = prompt.split("<|im_start|>")
-    role, _, said = turns[-2].removesuffix("<|im_end|>\n").partition("\n")
+    role, _, text = turns[-2].removesuffix("<|im_end|>\n").partition("\n")
     if role == "tool":
-        return f"The answer is {said}."
-    if "*" in said:
+        return f"The answer is {text}."
+    if "*" in text:
         return f"Let me see.\n{CALL}"
-    if said == "seed":
+    if text == "seed":
         return f"seed {seed}"
-    if said == "long":
+    if text == "long":
         return "word " * 200
-    return f"You said: {said}"
+    return f"You said: {text}"

@@ -100,11 +100,11 @@ CASES: list[tuple[Any, str | None]] = [
 async def test_invalid_request_error_names_the_path(gateway: Served) -> None:
     for body, param in CASES:
         answer = await send(gateway, body)
-        told = answer.json()["error"]
-        assert answer.status_code == 400, (body, told)
-        assert told["type"] == "invalid_request_error"
-        assert told["message"]
-        assert told["param"] == param, (body, told)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, (body, error)
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+        assert error["param"] == param, (body, error)
 
 
 async def test_unusual_valid_request_is_accepted(gateway: Served) -> None:
@@ -152,7 +152,7 @@ async def test_prompt_longer_than_context_is_refused(serving: Serve) -> None:
 
 
 class FailingEngine(ScriptedEngine):
-    """Fails before or after its first tokens."""
+    """An engine that fails before or after its first tokens."""
 
     def __init__(self, model: ModelConfig, after: int) -> None:
         super().__init__(model, ScriptedEngineConfig(replies=["some words to say"]))

@@ -23,10 +23,10 @@ from tests.unit.gateway.wire import PATHS, all_calls, asking, until_in_flight
 
 TRAFFIC = Path(__file__).parents[1] / "record" / "fixtures" / "traffic"
 COUNT = int(os.environ.get("INSTAR_FUZZ", "800"))
-"""Requests for each dialect."""
+"""Example requests of each dialect."""
 AT_ONCE = 16
 DEEP = "@deep@"
-"""Stands for a value of a hundred thousand nested lists."""
+"""A placeholder for a value of a hundred thousand nested lists."""
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 
 ODD: list[Any] = [
@@ -48,7 +48,7 @@ KEYS = [
 
 
 def by_hand(dialect: str) -> list[Any]:
-    """Bodies with everything in them that the dialect has."""
+    """Return bodies with every field of the dialect."""
     match dialect:
         case "chat":
             call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
@@ -122,17 +122,17 @@ def by_hand(dialect: str) -> list[Any]:
 
 
 def recorded(dialect: str) -> list[Any]:
-    """Bodies that agents sent."""
-    found: list[Any] = []
+    """Return bodies that known agents sent."""
+    locations: list[Any] = []
     for file in sorted(TRAFFIC.glob("*.json.gz")):
         for entry in json.loads(gzip.decompress(file.read_bytes()))[:2]:
             if entry["path"].split("?")[0] == PATHS[dialect]:
-                found.append(entry["body"])
-    return found
+                locations.append(entry["body"])
+    return locations
 
 
 def places(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every (container, key) within it."""
+    """Return every (container, key) of a body."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -161,11 +161,11 @@ class Fuzz:
 
     def changed(self, body: Any) -> Any:
         rng = self.rng
-        found = places(body, [])
-        if not found or rng.random() < 0.01:
+        locations = places(body, [])
+        if not locations or rng.random() < 0.01:
             return rng.choice(ODD)
         # As a rule not far down: most of a body is within its tools.
-        container, key = rng.choice(found if rng.random() < 0.5 else found[:60])
+        container, key = rng.choice(locations if rng.random() < 0.5 else locations[:60])
         match rng.randrange(7):
             case 0:
                 del container[key]
@@ -178,7 +178,7 @@ class Fuzz:
             case 4 if isinstance(container, list):
                 rng.shuffle(container)
             case 5:
-                other, at = rng.choice(found)
+                other, at = rng.choice(locations)
                 container[key] = copy.deepcopy(other[at])
             case _:
                 container[key] = copy.deepcopy(rng.choice(ODD))
@@ -205,7 +205,7 @@ class Fuzz:
 
 
 def well_told(dialect: str, answer: Any) -> bool:
-    """Whether it is an error as the dialect's own clients know it."""
+    """True if the dialect's own clients recognize the error."""
     error = answer["error"]
     if dialect == "messages":
         return answer["type"] == "error" and bool(error["type"] and error["message"])
@@ -230,12 +230,12 @@ class Sender:
     async def send(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
         key = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", **headers}
         async with self.http.post(self.gateway.url + path, data=body, headers=key) as answer:
-            said = await answer.read()
+            content = await answer.read()
         self.codes[answer.status] += 1
-        assert 200 <= answer.status < 500, (answer.status, said[:500], shown(body))
+        assert 200 <= answer.status < 500, (answer.status, content[:500], shown(body))
         if answer.status >= 400:
-            assert well_told(self.dialect, json.loads(said)), (said[:500], shown(body))
-        return answer.status, said
+            assert well_told(self.dialect, json.loads(content)), (content[:500], shown(body))
+        return answer.status, content
 
     async def send_all(self, path: str, bodies: Iterator[bytes]) -> None:
         async def work() -> None:

@@ -30,18 +30,18 @@ async def code(gateway: Served, body: Any, **sent: Any) -> tuple[int, str | None
 
 @pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
 async def test_session_by_url_key_or_header_precedes_the_agents_id(gateway: Served, dialect: str) -> None:
-    said = {"session_id": "other", "x_session_id": "another"}
+    agent_ids = {"session_id": "other", "x_session_id": "another"}
     body = asking(dialect, "hi")
-    live = session_of(await post(gateway, body, dialect, **said))
+    live = session_of(await post(gateway, body, dialect, **agent_ids))
     for sent in (
         lambda s: {"prefix": f"/s/{s.session_id}"},
         lambda s: {"key": s.api_key},
         lambda s: {"x_instar_session": s.session_id},
     ):
         opened = await gateway.open()
-        found = session_of(await post(gateway, body, dialect, **said, **sent(opened)))
-        assert found == opened.session_id != live
-    assert session_of(await post(gateway, body, dialect, **said)) == live
+        session_id = session_of(await post(gateway, body, dialect, **agent_ids, **sent(opened)))
+        assert session_id == opened.session_id != live
+    assert session_of(await post(gateway, body, dialect, **agent_ids)) == live
 
 
 async def test_session_by_agent_id_precedes_content(gateway: Served) -> None:
@@ -60,8 +60,8 @@ async def test_session_names_that_differ_are_refused(gateway: Served) -> None:
     assert await code(gateway, body, key=one.api_key, x_instar_session=two.session_id) == refused
     answer = await post(gateway, asking("responses", "hi"), "responses", key=one.api_key)
     after = {**asking("responses", "more"), "previous_response_id": answer.json()["id"]}
-    told = await post(gateway, after, "responses", prefix=f"/s/{two.session_id}")
-    assert (told.status_code, told.json()["error"]["code"]) == refused
+    response = await post(gateway, after, "responses", prefix=f"/s/{two.session_id}")
+    assert (response.status_code, response.json()["error"]["code"]) == refused
     assert len(await all_calls(gateway)) == 1
 
 
@@ -89,7 +89,7 @@ IDS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 
 def other(value: Any) -> Any:
-    """The same, of another session."""
+    """Return the same headers or fields for another session."""
     if isinstance(value, dict):
         return {name: other(item) for name, item in value.items()}
     return value.replace(UUID, UUID[:-1] + "2") if UUID in value else value + "2"
@@ -100,10 +100,10 @@ async def test_session_ids_of_known_agents_are_recognized(
     gateway: Served, dialect: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     async def ask(more: dict[str, Any], sent: dict[str, str]) -> str:
-        asked = {**asking(dialect, "hi"), **more}
+        body = {**asking(dialect, "hi"), **more}
         key = {"Authorization": f"Bearer {ADMIN}"}
         path = {"chat": "chat/completions"}.get(dialect, dialect)
-        return session_of(await gateway.http.post(f"/v1/{path}", json=asked, headers={**key, **sent}))
+        return session_of(await gateway.http.post(f"/v1/{path}", json=body, headers={**key, **sent}))
 
     first = await ask(body, headers)
     assert await ask(body, headers) == first
@@ -144,7 +144,7 @@ async def test_session_ids_that_differ_at_their_end_are_different(gateway: Serve
 
 
 class SlowLookups(SqliteStore):
-    """Finds sessions after a while, so that requests meet."""
+    """A store that finds sessions slowly, so that requests overlap."""
 
     async def session(self, session_id: str) -> Session | None:
         await asyncio.sleep(0.1)
@@ -172,9 +172,9 @@ async def test_concurrent_calls_after_the_end_open_one_new_session(serving: Serv
     answers = await asyncio.gather(
         *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
-    found = {session_of(answer) for answer in answers}
-    assert len(found) == 1
-    assert old not in found
+    session_ids = {session_of(answer) for answer in answers}
+    assert len(session_ids) == 1
+    assert old not in session_ids
 
 
 # --- what is said -------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ async def test_session_is_found_by_content_after_a_restart(
 
 async def test_session_is_found_by_an_extended_reply(gateway: Served) -> None:
     first = await post(gateway, asking("chat", "hello"))
-    said = first.json()["choices"][0]["message"]["content"]
-    again = await post(gateway, asking("chat", "hello", f"{said}\nCalling tools: none", "more"))
+    reply_text = first.json()["choices"][0]["message"]["content"]
+    again = await post(gateway, asking("chat", "hello", f"{reply_text}\nCalling tools: none", "more"))
     other = await post(gateway, asking("chat", "hello", "Something else", "more"))
     assert session_of(again) == session_of(first) != session_of(other)
 
@@ -239,10 +239,10 @@ async def test_response_of_another_agent_cannot_be_continued(gateway: Served) ->
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
     answer = await post(gateway, asking("responses", "my secret plan"), "responses", key=ann)
     after = {**asking("responses", "what did I say?"), "previous_response_id": answer.json()["id"]}
-    told = await post(gateway, after, "responses", key=ben)
-    assert told.status_code == 404
-    assert told.json()["error"]["param"] == "previous_response_id"
-    assert "plan" not in told.text
+    response = await post(gateway, after, "responses", key=ben)
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "previous_response_id"
+    assert "plan" not in response.text
     session = await gateway.open()
     assert (await post(gateway, after, "responses", key=session.api_key)).status_code == 404
     assert session_of(await post(gateway, after, "responses", key=ann)) == session_of(answer)
@@ -306,10 +306,10 @@ async def test_session_key_cannot_use_other_sessions(gateway: Served) -> None:
 
 async def test_live_session_is_stored_with_its_first_call(serving: Serve) -> None:
     gateway = await serving(delay=0.02)
-    asked = asyncio.create_task(post(gateway, asking("chat", "hi", user="ann")))
+    first_call = asyncio.create_task(post(gateway, asking("chat", "hi", user="ann")))
     await until_in_flight(gateway, 1)
     assert await gateway.store.sessions("run") == []
-    session = session_of(await asked)
+    session = session_of(await first_call)
     assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session]
 
 

@@ -52,12 +52,12 @@ async def test_closed_session_is_not_found_by_content(serving: Serve) -> None:
 
 async def test_used_session_stays_open(serving: Serve) -> None:
     gateway = await serving(config=BRIEF)
-    said = ["hi"]
+    texts = ["hi"]
     found: set[str] = set()
     for _ in range(8):
-        answer = await post(gateway, asking("chat", *said, user="ann"))
+        answer = await post(gateway, asking("chat", *texts, user="ann"))
         found.add(session_of(answer))
-        said += [answer.json()["choices"][0]["message"]["content"], "more"]
+        texts += [answer.json()["choices"][0]["message"]["content"], "more"]
         await asyncio.sleep(0.15)
     assert len(found) == 1
 
@@ -65,18 +65,18 @@ async def test_used_session_stays_open(serving: Serve) -> None:
 async def test_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
     gateway = await serving(config=BRIEF, delay=0.12)
     first = session_of(await post(gateway, asking("chat", "hi", user="ann", max_tokens=1)))
-    asked = asyncio.create_task(post(gateway, asking("chat", "hello there", user="ann")))
+    pending_call = asyncio.create_task(post(gateway, asking("chat", "hello there", user="ann")))
     await until_in_flight(gateway, 1)
     await asyncio.sleep(1.0)
-    assert not asked.done()
+    assert not pending_call.done()
     session = await gateway.store.session(first)
     assert session is not None
     assert session.status is SessionStatus.OPEN
-    assert session_of(await asked) == first
+    assert session_of(await pending_call) == first
 
 
 class SlowEnd(SqliteStore):
-    """Ends sessions after a while."""
+    """A store that ends sessions slowly."""
 
     async def end_session(self, *args: Any, **options: Any) -> bool:
         await asyncio.sleep(0.5)
@@ -99,7 +99,7 @@ async def test_call_during_the_close_opens_another_session(serving: Serve, named
 
 
 async def test_calls_during_closes_are_recorded(serving: Serve) -> None:
-    """A call lands in an open session, whenever it comes."""
+    """Calls are recorded in an open session, whenever they arrive."""
     gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
     for i in range(30):
         answer = await post(gateway, asking("chat", f"hi {i}", user="ann"))
@@ -123,7 +123,7 @@ async def test_idle_sessions_are_closed_after_a_restart(
 
 
 async def test_idle_rollout_sessions_stay_open(serving: Serve) -> None:
-    """Whoever opened them for training completes them."""
+    """Sessions for training are completed by the rollout that opened them."""
     gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
     session = await gateway.open(channel="train")
     assert (await post(gateway, asking("chat", "hi"), key=session.api_key)).status_code == 200

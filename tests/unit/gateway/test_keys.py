@@ -84,8 +84,8 @@ async def test_second_admin_key_has_full_access(gateway: Served) -> None:
     key = await create_key(gateway.store, "admin", None)
     session = await gateway.open()
     assert (await gateway.control("/sessions", {}, key)).status_code == 201
-    given = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    ended = await gateway.control(f"/sessions/{session.session_id}/complete", given, key)
+    body = {"rewards": [{"value": 1.0, "source": "rule"}]}
+    ended = await gateway.control(f"/sessions/{session.session_id}/complete", body, key)
     assert ended.status_code == 200, ended.text
 
 
@@ -122,7 +122,7 @@ async def test_request_without_a_known_key_is_refused(gateway: Served, sent: dic
 
 
 async def test_known_keys_are_cached(tmp_path: Path) -> None:
-    """Shown with a store that has gone: what was found before still holds, for its time."""
+    """Close the store: a cached key still works for its time."""
     store = SqliteStore(tmp_path / "store.db")
     await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), hash_key("the session's"))
     await store.open_session(

@@ -111,7 +111,7 @@ async def test_headers_larger_than_the_limit_are_refused(serving: Serve) -> None
 
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
 async def test_endless_headers_are_refused(gateway: Served, piece: bytes) -> None:
-    """Many or one, they are not collected for ever."""
+    """Neither many headers nor one long header is collected without limit."""
     reader, writer = await connect(gateway)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Long: x")
     if piece.startswith(b"X"):
@@ -241,7 +241,7 @@ async def test_disconnect_after_the_request_leaves_no_call_in_flight(serving: Se
 async def test_client_that_does_not_read_is_disconnected(
     serving: Serve, model: ModelConfig, dialect: str
 ) -> None:
-    """Its stream ends at the deadline; nobody waits for it any longer."""
+    """The stream ends at the deadline, and the call is not in flight any longer."""
     long = model.model_copy(update={"max_context": 400_000})
     engine = ScriptedEngine(long, ScriptedEngineConfig(replies=["word " * 60_000]))
     gateway = await serving(engine=engine, config=GatewayConfig(request_timeout=3, read_timeout=0.5))

@@ -22,17 +22,17 @@ DIALECTS = ("chat", "completions", "responses", "messages")
 
 
 def stored_bytes(path: Path) -> bytes:
-    """All that is on the disk, the log of the last commits included."""
+    """Return everything on disk, including the write-ahead log."""
     return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
 
 
 def holds(path: Path, secret: str, ids: list[int] | None = None) -> bool:
-    """Whether it is there as text, or as the tokens that it was sampled or rendered as."""
-    found = [secret.encode(), secret[8:24].encode()]
+    """True if the secret is stored as text, or as the tokens of its sampling or rendering."""
+    encodings = [secret.encode(), secret[8:24].encode()]
     if ids:
-        found.append(np.asarray(ids[2:-2], np.int32).tobytes())
+        encodings.append(np.asarray(ids[2:-2], np.int32).tobytes())
     data = stored_bytes(path)
-    return any(one in data for one in found)
+    return any(one in data for one in encodings)
 
 
 def tokens_of(text: str) -> list[int]:
@@ -195,7 +195,7 @@ async def test_call_without_a_secret_is_stored_unchanged(gateway: Served) -> Non
 
 
 async def talk(gateway: Served, said: list[str], **sent: Any) -> Call:
-    """Send it, and return the last call of the session."""
+    """Send a request, and return the last call of the session."""
     answer = await post(gateway, asking("chat", *said), **sent)
     return (await the_calls(gateway, session_of(answer)))[-1]
 
@@ -239,7 +239,7 @@ async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
 
 
 class Seen(ScriptedEngine):
-    """Remembers the prompts that it was given."""
+    """An engine that keeps the prompts it gets."""
 
     prompts: list[list[int]]
 
@@ -252,10 +252,10 @@ class Seen(ScriptedEngine):
 async def test_redacted_conversation_continues_with_exact_tokens(serving: Serve, model: ModelConfig) -> None:
     engine = Seen(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
     gateway = await serving(engine=engine)
-    said = [f"key {SECRET}"]
+    messages = [f"key {SECRET}"]
     for turn in range(4):
-        answer = await post(gateway, asking("chat", *said), x_session_id="s")
-        said += [answer.json()["choices"][0]["message"]["content"], f"turn {turn}"]
+        answer = await post(gateway, asking("chat", *messages), x_session_id="s")
+        messages += [answer.json()["choices"][0]["message"]["content"], f"turn {turn}"]
     for before, after in zip(engine.prompts, engine.prompts[1:], strict=False):
         assert after[: len(before)] == before
     calls = await the_calls(gateway, session_of(answer))
@@ -281,7 +281,7 @@ async def test_redacted_completion_is_repeated_after_a_restart(
 
 
 async def test_secret_in_one_of_several_replies_redacts_that_one(serving: Serve, model: ModelConfig) -> None:
-    """Only the reply that holds a secret is hidden."""
+    """Only the reply that holds a secret is redacted."""
     script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
     gateway = await serving(engine=ScriptedEngine(model, script))
     session = await gateway.open(seed=7)
@@ -308,7 +308,7 @@ def leak_sometimes(prompt: str, seed: int | None) -> str:
 
 
 async def test_redacted_reply_is_sampled_again_on_retry(gateway: Served) -> None:
-    """What was cut out cannot be given again, and the agent must not be given another text for it."""
+    """A redacted reply cannot be replayed, and the agent must not get a different text as a replay."""
     session = await gateway.open()
     body = asking("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
@@ -335,7 +335,7 @@ async def test_reply_without_a_secret_is_replayed(serving: Serve, model: ModelCo
 async def test_message_hashes_are_keyed(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
-    """Who has the store and not its key cannot try texts out against it."""
+    """Without the key, texts cannot be tested against the hashes in the store."""
     found: list[tuple[bytes, bytes]] = []
     for name, key in (("a", b"one"), ("b", b"two")):
         async with gateway_at(tmp_path / name, model, renderer, hash_key=key) as gateway:

@@ -35,7 +35,7 @@ KEYED = {"idempotency_key": "one"}
 
 
 def said(answer: httpx.Response) -> Any:
-    """The answer without the time at which it was given."""
+    """Return the response without its creation time."""
     assert answer.status_code == 200, answer.text
     return {
         name: value
@@ -67,7 +67,7 @@ async def test_retry_of_a_recorded_call_is_replayed(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_retry_of_a_first_call_finds_its_session(gateway: Served, dialect: str) -> None:
-    """No id, no key: the request itself is all that there is."""
+    """The request has neither an id nor a key, so only its content identifies the session."""
     first = await post(gateway, asking(dialect, "hi"), dialect)
     again = await post(gateway, asking(dialect, "hi"), dialect, **AGAIN)
     assert said(again) == said(first)
@@ -229,7 +229,7 @@ async def test_concurrent_identical_requests_are_siblings(serving: Serve) -> Non
 async def reading(
     gateway: Served, dialect: str, key: str = ADMIN, **headers: str
 ) -> AsyncGenerator[httpx.Response]:
-    """A streamed answer of which something has come."""
+    """Return a streamed response of which a part has arrived."""
     body = asking(dialect, "long", stream=True)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
@@ -287,7 +287,7 @@ async def test_retries_of_an_aborted_request_are_sampled(serving: Serve) -> None
 
 
 class SlowStore(SqliteStore):
-    """Commits calls after a while."""
+    """A store that commits calls slowly."""
 
     async def add_calls(self, *args: Any, **options: Any) -> None:
         await asyncio.sleep(0.3)
@@ -311,13 +311,13 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve,
         else:
             await asyncio.sleep(0.05)
         before = len(await all_calls(gateway))
-        given = await post(gateway, body, **sent)
-        assert given.json()["choices"][0]["message"]["content"] == "You said: hi"
-        calls = await gateway.store.calls(session_of(given))
-        assert [call.request_id for call in calls] == [given.json()["id"]]
+        response = await post(gateway, body, **sent)
+        assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
+        calls = await gateway.store.calls(session_of(response))
+        assert [call.request_id for call in calls] == [response.json()["id"]]
         assert len(await all_calls(gateway)) == before + (0 if late else 1)
         once_more = await post(gateway, body, **sent)
-        assert once_more.json()["id"] != given.json()["id"]
+        assert once_more.json()["id"] != response.json()["id"]
 
 
 # --- providers ----------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve,
 
 @pytest.fixture
 async def passing(tmp_path: Path) -> AsyncGenerator[Served]:
-    """A gateway that passes calls on to a provider."""
+    """Yield a gateway in front of a provider."""
     async with run_provider() as provider:
         upstream = HttpUpstream(
             UpstreamEngineConfig(

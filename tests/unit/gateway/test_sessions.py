@@ -24,9 +24,9 @@ async def chat(
 
 
 def error(answer: httpx.Response) -> tuple[int, str | None]:
-    told = answer.json()["error"]
-    assert told["message"]
-    return answer.status_code, told["code"]
+    error_body = answer.json()["error"]
+    assert error_body["message"]
+    return answer.status_code, error_body["code"]
 
 
 async def test_session_is_selected_by_url_key_or_header(gateway: Served) -> None:
@@ -66,15 +66,15 @@ async def test_session_key_uses_its_session_only(gateway: Served) -> None:
     read = await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"})
     assert error(read) == (403, "wrong_session")
     own = f"/sessions/{session.session_id}/complete"
-    given = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    assert error(await gateway.control(own, given, key)) == (403, "not_allowed")
+    body = {"rewards": [{"value": 1.0, "source": "rule"}]}
+    assert error(await gateway.control(own, body, key)) == (403, "not_allowed")
 
 
 async def test_session_key_is_stored_as_a_hash(gateway: Served) -> None:
     session = await gateway.open()
-    found = await gateway.store.session_by_key(hash_key(session.api_key))
-    assert found is not None
-    assert found.session_id == session.session_id
+    stored = await gateway.store.session_by_key(hash_key(session.api_key))
+    assert stored is not None
+    assert stored.session_id == session.session_id
     await gateway.store.close()
     files = gateway.path.parent.glob("store.db*")
     assert all(session.api_key.encode() not in file.read_bytes() for file in files)

@@ -87,11 +87,11 @@ async def test_submitted_calls_are_recorded_once(gateway: Served, renderer: Rend
 
 async def test_submitted_messages_extend_the_recorded_call(gateway: Served, renderer: Renderer) -> None:
     session = await gateway.open()
-    asked = [{"role": "user", "content": "hello"}]
-    chat = await post(gateway, "/v1/chat/completions", {"model": "m", "messages": asked}, session)
+    request_messages = [{"role": "user", "content": "hello"}]
+    chat = await post(gateway, "/v1/chat/completions", {"model": "m", "messages": request_messages}, session)
     (root,) = await gateway.calls(session)
-    said = {"role": "assistant", "content": chat.json()["choices"][0]["message"]["content"]}
-    messages = [*asked, said, {"role": "user", "content": "more"}]
+    reply = {"role": "assistant", "content": chat.json()["choices"][0]["message"]["content"]}
+    messages = [*request_messages, reply, {"role": "user", "content": "more"}]
     prompt_ids = renderer.extend(
         root.prompt_ids.tolist(), root.sampled_ids.tolist(), [{"role": "user", "content": "more"}]
     )

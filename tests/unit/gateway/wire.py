@@ -1,4 +1,4 @@
-"""The same question in each dialect, by plain HTTP: what an SDK would not send can be sent too."""
+"""The same question in each dialect over plain HTTP, which can send what an SDK would not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATHS = {
 
 
 def asking(dialect: str, *said: str, **more: Any) -> dict[str, Any]:
-    """A body in which user and assistant take turns."""
+    """Return a body in which user and assistant alternate."""
     turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
     match dialect:
         case "completions":
@@ -56,10 +56,10 @@ def session_of(answer: httpx.Response) -> str:
 
 
 async def all_calls(gateway: Served) -> list[Call]:
-    """Of every session, in the order in which the sessions were opened."""
+    """Return the calls of every session, in the order in which the sessions were opened."""
     rows = await gateway.store.sessions("run")
-    found = [await gateway.store.calls(row.session.session_id) for row in rows]
-    return [call for calls in found for call in calls]
+    by_session = [await gateway.store.calls(row.session.session_id) for row in rows]
+    return [call for calls in by_session for call in calls]
 
 
 async def in_flight(gateway: Served) -> int:
@@ -68,7 +68,7 @@ async def in_flight(gateway: Served) -> int:
 
 
 async def until_in_flight(gateway: Served, count: int, seconds: float = 10) -> None:
-    """Wait until so many model calls are in flight."""
+    """Wait until that many model calls are in flight."""
     async with asyncio.timeout(seconds):
         while await in_flight(gateway) != count:  # noqa: ASYNC110 — the gateway is asked from outside
             await asyncio.sleep(0.005)
@@ -84,7 +84,7 @@ async def gateway_at(
     hash_key: bytes = b"key",
     delay: float = 0.0,
 ) -> AsyncGenerator[Served]:
-    """A gateway on a store of its own or of an earlier one: a restart."""
+    """Yield a gateway on a new store, or on an earlier one as after a restart."""
     script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
     engine = ScriptedEngine(model, script)
     async with run_gateway(path, engine, renderer, config or GatewayConfig(), hash_key=hash_key) as gateway:
