@@ -1,4 +1,4 @@
-"""SQL of what was said of sessions: scores, tags, feedback, a judge's answers."""
+"""Queries for annotations of sessions: scores, tags, feedback and a judge's answers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from instar.errors import StoreError
-from instar.store.base import CORRECTION_KEY_PREFIX, UnscoredSession
 from instar.store.codec import DatabaseRow, dump_json, load_json, sanitize_text
 from instar.store.database import Database
-from instar.store.rows import decode_reward, decode_session
+from instar.store.models import CORRECTION_KEY_PREFIX, UnscoredSession
+from instar.store.rows import FEEDBACK_ROWS, REWARD_ROWS, SCORE_ROWS, SESSION_ROWS, TAG_ROWS
 from instar.store.schema import FEEDBACK
 from instar.store.sessions import add_rewards
 from instar.types import (
@@ -23,13 +21,11 @@ from instar.types import (
     Json,
     Reward,
     Score,
-    ScoreState,
     SessionStatus,
     Tag,
 )
 
-AT_ONCE = 500
-"""Sessions that one query asks for."""
+SESSIONS_PER_QUERY = 500
 
 
 class HasSessionId(Protocol):
@@ -40,55 +36,61 @@ class HasSessionId(Protocol):
 T = TypeVar("T", bound=HasSessionId)
 
 
-def get_rewards_of(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
-    return _by_session(db, "rewards", "seq", session_ids, decode_reward)
+def get_rewards_by_session(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
+    """Return rewards in the order in which they were added; the list is empty for a session without any."""
+    return _by_session(db, "rewards", "seq", session_ids, REWARD_ROWS.decode)
 
 
 def _by_session(
     db: Database, table: str, order: str, session_ids: Sequence[str], decode: Callable[[DatabaseRow], T]
 ) -> dict[str, list[T]]:
-    found: dict[str, list[T]] = {session_id: [] for session_id in session_ids}
-    for start in range(0, len(session_ids), AT_ONCE):
-        part = list(session_ids[start : start + AT_ONCE])
+    by_session: dict[str, list[T]] = {session_id: [] for session_id in session_ids}
+    for start in range(0, len(session_ids), SESSIONS_PER_QUERY):
+        part = list(session_ids[start : start + SESSIONS_PER_QUERY])
         marks = ", ".join("?" * len(part))
         rows = db.execute(f"SELECT * FROM {table} WHERE session_id IN ({marks}) ORDER BY {order}", part)
         for row in rows:
-            found[row["session_id"]].append(decode(row))
-    return found
+            by_session[row["session_id"]].append(decode(row))
+    return by_session
 
 
 # --- scores -------------------------------------------------------------------------------------
 
 
-def unscored(
+def get_unscored_sessions(
     db: Database,
     run_id: str,
     scorer: str,
     channels: Sequence[Channel],
-    after: int,
-    limit: int,
-    awaited: bool,
+    *,
+    after: int = 0,
+    limit: int = 256,
+    pending_only: bool = False,
 ) -> list[UnscoredSession]:
+    """Return completed sessions after ``after`` without a score by this scorer, oldest first.
+    ``pending_only`` excludes the sessions of groups that are ready or dropped, and those that another version
+    of the scorer has scored."""
     marks = ", ".join("?" * len(channels))
     where, values = "scorer = ?", list[Any]([scorer])
-    waiting = ""
-    if awaited:
+    pending = ""
+    if pending_only:
         versions = scorer.partition("@")[0] + "@"
         where = f"(scorer = ? OR substr(scorer, 1, {len(versions)}) = ?)"
         values = [scorer, versions]
-        waiting = "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
+        pending = "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
         values += [GroupStatus.READY.value, GroupStatus.DROPPED.value]
     rows = db.execute(
         f"SELECT * FROM sessions s WHERE run_id = ? AND channel IN ({marks}) AND status = ? AND seq > ? "
         f"AND NOT EXISTS (SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND {where}) "
-        f"{waiting} ORDER BY seq LIMIT ?",
+        f"{pending} ORDER BY seq LIMIT ?",
         (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, *values, limit),
     )
-    return [UnscoredSession(row["seq"], decode_session(row)) for row in rows]
+    return [UnscoredSession(row["seq"], SESSION_ROWS.decode(row)) for row in rows]
 
 
-def settled(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
-    # In this order: what is opened between the two lies behind the first.
+def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
+    """Return the ``seq`` up to which every session of these channels has ended."""
+    # The maximum is read first: a session that is opened between the two queries comes after it.
     last = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
         oldest = db.execute(
@@ -99,93 +101,99 @@ def settled(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
     return last
 
 
-def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[dict[str, Any]]) -> bool:
+def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
+    """Add scores and rewards. Return False and change nothing if one of the sessions has a score by that
+    scorer already."""
     for score in scores:
-        there = db.execute(
+        existing = db.execute(
             "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?", (score.session_id, score.scorer)
         )
-        if there.fetchone() is not None:
+        if existing.fetchone() is not None:
             return False
     _add_scores(db, scores)
     add_rewards(db, rewards)
     return True
 
 
-def end_scored(db: Database, end: Callable[[Database], bool], scores: Sequence[Score]) -> bool:
-    """``end`` a session, and with it what it was scored by."""
-    if not end(db):
+def end_session(
+    db: Database,
+    session_id: str,
+    status: SessionStatus,
+    reason: str | None = None,
+    rewards: Sequence[Reward] = (),
+    metadata: Json | None = None,
+    scores: Sequence[Score] = (),
+) -> bool:
+    """End an open session with its rewards and scores; ``metadata`` is merged into the session's. Return
+    False and change nothing if it has ended already."""
+    if status is SessionStatus.OPEN:
+        raise StoreError(f"Session {session_id} cannot end with status open.")
+    row = db.execute(
+        f"SELECT status, metadata FROM sessions WHERE session_id = ?{db.for_update}", (session_id,)
+    ).fetchone()
+    if row is None:
+        raise StoreError(f"There is no session {session_id}.")
+    if row["status"] != SessionStatus.OPEN.value:
         return False
+    merged = {**load_json(row["metadata"]), **(metadata or {})}
+    db.execute(
+        "UPDATE sessions SET status = ?, reason = ?, metadata = ?, ended_at = ? WHERE session_id = ?",
+        (status.value, sanitize_text(reason), dump_json(merged), time.time(), session_id),
+    )
+    add_rewards(db, rewards)
     _add_scores(db, scores)
     return True
 
 
+_INSERT_SCORE = (
+    "INSERT INTO scores (session_id, scorer, run_id, state, attempts, reason, created_at) "
+    "SELECT session_id, :scorer, run_id, :state, :attempts, :reason, :created_at FROM sessions "
+    "WHERE session_id = :session_id"
+)
+
+
 def _add_scores(db: Database, scores: Sequence[Score]) -> None:
     for score in scores:
-        done = db.execute(
-            "INSERT INTO scores (session_id, scorer, run_id, state, attempts, reason, created_at) "
-            "SELECT session_id, ?, run_id, ?, ?, ?, ? FROM sessions WHERE session_id = ?",
-            (
-                score.scorer,
-                score.state.value,
-                score.attempts,
-                sanitize_text(score.reason),
-                score.created_at or time.time(),
-                score.session_id,
-            ),
-        )
-        _require(done.rowcount, score.session_id, "score")
+        cursor = db.execute(_INSERT_SCORE, SCORE_ROWS.encode(score))
+        _require_session(cursor.rowcount > 0, score.session_id, "score")
 
 
 def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score]]:
-    return _by_session(db, "scores", "scorer", session_ids, _decode_score)
+    return _by_session(db, "scores", "scorer", session_ids, SCORE_ROWS.decode)
 
 
-def score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
+    """Return the number of sessions by scorer and state."""
+    counts: dict[str, dict[str, int]] = {}
     rows = db.execute(
         "SELECT scorer, state, COUNT(*) AS n FROM scores WHERE run_id = ? GROUP BY scorer, state "
         "ORDER BY scorer, state",
         (run_id,),
     )
     for row in rows:
-        found.setdefault(row["scorer"], {})[row["state"]] = row["n"]
-    return found
-
-
-def _decode_score(row: DatabaseRow) -> Score:
-    return Score(
-        session_id=row["session_id"],
-        scorer=row["scorer"],
-        state=ScoreState(row["state"]),
-        attempts=row["attempts"],
-        reason=row["reason"],
-        created_at=row["created_at"],
-    )
+        counts.setdefault(row["scorer"], {})[row["state"]] = row["n"]
+    return counts
 
 
 # --- tags ---------------------------------------------------------------------------------------
 
+_UPSERT_TAG = (
+    "INSERT INTO tags (session_id, name, run_id, value, reason, author, created_at) "
+    "SELECT session_id, :name, run_id, :value, :reason, :author, :created_at FROM sessions "
+    "WHERE session_id = :session_id ON CONFLICT (session_id, name) DO UPDATE SET value = excluded.value, "
+    "reason = excluded.reason, author = excluded.author, created_at = excluded.created_at"
+)
+
 
 def add_tags(db: Database, tags: Sequence[Tag]) -> None:
+    """Insert tags, or replace those of the same session and name."""
     for tag in tags:
-        done = db.execute(
-            "INSERT INTO tags (session_id, name, run_id, value, reason, author, created_at) "
-            "SELECT session_id, ?, run_id, ?, ?, ?, ? FROM sessions WHERE session_id = ? "
-            "ON CONFLICT (session_id, name) DO UPDATE SET value = excluded.value, "
-            "reason = excluded.reason, author = excluded.author, created_at = excluded.created_at",
-            (
-                tag.name,
-                sanitize_text(tag.value),
-                sanitize_text(tag.reason),
-                sanitize_text(tag.author),
-                tag.created_at or time.time(),
-                tag.session_id,
-            ),
-        )
-        _require(done.rowcount, tag.session_id, "tag")
+        cursor = db.execute(_UPSERT_TAG, TAG_ROWS.encode(tag))
+        _require_session(cursor.rowcount > 0, tag.session_id, "tag")
 
 
 def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
+    """Remove the tag from these sessions and return how many had it."""
     return sum(
         db.execute("DELETE FROM tags WHERE session_id = ? AND name = ?", (session_id, name)).rowcount
         for session_id in session_ids
@@ -193,48 +201,31 @@ def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
 
 
 def get_tags(db: Database, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
-    return _by_session(db, "tags", "name", session_ids, _decode_tag)
-
-
-def _decode_tag(row: DatabaseRow) -> Tag:
-    names = ("session_id", "name", "value", "reason", "author", "created_at")
-    return Tag(**{name: row[name] for name in names})
+    """Return tags by name; the list is empty for a session without any."""
+    return _by_session(db, "tags", "name", session_ids, TAG_ROWS.decode)
 
 
 # --- feedback -----------------------------------------------------------------------------------
 
 
-def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[dict[str, Any]]) -> bool:
-    there = db.execute("SELECT 1 FROM feedback WHERE feedback_id = ?", (feedback.feedback_id,))
-    if there.fetchone() is not None:
+def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
+    """Add feedback with the rewards that follow from it. Return False and change nothing if its id exists."""
+    existing = db.execute("SELECT 1 FROM feedback WHERE feedback_id = ?", (feedback.feedback_id,))
+    if existing.fetchone() is not None:
         return False
     session = db.execute(
         "SELECT run_id FROM sessions WHERE session_id = ?", (feedback.session_id,)
     ).fetchone()
-    _require(int(session is not None), feedback.session_id, "comment on")
-    assert session is not None
-    ids = feedback.correction_ids
-    db.execute(
-        FEEDBACK.insert,
-        {
-            "feedback_id": feedback.feedback_id,
-            "session_id": feedback.session_id,
-            "run_id": session["run_id"],
-            "call_id": feedback.call_id,
-            "thumbs": feedback.thumbs,
-            "score": feedback.score,
-            "text": sanitize_text(feedback.text),
-            "correction": sanitize_text(feedback.correction),
-            "correction_ids": None if ids is None else ids.astype("<i4").tobytes(),
-            "author": sanitize_text(feedback.author),
-            "created_at": feedback.created_at or time.time(),
-        },
-    )
+    _require_session(session is not None, feedback.session_id, "comment on")
+    db.execute(FEEDBACK.insert, {**FEEDBACK_ROWS.encode(feedback), "run_id": session["run_id"]})
     add_rewards(db, rewards)
     return True
 
 
-def get_feedback(db: Database, run_id: str, session_id: str | None, corrected: bool) -> list[Feedback]:
+def get_feedback(
+    db: Database, run_id: str, *, session_id: str | None = None, corrected: bool = False
+) -> list[Feedback]:
+    """Return feedback, oldest first. ``corrected`` selects feedback with a correction."""
     where, values = "run_id = ?", [run_id]
     if session_id is not None:
         where += " AND session_id = ?"
@@ -242,10 +233,12 @@ def get_feedback(db: Database, run_id: str, session_id: str | None, corrected: b
     if corrected:
         where += " AND correction IS NOT NULL"
     rows = db.execute(f"SELECT * FROM feedback WHERE {where} ORDER BY seq", values)
-    return [_decode_feedback(row) for row in rows]
+    return [FEEDBACK_ROWS.decode(row) for row in rows]
 
 
-def get_lessons(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+    """Return corrections that can be trained on and are not claimed in that epoch, oldest first. Sessions for
+    evaluation and sessions tagged as untrainable are excluded."""
     rows = db.execute(
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
         "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
@@ -254,17 +247,7 @@ def get_lessons(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedb
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
         (run_id, Channel.VAL.value, UNTRAINABLE, epoch, CORRECTION_KEY_PREFIX, limit),
     )
-    return [_decode_feedback(row) for row in rows]
-
-
-def _decode_feedback(row: DatabaseRow) -> Feedback:
-    names = ("feedback_id", "session_id", "call_id", "thumbs", "score", "text", "correction", "author")
-    ids = row["correction_ids"]
-    return Feedback(
-        **{name: row[name] for name in names},
-        correction_ids=None if ids is None else np.frombuffer(ids, "<i4").astype(np.int32),
-        created_at=row["created_at"],
-    )
+    return [FEEDBACK_ROWS.decode(row) for row in rows]
 
 
 # --- a judge's answers --------------------------------------------------------------------------
@@ -275,7 +258,8 @@ def get_judgment(db: Database, key: bytes) -> Json | None:
     return load_json(row["answer"]) if row else None
 
 
-def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: float) -> None:
+def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
+    """Store a judge's answer, unless the question has been answered already."""
     db.execute(
         "INSERT INTO judgments (key, run_id, answer, cost, created_at) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (key) DO NOTHING",
@@ -283,7 +267,8 @@ def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: floa
     )
 
 
-def judged(db: Database, run_id: str) -> tuple[int, float]:
+def get_judgment_totals(db: Database, run_id: str) -> tuple[int, float]:
+    """Return the number of paid answers and their cost."""
     row = db.execute(
         "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?", (run_id,)
     ).fetchone()
@@ -291,6 +276,6 @@ def judged(db: Database, run_id: str) -> tuple[int, float]:
     return int(row["n"]), float(row["cost"])
 
 
-def _require(rows: int, session_id: str, verb: str) -> None:
-    if rows == 0:
-        raise StoreError(f"there is no session {session_id} to {verb}")
+def _require_session(exists: bool, session_id: str, verb: str) -> None:
+    if not exists:
+        raise StoreError(f"There is no session {session_id} to {verb}.")

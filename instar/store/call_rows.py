@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from instar.errors import StoreCorrupt, StoreError
-from instar.store.base import CallDelta
 from instar.store.codec import (
     DatabaseRow,
     checksum,
@@ -31,6 +30,7 @@ from instar.store.codec import (
     unpack_runs,
     view_ids,
 )
+from instar.store.models import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, SamplingParams, Tool
 
 

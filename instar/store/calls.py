@@ -1,4 +1,4 @@
-"""SQL of calls: functions of a connection."""
+"""Queries for calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from instar.errors import StoreError
-from instar.store.base import CallDelta
 from instar.store.call_rows import (
     DELTA_COLUMNS,
     BaseCallSummary,
@@ -20,12 +19,13 @@ from instar.store.call_rows import (
 )
 from instar.store.codec import DatabaseRow, load_message, sanitize_text
 from instar.store.database import Database
+from instar.store.models import CallDelta
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
 from instar.store.writer import BatchableWrite
 from instar.types import Call, Channel, Session, SessionStatus, Tool
 
-# A call with every call it stands on, the furthest first.
+# A call and all of its base calls, the root first.
 _CHAIN = """
     WITH RECURSIVE chain (call_id, base_id, depth) AS (
       SELECT call_id, base_id, 0 FROM calls WHERE call_id = ?
@@ -34,26 +34,25 @@ _CHAIN = """
     )
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
-REMEMBERED = 4096
-"""Calls."""
+CACHED_CALLS = 4096
 TAIL_KEY_BYTES = 16
 
-# The keys come as one value, so that the statement is the same for any number of them. The newest call
-# of a key has the highest row number, which is how the index of tail keys is ordered.
+# The keys are passed as one value, so that the statement is the same for any number of them. The newest call
+# of a key has the highest row number, and the index of tail keys is in that order.
 _BY_TAIL = f"""
-    WITH RECURSIVE wanted (place, tail_key) AS (
+    WITH RECURSIVE requested (place, tail_key) AS (
       SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
       UNION ALL
-      SELECT place + 1, substr(:keys, {TAIL_KEY_BYTES} * (place + 1) + 1, {TAIL_KEY_BYTES}) FROM wanted
+      SELECT place + 1, substr(:keys, {TAIL_KEY_BYTES} * (place + 1) + 1, {TAIL_KEY_BYTES}) FROM requested
       WHERE {TAIL_KEY_BYTES} * (place + 1) < length(:keys)
     )
     SELECT session_id FROM (
       SELECT place, (
         SELECT s.session_id FROM calls CROSS JOIN sessions s
-        WHERE calls.tail_key = wanted.tail_key AND s.session_id = calls.session_id
+        WHERE calls.tail_key = requested.tail_key AND s.session_id = calls.session_id
           AND s.run_id = :run_id AND s.agent_id = :agent_id AND s.channel = :live AND s.status = :open
         ORDER BY calls.seq DESC LIMIT 1) AS session_id
-      FROM wanted) AS found
+      FROM requested) AS matches
     WHERE session_id IS NOT NULL ORDER BY place LIMIT 1"""
 
 
@@ -61,25 +60,25 @@ _BY_TAIL = f"""
 
 
 class BaseCallCache:
-    """What later calls stand on: those that this process stored last. A call is never changed or deleted, so
-    it need not be asked for again."""
+    """Summaries of the calls that this process stored last. A stored call never changes, so a summary stays
+    valid."""
 
     def __init__(self) -> None:
-        self._facts: dict[str, BaseCallSummary] = {}
+        self._summaries: dict[str, BaseCallSummary] = {}
 
     def get(self, call_id: str) -> BaseCallSummary | None:
-        return self._facts.get(call_id)
+        return self._summaries.get(call_id)
 
-    def remember(self, calls: Iterable[EncodedCall]) -> None:
-        """They are on disk."""
-        if len(self._facts) > REMEMBERED:
-            self._facts.clear()  # those that are wanted again are looked up once
+    def add(self, calls: Iterable[EncodedCall]) -> None:
+        """Add calls that have been committed."""
+        if len(self._summaries) > CACHED_CALLS:
+            self._summaries.clear()  # those still in use are read from the database once more
         for call in calls:
-            self._facts[call.call_id] = call.base_summary
+            self._summaries[call.call_id] = call.base_summary
 
 
 class AddCalls(BatchableWrite):
-    """A write of calls, and of the session that they open. Many of them are done as one."""
+    """Writes calls, and the session that they open."""
 
     def __init__(
         self,
@@ -100,13 +99,14 @@ class AddCalls(BatchableWrite):
         self._opening = None if opening is None else encode_session(opening, key_hash)
 
     def on_committed(self) -> None:
-        self._bases.remember(self._calls)
+        self._bases.add(self._calls)
 
     def __call__(self, db: Database) -> None:
         self._write(db, [self], check=True)
 
     def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
-        # Without a session, the foreign key refuses all; each by itself is then told why.
+        # A missing session violates the foreign key of the whole batch; the single writes that follow report
+        # which.
         self._write(db, [self, *others], check=bool(db.for_update))
 
     def write_single(self, db: Database, others: Sequence[AddCalls]) -> bool:
@@ -119,7 +119,7 @@ class AddCalls(BatchableWrite):
                 if (base := self._bases.get(base_id)) is None:
                     return False
                 check_base(call, base)
-        # Without their session or their tools, the foreign keys refuse them.
+        # If a session or its tools are missing, the foreign keys reject the statement.
         return db.insert_autocommit(CALLS, [call.values for call in calls])
 
     @staticmethod
@@ -128,48 +128,47 @@ class AddCalls(BatchableWrite):
         openings = [work._opening for work in works if work._opening is not None]
         db.insert(SESSIONS, [SESSIONS.values(row) for row in openings])
         if check:
-            _hold_sessions(db, calls, {row["session_id"] for row in openings})
+            _lock_sessions(db, calls, {row["session_id"] for row in openings})
         _check_bases(db, calls, works[0]._bases)
         for tools in sorted({call.tools for call in calls if call.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
         db.insert(CALLS, [call.values for call in calls])
 
 
-def _hold_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
-    """So that calls of one session are numbered in the order in which they are committed."""
-    wanted = {call.session_id for call in calls} - opened
-    if not wanted:
+def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
+    """Lock the sessions, so that the calls of each are numbered in commit order."""
+    session_ids = {call.session_id for call in calls} - opened
+    if not session_ids:
         return
     rows = db.execute(
         f"SELECT session_id FROM sessions WHERE session_id IN ({db.json_texts.format('?')}) "
         f"ORDER BY session_id{db.for_update}",
-        (json.dumps(sorted(wanted)),),
+        (json.dumps(sorted(session_ids)),),
     )
-    if missing := wanted - {row["session_id"] for row in rows}:
+    if missing := session_ids - {row["session_id"] for row in rows}:
         call = next(call for call in calls if call.session_id in missing)
-        raise StoreError(f"call {call.call_id}: there is no session {call.session_id}")
+        raise StoreError(f"Call {call.call_id}: there is no session {call.session_id}.")
 
 
 def _check_bases(db: Database, calls: Sequence[EncodedCall], known: BaseCallCache) -> None:
     unknown = {
         base_id for call in calls if (base_id := call.base_id) is not None and known.get(base_id) is None
     }
-    found = _facts(db, sorted(unknown)) if unknown else {}
+    summaries = _read_summaries(db, sorted(unknown)) if unknown else {}
     for call in calls:
         if (base_id := call.base_id) is not None:
-            check_base(call, found.get(base_id) or known.get(base_id))
-        if unknown:  # it may be one of these, if it comes before what stands on it
-            found.setdefault(call.call_id, call.base_summary)
+            check_base(call, summaries.get(base_id) or known.get(base_id))
+        if unknown:  # this call may be the base of a later one
+            summaries.setdefault(call.call_id, call.base_summary)
 
 
-def _facts(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
-    # One row for all, since each row that is stepped to gives other threads a turn.
-    sql = (
-        f"SELECT {db.json_rows.format(', '.join(('call_id', *BaseCallSummary._fields)))} AS found FROM calls "
-        f"WHERE call_id IN ({db.json_texts.format('?')})"
-    )
-    rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["found"])
-    return {call_id: BaseCallSummary._make(facts) for call_id, *facts in rows}
+def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
+
+    # All in one row: fetching a row releases the interpreter lock, which a busy event loop gives back late.
+    columns = db.json_rows.format(", ".join(("call_id", *BaseCallSummary._fields)))
+    sql = f"SELECT {columns} AS summaries FROM calls WHERE call_id IN ({db.json_texts.format('?')})"
+    rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["summaries"])
+    return {call_id: BaseCallSummary._make(summary) for call_id, *summary in rows}
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def _facts(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
 
 @dataclass(slots=True)
 class FetchedCalls:
-    """Rows as read, to be decoded once the read transaction has ended."""
+    """Rows of calls, to be decoded after the read transaction has ended."""
 
     rows: list[DatabaseRow]
     call_ids: list[str]
@@ -199,19 +198,19 @@ def fetch_call(db: Database, call_id: str) -> FetchedCalls:
 
 
 def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
-    """Those with one of these values in ``column``, and what they stand on."""
+    """Return the calls with one of these values in ``column``, and their base calls."""
     marks = ", ".join("?" * len(values))
     own = db.execute(
         f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq",
         [sanitize_text(value) for value in values],
     ).fetchall()
-    there = {row["call_id"] for row in own}
+    own_ids = {row["call_id"] for row in own}
     outside: dict[str, DatabaseRow] = {}
-    for base_id in {row["base_id"] for row in own} - there - {None}:
+    for base_id in {row["base_id"] for row in own} - own_ids - {None}:
         for row in db.execute(_CHAIN, (base_id,)):
-            if row["call_id"] not in there:
+            if row["call_id"] not in own_ids:
                 outside.setdefault(row["call_id"], row)
-    # A base is committed before what stands on it, so the order of commits suits every chain.
+    # A base is committed before the calls that extend it, so commit order is right for every chain.
     rows = sorted([*outside.values(), *own], key=lambda row: int(row["seq"])) if outside else own
     return _with_tools(db, FetchedCalls(rows, [row["call_id"] for row in own]))
 
@@ -236,12 +235,12 @@ def _add_tools(db: Database, fetched: FetchedCalls, rows: Iterable[DatabaseRow])
         fetched.tools[digest] = body["body"]
 
 
-def session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
-    """The keys are looked up in their order, and the first that is found ends it."""
+def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
+    """Return the id of the open live session with the newest call of the first tail key that has any."""
     if not keys:
         return None
     if any(len(key) != TAIL_KEY_BYTES for key in keys):
-        raise StoreError(f"a tail key has {TAIL_KEY_BYTES} bytes")
+        raise StoreError(f"A tail key must have {TAIL_KEY_BYTES} bytes.")
     values = {
         "keys": b"".join(keys),
         "run_id": run_id,

@@ -1,65 +1,51 @@
-"""SQL of datasets: exported data, known by name and version."""
+"""Queries for datasets: exported data with a name and version."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
-from instar.store.base import DatasetRow
-from instar.store.codec import DatabaseRow, dump_json, load_json
+from instar.store.codec import dump_json
 from instar.store.database import Database
+from instar.store.models import DatasetRow
+from instar.store.rows import DATASET_ROWS
 from instar.store.schema import DATASETS
 from instar.types import Json
 
 
 def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
-    newest = get_dataset(db, name, None)
+    """Add the next version of a dataset. If the newest version has the same hash, update its path instead."""
+    newest = get_dataset(db, name)
     if newest is not None and newest.hash == hash:
         if (newest.path, newest.manifest) == (path, manifest):
             return newest
-        # The files were moved, or written again in another format: the name follows them.
+        # The files were moved, or written again in another format.
         db.execute(
             "UPDATE datasets SET path = ?, manifest = ? WHERE name = ? AND version = ?",
             (path, dump_json(manifest), name, newest.version),
         )
         return replace(newest, path=path, manifest=manifest)
-    row = {
-        "name": name,
-        "version": newest.version + 1 if newest else 1,
-        "path": path,
-        "hash": hash,
-        "manifest": dump_json(manifest),
-        "created_at": time.time(),
-    }
+    row = DATASET_ROWS.encode(DatasetRow(name, newest.version + 1 if newest else 1, path, hash, manifest))
     db.execute(DATASETS.insert, row)
-    return _decode(row)
+    return DATASET_ROWS.decode(row)
 
 
-def get_dataset(db: Database, name: str, version: int | None) -> DatasetRow | None:
+def get_dataset(db: Database, name: str, version: int | None = None) -> DatasetRow | None:
+    """Return this version of the dataset, by default the newest."""
     if version is None:
-        found = db.execute("SELECT * FROM datasets WHERE name = ? ORDER BY version DESC LIMIT 1", (name,))
+        rows = db.execute("SELECT * FROM datasets WHERE name = ? ORDER BY version DESC LIMIT 1", (name,))
     else:
-        found = db.execute("SELECT * FROM datasets WHERE name = ? AND version = ?", (name, version))
-    row = found.fetchone()
-    return _decode(row) if row else None
+        rows = db.execute("SELECT * FROM datasets WHERE name = ? AND version = ?", (name, version))
+    row = rows.fetchone()
+    return DATASET_ROWS.decode(row) if row else None
 
 
 def get_datasets(db: Database) -> list[DatasetRow]:
-    return [_decode(row) for row in db.execute("SELECT * FROM datasets ORDER BY name, version")]
+    """Return all versions of all datasets, by name and version."""
+    return [DATASET_ROWS.decode(row) for row in db.execute("SELECT * FROM datasets ORDER BY name, version")]
 
 
-def remove_dataset(db: Database, name: str, version: int | None) -> int:
+def remove_dataset(db: Database, name: str, version: int | None = None) -> int:
+    """Remove this version, or all versions, and return their number. The files are not deleted."""
     if version is None:
         return db.execute("DELETE FROM datasets WHERE name = ?", (name,)).rowcount
     return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount
-
-
-def _decode(row: DatabaseRow) -> DatasetRow:
-    return DatasetRow(
-        name=row["name"],
-        version=row["version"],
-        path=row["path"],
-        hash=row["hash"],
-        manifest=load_json(row["manifest"]),
-        created_at=row["created_at"],
-    )

@@ -1,60 +1,46 @@
-"""SQL of API keys and of the store's own secrets: functions of a connection."""
+"""Queries for API keys and the store's secrets."""
 
 from __future__ import annotations
 
 import secrets
 import time
 
-from instar.store.base import KeyRow
-from instar.store.codec import DatabaseRow
 from instar.store.database import Database
+from instar.store.models import KeyRow
+from instar.store.rows import KEY_ROWS
 from instar.store.schema import KEYS
 
-SHORTEST_PREFIX = 8
+MIN_PREFIX_LENGTH = 8
 SECRET_BYTES = 32
 
 
 def put_key(db: Database, key: KeyRow) -> None:
-    row = {
-        "key_hash": key.key_hash,
-        "kind": key.kind,
-        "agent_id": key.agent_id,
-        "name": key.name,
-        "created_at": key.created_at or time.time(),
-        "revoked_at": key.revoked_at,
-    }
-    db.execute(KEYS.insert, row)
+    """Insert a key. Raises ConflictError if its hash is taken, or its name by a key that is not revoked."""
+    db.execute(KEYS.insert, KEY_ROWS.encode(key))
 
 
 def get_key(db: Database, key_hash: str) -> KeyRow | None:
+    """Return the key with this hash, even if it is revoked."""
     row = db.execute("SELECT * FROM keys WHERE key_hash = ?", (key_hash,)).fetchone()
-    return _decode(row) if row else None
+    return KEY_ROWS.decode(row) if row else None
 
 
 def get_keys(db: Database) -> list[KeyRow]:
-    return [_decode(row) for row in db.execute("SELECT * FROM keys ORDER BY created_at, key_hash")]
-
-
-def _decode(row: DatabaseRow) -> KeyRow:
-    return KeyRow(
-        key_hash=row["key_hash"],
-        kind=row["kind"],
-        agent_id=row["agent_id"],
-        name=row["name"],
-        created_at=row["created_at"],
-        revoked_at=row["revoked_at"],
-    )
+    """Return all keys, oldest first."""
+    return [KEY_ROWS.decode(row) for row in db.execute("SELECT * FROM keys ORDER BY created_at, key_hash")]
 
 
 def revoke_key(db: Database, prefix_or_name: str) -> int:
-    where = "name = :given AND name != ''"
-    if len(prefix_or_name) >= SHORTEST_PREFIX:
-        where = f"({where} OR substr(key_hash, 1, length(:given)) = :given)"
-    done = db.execute(
+    """Revoke the keys with this name, or with a hash that begins with these eight or more digits; return how
+    many were valid before."""
+    where = "name = :text AND name != ''"
+    if len(prefix_or_name) >= MIN_PREFIX_LENGTH:
+        where = f"({where} OR substr(key_hash, 1, length(:text)) = :text)"
+    cursor = db.execute(
         f"UPDATE keys SET revoked_at = :now WHERE revoked_at IS NULL AND {where}",
-        {"now": time.time(), "given": prefix_or_name},
+        {"now": time.time(), "text": prefix_or_name},
     )
-    return done.rowcount
+    return cursor.rowcount
 
 
 def get_secret(db: Database, name: str) -> bytes | None:
@@ -62,8 +48,8 @@ def get_secret(db: Database, name: str) -> bytes | None:
     return row["value"] if row else None
 
 
-def make_secret(db: Database, name: str) -> bytes:
-    """The one that is there, or a new one."""
+def create_secret(db: Database, name: str) -> bytes:
+    """Return the secret of this name, creating it if another process has not done so yet."""
     value = secrets.token_bytes(SECRET_BYTES)
     db.execute("INSERT INTO secrets (name, value) VALUES (?, ?) ON CONFLICT (name) DO NOTHING", (name, value))
     return get_secret(db, name) or value

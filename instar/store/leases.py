@@ -1,4 +1,4 @@
-"""Who may write as a role of a run: the holder of its latest lease, and nobody who held an earlier one."""
+"""Leases: only the holder of the latest lease of a role may write as that role."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from instar.store.database import Database
 
 
 def take_lease(db: Database, run_id: str, name: str) -> int:
+    """Take the next lease of a role; holders of earlier leases can no longer write."""
     row = db.execute(
         "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
         "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",
@@ -18,13 +19,13 @@ def take_lease(db: Database, run_id: str, name: str) -> int:
 
 
 def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
-    """What a transaction begins with that is to be under the lease: nobody takes another before it ends."""
+    """Return a check to run first in each transaction. It locks the lease until the transaction ends."""
 
     def check(db: Database) -> None:
         row = db.execute(
             f"SELECT lease FROM leases WHERE run_id = ? AND name = ?{db.for_update}", (run_id, name)
         ).fetchone()
         if row is None or row["lease"] != lease:
-            raise LeaseLost(f"another process has taken over the {name} of run {run_id!r}")
+            raise LeaseLost(f"Another process has taken over the {name} of run {run_id!r}.")
 
     return check

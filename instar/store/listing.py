@@ -1,25 +1,25 @@
-"""SQL of pages of sessions.
+"""Queries for pages of sessions.
 
-Sessions are ordered by ``seq``. A page is looked for in an index that has that order for each channel and
-status, so it costs the same with ten sessions as with a million. A tag, a scorer, a time or a range
-of rewards that few sessions have is where the search begins instead.
+Sessions are ordered by ``seq``. A page is read from an index that has this order for each channel and status,
+so it costs the same with ten sessions as with a million. If few sessions have the requested tag, scorer, time
+or range of rewards, the search starts from those instead.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from instar.store.base import SessionFilter, SessionRow
 from instar.store.codec import DatabaseRow
 from instar.store.database import Database
-from instar.store.rows import decode_session
+from instar.store.models import SessionFilter, SessionRow
+from instar.store.rows import SESSION_ROWS
 from instar.types import Channel, RewardSource, Session, SessionStatus
 
-RARE = 2000
-"""What holds of so many sessions at most is where a search begins."""
+MAX_START = 2000
+"""A search starts from the sessions that meet a condition if there are at most so many."""
 
 _DETAILS = """
     SELECT s.*,
@@ -30,7 +30,7 @@ _DETAILS = """
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class _Page:
     run_id: str | None
     group_id: str | None
     where: SessionFilter
@@ -39,15 +39,31 @@ class Page:
     limit: int | None = None
 
 
-def get_sessions(db: Database, page: Page) -> list[SessionRow]:
-    query = _Query(page)
+def get_sessions(
+    db: Database,
+    run_id: str | None = None,
+    *,
+    group_id: str | None = None,
+    channel: Channel | None = None,
+    status: SessionStatus | None = None,
+    where: SessionFilter | None = None,
+    before: int | None = None,
+    after: int | None = None,
+    limit: int | None = None,
+) -> list[SessionRow]:
+    """Return sessions, oldest first; with ``limit``, the newest ones. ``before`` and ``after`` are the
+    ``seq`` of the rows that bound the page; with ``after`` and ``limit``, the oldest sessions after it are
+    returned."""
+    where = where or SessionFilter()
+    where = replace(where, channel=channel or where.channel, status=status or where.status)
+    query = _Query(_Page(run_id, group_id, where, before, after, limit))
     rows = db.execute(_DETAILS.format(query.sql(db)), query.values)
     return [_decode(row) for row in rows]
 
 
 def _decode(row: DatabaseRow) -> SessionRow:
     return SessionRow(
-        decode_session(row),
+        SESSION_ROWS.decode(row),
         calls=row["calls"],
         sampled_tokens=row["sampled"],
         reward=row["reward"],
@@ -55,29 +71,30 @@ def _decode(row: DatabaseRow) -> SessionRow:
     )
 
 
-def get_sessions_in(db: Database, group_ids: Sequence[str]) -> dict[str, list[Session]]:
-    found: dict[str, list[Session]] = {group_id: [] for group_id in group_ids}
+def get_sessions_by_group(db: Database, group_ids: Sequence[str]) -> dict[str, list[Session]]:
+    """Return the sessions of each group, oldest first; the list is empty for a group without sessions."""
+    by_group: dict[str, list[Session]] = {group_id: [] for group_id in group_ids}
     rows = db.execute(
         f"SELECT * FROM sessions WHERE group_id IN ({db.json_texts.format('?')}) ORDER BY seq",
-        (json.dumps(list(found)),),
+        (json.dumps(list(by_group)),),
     )
     for row in rows:
-        found[row["group_id"]].append(decode_session(row))
-    return found
+        by_group[row["group_id"]].append(SESSION_ROWS.decode(row))
+    return by_group
 
 
 class _Query:
-    """The numbers of a page's sessions."""
+    """Builds the query for the ``seq`` of a page's sessions."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: _Page) -> None:
         self.page = page
         self.values: dict[str, Any] = {}
         self.conditions: list[str] = []
-        """What holds of the session ``x``."""
+        """Conditions on the session ``x``."""
         self.starts: list[str] = []
-        """Queries for the ids of sessions that one of the conditions admits."""
+        """Queries for the ids of the sessions that meet one of the conditions."""
         self._add_columns()
-        self._add_opinions()
+        self._add_annotations()
 
     def sql(self, db: Database) -> str:
         page = self.page
@@ -85,16 +102,16 @@ class _Query:
             return self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()}")
         for start in self.starts:
             if self._is_rare(db, start):
-                found = f"(SELECT DISTINCT session_id FROM ({start}) AS d) AS few CROSS JOIN sessions x"
+                source = f"(SELECT DISTINCT session_id FROM ({start}) AS d) AS few CROSS JOIN sessions x"
                 return self._page(
-                    f"SELECT x.seq FROM {found} WHERE x.session_id = few.session_id AND {self._all()}"
+                    f"SELECT x.seq FROM {source} WHERE x.session_id = few.session_id AND {self._all()}"
                 )
         if page.run_id is None or page.where.task is not None:
             return self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()}")
         return self._page(" UNION ALL ".join(self._slices()))
 
     def _slices(self) -> list[str]:
-        """The page of each channel and status, which an index has in order."""
+        """Return a query for the page of each channel and status, which an index holds in order."""
         where = self.page.where
         slices: list[str] = []
         for channel in [where.channel] if where.channel else Channel:
@@ -109,14 +126,14 @@ class _Query:
             return sql
         self.values["page_size"] = self.page.limit
         order = "ASC" if self.page.after is not None else "DESC"
-        return f"SELECT seq FROM ({sql}) AS found ORDER BY seq {order} LIMIT :page_size"
+        return f"SELECT seq FROM ({sql}) AS page ORDER BY seq {order} LIMIT :page_size"
 
     def _all(self) -> str:
         return " AND ".join(self.conditions) or "TRUE"
 
     def _is_rare(self, db: Database, start: str) -> bool:
-        counted = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT {RARE + 1}) AS counted"
-        return int(db.execute(counted, self.values).fetchone()["n"]) <= RARE
+        counted = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT {MAX_START + 1}) AS counted"
+        return int(db.execute(counted, self.values).fetchone()["n"]) <= MAX_START
 
     def _add(self, condition: str, **values: Any) -> None:
         self.conditions.append(condition)
@@ -147,11 +164,11 @@ class _Query:
             self._start(self._add_range(reward_min=low, reward_max=high))
 
     def _add_range(self, **bounds: tuple[str, float | None]) -> str:
-        """The condition that was added, if any."""
-        given = {name: bound for name, bound in bounds.items() if bound[1] is not None}
-        condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in given.items())
+        """Add the bounds that are set and return them as one condition."""
+        bounds = {name: bound for name, bound in bounds.items() if bound[1] is not None}
+        condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in bounds.items())
         if condition:
-            self._add(condition, **{name: value for name, (_, value) in given.items()})
+            self._add(condition, **{name: value for name, (_, value) in bounds.items()})
         return condition
 
     def _start(self, condition: str) -> None:
@@ -160,39 +177,39 @@ class _Query:
                 f"SELECT x.session_id FROM sessions x WHERE x.run_id = :run_id AND {condition}"
             )
 
-    def _add_opinions(self) -> None:
+    def _add_annotations(self) -> None:
         where = self.page.where
         for number, (name, value) in enumerate(where.tags):
-            given = {"name": name} if value is None else {"name": name, "value": value}
-            self._add_exists("tags", f"tag{number}", given, "")
+            values = {"name": name} if value is None else {"name": name, "value": value}
+            self._add_exists("tags", f"tag{number}", values, "")
         for number, name in enumerate(where.without):
-            there = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
-            self._add(f"NOT EXISTS ({there})", **{f"no{number}": name})
+            tag = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
+            self._add(f"NOT EXISTS ({tag})", **{f"no{number}": name})
         if where.scorer is not None or where.source is not None:
             self._add_rewards(where)
 
     def _add_rewards(self, where: SessionFilter) -> None:
-        given: dict[str, str] = {}
+        values: dict[str, str] = {}
         if where.scorer is not None:
-            given["scorer"], _, version = where.scorer.partition("@")
+            values["scorer"], _, version = where.scorer.partition("@")
             if version:
-                given["scorer_version"] = version
+                values["scorer_version"] = version
         if where.source is not None:
-            given["source"] = where.source.value
-        # Any source is each of them: the index has them before the scorers.
+            values["source"] = where.source.value
+        # Name every source, because the index has the source before the scorer.
         every = ", ".join(f"'{source.value}'" for source in RewardSource)
         extra = f" AND rewards.source IN ({every})" if where.source is None else ""
         for name, comparison in (("reward_min", ">="), ("reward_max", "<=")):
             if (bound := getattr(where, name)) is not None:
                 extra += f" AND rewards.value {comparison} :{name}"
                 self.values[name] = bound
-        self._add_exists("rewards", "by", given, extra)
+        self._add_exists("rewards", "by", values, extra)
 
-    def _add_exists(self, table: str, prefix: str, given: dict[str, str], extra: str) -> None:
-        """That the session has a row in ``table`` with these values."""
-        values = {f"{prefix}_{column}": value for column, value in given.items()}
-        rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in given) + extra
-        there = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"
-        self._add(f"EXISTS ({there})", **values)
+    def _add_exists(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
+        """Require that the session has a row in ``table`` with these values."""
+        values = {f"{prefix}_{column}": value for column, value in columns.items()}
+        rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
+        matching = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"
+        self._add(f"EXISTS ({matching})", **values)
         if self.page.run_id is not None:
             self.starts.append(f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {rows}")

@@ -1,4 +1,4 @@
-"""SQL of policy versions: functions of a connection. Version 0, the base model, has no row."""
+"""Queries for policy versions. Version 0, the base model, has no row."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from instar.types import Artifact, Policy, PolicyState
 
 
 def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int:
+    """Return the next version number of the policy, which was never used before."""
     db.lock_name(f"versions of {policy_id}")
     row = db.execute(
         "SELECT MAX(version) AS newest FROM policies WHERE policy_id = ?", (policy_id,)
@@ -26,10 +27,13 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 
 def publish(db: Database, policy: Policy) -> None:
-    """Publishing again replaces the artifact: a remote sampler is exported anew before it expires."""
+    """Record the artifact of a reserved version, which becomes the latest policy. Publishing it again
+    replaces the artifact: a remote sampler is exported anew before it expires."""
     state = _state(db, policy.policy_id, policy.version)
     if state is PolicyState.TOMBSTONED:
-        raise StoreError(f"version {policy.version} of {policy.policy_id} was given up: reserve another")
+        raise StoreError(
+            f"Version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version."
+        )
     artifact = policy.artifact
     db.execute(
         "UPDATE policies SET state = ?, artifact_kind = ?, artifact_path = ?, expires_at = ?, updated_at = ? "
@@ -47,6 +51,7 @@ def publish(db: Database, policy: Policy) -> None:
 
 
 def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
+    """Mark a version that a crash abandoned. The latest policy is then the newest published one."""
     if _state(db, policy_id, version) is PolicyState.TOMBSTONED:
         return
     db.execute(
@@ -61,11 +66,12 @@ def _state(db: Database, policy_id: str, version: int) -> PolicyState:
         (policy_id, version),
     ).fetchone()
     if row is None:
-        raise StoreError(f"version {version} of {policy_id} was never reserved")
+        raise StoreError(f"Version {version} of {policy_id} was never reserved.")
     return PolicyState(row["state"])
 
 
-def reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]:
+def get_reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]:
+    """Return (version, step) of the versions that are neither published nor tombstoned."""
     rows = db.execute(
         "SELECT version, step FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
         (policy_id, PolicyState.RESERVED.value),
@@ -73,12 +79,14 @@ def reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]:
     return [(row["version"], row["step"]) for row in rows]
 
 
-def steps_of_versions(db: Database, policy_id: str) -> dict[int, int]:
+def get_steps_by_version(db: Database, policy_id: str) -> dict[int, int]:
+    """Return the step of each version, in whatever state it is."""
     rows = db.execute("SELECT version, step FROM policies WHERE policy_id = ?", (policy_id,))
     return {row["version"]: row["step"] for row in rows}
 
 
-def head(db: Database, policy_id: str) -> Policy:
+def get_latest_policy(db: Database, policy_id: str) -> Policy:
+    """Return the newest published version, or version 0 with a ``base`` artifact if there is none."""
     row = db.execute(
         "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1",
         (policy_id, PolicyState.PUBLISHED.value),
@@ -86,7 +94,8 @@ def head(db: Database, policy_id: str) -> Policy:
     return decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
 
 
-def published(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
+def get_published_policies(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
+    """Return (policy, step), oldest first."""
     rows = db.execute(
         "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
         (policy_id, PolicyState.PUBLISHED.value),

@@ -13,15 +13,15 @@ from typing import Self
 import psycopg
 
 from instar.config import PostgresStoreConfig, RunConfig
+from instar.store.base import Store
 from instar.store.postgres_database import PostgresDatabase, PostgresWriteDatabase
 from instar.store.postgres_schema import check_version
 from instar.store.postgres_server import PostgresServer
 from instar.store.reader import ReaderPool
-from instar.store.sql import SqlStore
 from instar.store.writer import Writer
 
 
-class PostgresStore(SqlStore):
+class PostgresStore(Store):
     """Opens the schema, making or migrating it first unless ``read_only``."""
 
     def __init__(self, server: PostgresServer, *, readers: int = 4, read_only: bool = False) -> None:

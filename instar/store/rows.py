@@ -1,53 +1,104 @@
-"""Runs, groups, sessions, rewards, steps, claims and endpoints ↔ rows, for any SQL store."""
+"""Conversion between dataclasses and database rows."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from instar.errors import StoreError
-from instar.store.base import Run
-from instar.store.codec import DatabaseRow, dump_json, load_json, sanitize_text
+from instar.store.codec import DatabaseRow, dump_json, load_json, pack_ids, sanitize_text, unpack_ids
+from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import (
     Artifact,
     Channel,
     Claim,
-    ClaimOutcome,
     Endpoint,
+    Feedback,
     Group,
     GroupStatus,
+    Ids,
+    Json,
     Policy,
     Reward,
-    RewardSource,
+    Score,
     Session,
     SessionStatus,
     Step,
-    StepState,
+    Tag,
     Task,
 )
 
-
-def encode_run(run: Run) -> dict[str, Any]:
-    return {
-        "run_id": run.run_id,
-        "policy_id": run.policy_id,
-        "config": dump_json(run.config),
-        "status": run.status,
-        "reason": sanitize_text(run.reason),
-        "created_at": run.created_at,
-    }
+T = TypeVar("T")
+Convert = Callable[[Any], Any]
 
 
-def decode_run(row: DatabaseRow) -> Run:
-    return Run(
-        run_id=row["run_id"],
-        policy_id=row["policy_id"],
-        config=load_json(row["config"]),
-        status=row["status"],
-        reason=row["reason"],
-        created_at=row["created_at"],
-    )
+class RowMapping(Generic[T]):
+    """Converts a dataclass to a row of columns with the fields' names, and back.
+
+    Enums, JSON objects and arrays are converted by the type of their field. ``text`` names the fields with
+    text that may not be valid UTF-8; ``default_now`` names the timestamp that becomes the current time if it
+    is 0.
+    """
+
+    def __init__(self, cls: type[T], *, text: Sequence[str] = (), default_now: str | None = None) -> None:
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # T is a dataclass
+        hints = get_type_hints(cls)
+        self._cls = cls
+        self._names = names
+        self._values: Callable[[T], tuple[Any, ...]] = attrgetter(*names)
+        self._encoders: list[tuple[str, Convert]] = [(name, sanitize_text) for name in text]
+        self._decoders: list[tuple[str, Convert]] = []
+        for name in names:
+            encode, decode = _converters(hints[name])
+            if encode is not None and decode is not None:
+                self._encoders.append((name, encode))
+                self._decoders.append((name, decode))
+        if default_now is not None:
+            self._encoders.append((default_now, lambda value: value or time.time()))
+
+    def encode(self, item: T) -> dict[str, Any]:
+        row = dict(zip(self._names, self._values(item), strict=True))
+        for name, convert in self._encoders:
+            row[name] = convert(row[name])
+        return row
+
+    def decode(self, row: DatabaseRow) -> T:
+        values = {name: row[name] for name in self._names}
+        for name, convert in self._decoders:
+            values[name] = convert(values[name])
+        return self._cls(**values)
+
+
+def _converters(hint: Any) -> tuple[Convert | None, Convert | None]:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return attrgetter("value"), hint
+    if hint == Json:
+        return lambda value: dump_json(value) if value else "{}", load_json
+    if hint == Ids | None:
+        return _or_none(pack_ids), _or_none(unpack_ids)
+    return None, None
+
+
+def _or_none(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+RUN_ROWS = RowMapping(Run, text=["reason"])
+SESSION_ROWS = RowMapping(Session, text=["reason", "external_id"], default_now="created_at")
+REWARD_ROWS = RowMapping(Reward, default_now="created_at")
+SCORE_ROWS = RowMapping(Score, text=["reason"], default_now="created_at")
+TAG_ROWS = RowMapping(Tag, text=["value", "reason", "author"], default_now="created_at")
+FEEDBACK_ROWS = RowMapping(Feedback, text=["text", "correction", "author"], default_now="created_at")
+STEP_ROWS = RowMapping(Step, default_now="updated_at")
+CLAIM_ROWS = RowMapping(Claim, text=["reason"])
+ENDPOINT_ROWS = RowMapping(Endpoint, text=["doing"], default_now="heartbeat")
+KEY_ROWS = RowMapping(KeyRow, default_now="created_at")
+DATASET_ROWS = RowMapping(DatasetRow, default_now="created_at")
 
 
 def encode_group(group: Group) -> dict[str, Any]:
@@ -80,161 +131,32 @@ def decode_group(row: DatabaseRow) -> Group:
 
 
 def encode_session(session: Session, key_hash: str | None) -> dict[str, Any]:
-    ended_at = session.ended_at
-    if ended_at is None and session.status is not SessionStatus.OPEN:
-        ended_at = time.time()
-    return {
-        "session_id": session.session_id,
-        "run_id": session.run_id,
-        "agent_id": session.agent_id,
-        "policy_id": session.policy_id,
-        "channel": session.channel.value,
-        "status": session.status.value,
-        "group_id": session.group_id,
-        "slot": session.slot,
-        "attempt": session.attempt,
-        "task_id": session.task_id,
-        "reason": sanitize_text(session.reason),
-        "seed": session.seed,
-        "sampling": dump_json(session.sampling) if session.sampling else "{}",
-        "metadata": dump_json(session.metadata) if session.metadata else "{}",
-        "key_hash": key_hash,
-        "created_at": session.created_at or time.time(),
-        "ended_at": ended_at,
-        "external_id": sanitize_text(session.external_id),
-    }
-
-
-def decode_session(row: DatabaseRow) -> Session:
-    return Session(
-        session_id=row["session_id"],
-        run_id=row["run_id"],
-        agent_id=row["agent_id"],
-        policy_id=row["policy_id"],
-        channel=Channel(row["channel"]),
-        status=SessionStatus(row["status"]),
-        group_id=row["group_id"],
-        slot=row["slot"],
-        attempt=row["attempt"],
-        task_id=row["task_id"],
-        reason=row["reason"],
-        seed=row["seed"],
-        sampling=load_json(row["sampling"]),
-        metadata=load_json(row["metadata"]),
-        external_id=row["external_id"],
-        created_at=row["created_at"],
-        ended_at=row["ended_at"],
-    )
+    row = SESSION_ROWS.encode(session)
+    row["key_hash"] = key_hash
+    if session.ended_at is None and session.status is not SessionStatus.OPEN:
+        row["ended_at"] = time.time()
+    return row
 
 
 def encode_reward(reward: Reward) -> dict[str, Any]:
-    """Without the run, agent and policy, which are the session's."""
+    """Return a row without run, agent and policy, which are those of the session."""
     if not math.isfinite(reward.value):
-        raise StoreError(
-            f"session {reward.session_id}: a reward of {reward.value} is no number to learn from"
-        )
-    return {
-        "session_id": reward.session_id,
-        "call_id": reward.call_id,
-        "value": float(reward.value),
-        "source": reward.source.value,
-        "scorer": reward.scorer,
-        "detail": dump_json(reward.detail),
-        "created_at": reward.created_at or time.time(),
-        "reward_id": reward.reward_id,
-        "scorer_version": reward.scorer_version,
-        "cost": float(reward.cost),
-    }
+        raise StoreError(f"Session {reward.session_id}: the reward is {reward.value}; it must be finite.")
+    return REWARD_ROWS.encode(reward) | {"value": float(reward.value), "cost": float(reward.cost)}
 
 
-def decode_reward(row: DatabaseRow) -> Reward:
-    return Reward(
-        session_id=row["session_id"],
-        value=row["value"],
-        source=RewardSource(row["source"]),
-        scorer=row["scorer"],
-        call_id=row["call_id"],
-        detail=load_json(row["detail"]),
-        created_at=row["created_at"],
-        reward_id=row["reward_id"],
-        scorer_version=row["scorer_version"],
-        cost=row["cost"],
-    )
+def encode_claim(claim: Claim, step: int | None) -> dict[str, Any]:
+    row = CLAIM_ROWS.encode(claim)
+    row["step"] = step
+    # NumPy scalars are accepted, but the database drivers cannot store them.
+    for name, number in (("reward", float), ("advantage", float), ("staleness", int)):
+        if (value := row[name]) is not None:
+            if not math.isfinite(value):
+                raise StoreError(f"The claim of {claim.sample_key} has {name} {value}; it must be finite.")
+            row[name] = number(value)
+    return row
 
 
 def decode_policy(row: DatabaseRow) -> Policy:
     artifact = Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
     return Policy(row["policy_id"], row["version"], artifact)
-
-
-def decode_step(row: DatabaseRow) -> Step:
-    return Step(
-        run_id=row["run_id"],
-        step=row["step"],
-        state=StepState(row["state"]),
-        state_path=row["state_path"],
-        version=row["version"],
-        metrics=load_json(row["metrics"]),
-        updated_at=row["updated_at"],
-    )
-
-
-def encode_claim(claim: Claim, step: int | None) -> dict[str, Any]:
-    for name, value in (("reward", claim.reward), ("advantage", claim.advantage)):
-        if value is not None and not math.isfinite(value):
-            raise StoreError(f"claim of {claim.sample_key}: its {name} is {value}")
-    return {
-        "run_id": claim.run_id,
-        "epoch": claim.epoch,
-        "sample_key": claim.sample_key,
-        "session_id": claim.session_id,
-        "group_id": claim.group_id,
-        "outcome": claim.outcome.value,
-        "step": step,
-        "reason": sanitize_text(claim.reason),
-        "reward": None if claim.reward is None else float(claim.reward),
-        "advantage": None if claim.advantage is None else float(claim.advantage),
-        "staleness": None if claim.staleness is None else int(claim.staleness),
-    }
-
-
-def decode_claim(row: DatabaseRow) -> Claim:
-    return Claim(
-        run_id=row["run_id"],
-        epoch=row["epoch"],
-        sample_key=row["sample_key"],
-        session_id=row["session_id"],
-        group_id=row["group_id"],
-        outcome=ClaimOutcome(row["outcome"]),
-        step=row["step"],
-        reason=row["reason"],
-        reward=row["reward"],
-        advantage=row["advantage"],
-        staleness=row["staleness"],
-    )
-
-
-def encode_endpoint(endpoint: Endpoint) -> dict[str, Any]:
-    return {
-        "run_id": endpoint.run_id,
-        "role": endpoint.role,
-        "name": endpoint.name,
-        "url": endpoint.url,
-        "pid": endpoint.pid,
-        "doing": sanitize_text(endpoint.doing),
-        "log": endpoint.log,
-        "heartbeat": endpoint.heartbeat or time.time(),
-    }
-
-
-def decode_endpoint(row: DatabaseRow) -> Endpoint:
-    return Endpoint(
-        run_id=row["run_id"],
-        role=row["role"],
-        name=row["name"],
-        url=row["url"],
-        pid=row["pid"],
-        doing=row["doing"],
-        log=row["log"],
-        heartbeat=row["heartbeat"],
-    )

@@ -13,15 +13,15 @@ from typing import Self
 from instar.config import RunConfig
 from instar.errors import StoreError
 from instar.store import migrations
+from instar.store.base import Store
 from instar.store.reader import ReaderPool
-from instar.store.sql import SqlStore
 from instar.store.sqlite_database import SqliteDatabase, connect, translate_error
 from instar.store.writer import Writer
 
 READERS = 4
 
 
-class SqliteStore(SqlStore):
+class SqliteStore(Store):
     """Opens the file, making or migrating it first unless ``read_only``."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""SQL of training steps, claims and progress: functions of a connection."""
+"""Queries for training steps, claims and progress."""
 
 from __future__ import annotations
 
@@ -9,39 +9,45 @@ from itertools import groupby
 from typing import Any
 
 from instar.errors import ConflictError, StoreError
-from instar.store.base import Progress
 from instar.store.codec import dump_json
 from instar.store.database import Database
-from instar.store.policies import head
-from instar.store.rows import decode_claim, decode_step
+from instar.store.models import Progress
+from instar.store.policies import get_latest_policy
+from instar.store.rows import CLAIM_ROWS, STEP_ROWS, encode_claim
 from instar.store.schema import CLAIMS, STEPS
-from instar.types import Channel, Claim, GroupStatus, Json, Step, StepState
+from instar.types import Channel, Claim, ClaimOutcome, GroupStatus, Json, Step, StepState
 
-ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED)
+STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED)
 
 
-def claim_step(db: Database, run_id: str, step: int, claims: Sequence[dict[str, Any]]) -> None:
-    there = _step(db, run_id, step)
-    if there is not None and there.state is not StepState.RELEASED:
-        raise ConflictError(f"step {step} of run {run_id} is there already ({there.state})")
+def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
+    """Insert a step in state ``claimed`` with the claims of every group that it consumes, all or none:
+    trained samples, and those dropped with it because their group has no signal. Raises ConflictError if a
+    sample is claimed already in that run and epoch."""
+    for claim in claims:
+        if claim.run_id != run_id or claim.step not in (None, step):
+            raise StoreError(f"The claim of {claim.sample_key} is not for step {step} of run {run_id}.")
+    current = _lock_step(db, run_id, step)
+    if current is not None and current.state is not StepState.RELEASED:
+        raise ConflictError(f"Step {step} of run {run_id} exists already ({current.state}).")
     db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
-    row = {
-        "run_id": run_id,
-        "step": step,
-        "state": StepState.CLAIMED.value,
-        "state_path": None,
-        "version": None,
-        "metrics": "{}",
-        "updated_at": time.time(),
-    }
-    db.execute(STEPS.insert, row)
-    add_claims(db, claims)
+    db.execute(STEPS.insert, STEP_ROWS.encode(Step(run_id, step, StepState.CLAIMED)))
+    _add_claims(db, [encode_claim(claim, step) for claim in claims])
 
 
-def add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
-    for (run_id, epoch), theirs in groupby(claims, key=lambda claim: (claim["run_id"], claim["epoch"])):
-        _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in theirs])
-    # Of two who come here at once, the index stops the second.
+def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
+    """Record samples as dropped (stale, late), each with its reason. A drop that names a step is released
+    with it."""
+    for claim in claims:
+        if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
+            raise StoreError(f"The claim of {claim.sample_key} must be a drop with a reason.")
+    _add_claims(db, [encode_claim(claim, claim.step) for claim in claims])
+
+
+def _add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
+    for (run_id, epoch), group in groupby(claims, key=lambda claim: (claim["run_id"], claim["epoch"])):
+        _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in group])
+    # If two processes get here at once, the unique index rejects the second.
     db.insert(CLAIMS, [CLAIMS.values(claim) for claim in claims])
     refresh_consumed(db, {claim["group_id"] for claim in claims})
 
@@ -55,7 +61,7 @@ def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequenc
     if row is not None:
         taken = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
         raise ConflictError(
-            f"sample {row['sample_key']} is claimed already {taken} in epoch {epoch} of run {run_id}"
+            f"Sample {row['sample_key']} is claimed already {taken} in epoch {epoch} of run {run_id}."
         )
 
 
@@ -64,16 +70,18 @@ def advance_step(
     run_id: str,
     step: int,
     state: StepState,
-    state_path: str | None,
-    version: int | None,
-    metrics: Json | None,
+    *,
+    state_path: str | None = None,
+    version: int | None = None,
+    metrics: Json | None = None,
 ) -> None:
-    """To the state it is in already is allowed: a retry of a commit that was not heard of."""
-    there = _step(db, run_id, step)
-    if there is None or there.state is StepState.RELEASED:
-        raise StoreError(f"step {step} of run {run_id} is not claimed")
-    if state not in ORDER or ORDER.index(state) < ORDER.index(there.state):
-        raise StoreError(f"step {step} of run {run_id} is {there.state} and cannot become {state}")
+    """Move a step to a later state, or add to what is known of it in the same state: a commit whose outcome
+    was unknown is retried. Raises StoreError on a move backwards."""
+    current = _lock_step(db, run_id, step)
+    if current is None or current.state is StepState.RELEASED:
+        raise StoreError(f"Step {step} of run {run_id} is not claimed.")
+    if state not in STATE_ORDER or STATE_ORDER.index(state) < STATE_ORDER.index(current.state):
+        raise StoreError(f"Step {step} of run {run_id} is {current.state} and cannot become {state}.")
     db.execute(
         "UPDATE steps SET state = ?, state_path = COALESCE(?, state_path), version = COALESCE(?, version), "
         "metrics = COALESCE(?, metrics), updated_at = ? WHERE run_id = ? AND step = ?",
@@ -92,6 +100,8 @@ def advance_step(
 
 
 def release_steps(db: Database, run_id: str, after: int) -> list[int]:
+    """Release every unsaved step later than ``after``, with its claims, and return the steps. Used in
+    recovery."""
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step"
         f"{db.for_update}",
@@ -109,12 +119,12 @@ def release_steps(db: Database, run_id: str, after: int) -> list[int]:
     return released
 
 
-def _step(db: Database, run_id: str, step: int) -> Step | None:
-    """To be changed, or replaced."""
+def _lock_step(db: Database, run_id: str, step: int) -> Step | None:
+    """Return a step and lock its row."""
     row = db.execute(
         f"SELECT * FROM steps WHERE run_id = ? AND step = ?{db.for_update}", (run_id, step)
     ).fetchone()
-    return decode_step(row) if row else None
+    return STEP_ROWS.decode(row) if row else None
 
 
 def _groups_of_step(db: Database, run_id: str, step: int) -> list[str | None]:
@@ -123,40 +133,48 @@ def _groups_of_step(db: Database, run_id: str, step: int) -> list[str | None]:
 
 
 def get_steps(db: Database, run_id: str) -> list[Step]:
+    """Return the steps by number, without the released ones."""
     rows = db.execute(
         "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step",
         (run_id, StepState.RELEASED.value),
     )
-    return [decode_step(row) for row in rows]
+    return [STEP_ROWS.decode(row) for row in rows]
 
 
-def get_claims(db: Database, run_id: str, step: int | None, session_id: str | None) -> list[Claim]:
+def get_claims(
+    db: Database, run_id: str, *, step: int | None = None, session_id: str | None = None
+) -> list[Claim]:
     sql, values = "SELECT * FROM claims WHERE run_id = ?", list[Any]([run_id])
     for name, value in (("step", step), ("session_id", session_id)):
         if value is not None:
             sql += f" AND {name} = ?"
             values.append(value)
-    return [decode_claim(row) for row in db.execute(sql + " ORDER BY seq", values)]
+    return [CLAIM_ROWS.decode(row) for row in db.execute(sql + " ORDER BY seq", values)]
 
 
-def get_settled_claims(db: Database, run_id: str, epoch: int, groups: int) -> list[Claim]:
+def get_recent_claims(db: Database, run_id: str, epoch: int, groups: int) -> list[Claim]:
+    """Return the claims in that epoch of the last ``groups`` groups of the train channel that have any, in
+    the order in which they were made."""
     rows = db.execute(
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
         "WHERE run_id = ? AND channel = ? AND claimed_epoch >= ? ORDER BY idx DESC LIMIT ?) ORDER BY seq",
         (run_id, epoch, run_id, Channel.TRAIN.value, epoch, groups),
     )
-    return [decode_claim(row) for row in rows]
+    return [CLAIM_ROWS.decode(row) for row in rows]
 
 
 def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
-    """A group is consumed when it was dropped, or when it has claims and each is of a step that is
-    committed or has published its version, or of no step at all. Claims of another run that trains on
-    the same groups do not count. The last epoch with a claim is kept beside it."""
-    wanted = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
+    """Update ``consumed`` and ``claimed_epoch`` of these groups.
+
+    A group is consumed if it was dropped, or if it has claims and each of them belongs to no step or to a
+    step that is committed or has published its version. Claims of another run that trains on the same groups
+    do not count.
+    """
+    ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
     among = f"group_id IN ({db.json_texts.format(':groups')})"
     if db.for_update:
-        # Held first: an UPDATE that waits would look at the claims as they were before it waited.
-        db.execute(f"SELECT 1 FROM groups WHERE {among} ORDER BY group_id{db.for_update}", {"groups": wanted})
+        # Lock first: an UPDATE that waits for a lock would evaluate the claims as they were before it waited.
+        db.execute(f"SELECT 1 FROM groups WHERE {among} ORDER BY group_id{db.for_update}", {"groups": ids})
     db.execute(
         f"""
         UPDATE groups SET
@@ -172,14 +190,14 @@ def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
             THEN 1 ELSE 0 END
         WHERE {among}""",
         {
-            "groups": wanted,
+            "groups": ids,
             "dropped_group": GroupStatus.DROPPED.value,
             "committed": StepState.COMMITTED.value,
         },
     )
 
 
-def progress(db: Database, run_id: str, channel: Channel) -> Progress:
+def get_progress(db: Database, run_id: str, channel: Channel = Channel.TRAIN) -> Progress:
     key = (run_id, channel.value)
     open_, ready, consumed = 0, 0, 0
     for row in db.execute(
@@ -212,6 +230,6 @@ def progress(db: Database, run_id: str, channel: Channel) -> Progress:
         groups_consumed=consumed,
         next_group_index=0 if last is None else last + 1,
         committed_steps=committed,
-        head_version=head(db, run["policy_id"]).version if run else 0,
+        head_version=get_latest_policy(db, run["policy_id"]).version if run else 0,
         sessions={row["status"]: row["n"] for row in sessions},
     )

@@ -24,7 +24,7 @@ from instar.types import (
     SessionStatus,
 )
 
-from .conformance_annotations import Opinions
+from .conformance_annotations import Annotations
 from .conformance_feedback import OfPeople
 from .conformance_gateway import Gateway
 from .conformance_listing import Listing
@@ -374,7 +374,7 @@ class StoreConformance(
     ManyHosts,
     Listing,
     OfPeople,
-    Opinions,
+    Annotations,
     Records,
 ):
     """All of it."""

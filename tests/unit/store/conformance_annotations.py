@@ -166,5 +166,5 @@ class TagsAndJudgments:
         assert await store.judgment_totals("other") == (0, 0.0)
 
 
-class Opinions(Scores, TagsAndJudgments):
+class Annotations(Scores, TagsAndJudgments):
     """All of it."""
