@@ -114,7 +114,7 @@ class Store:
         self._name = name
         self._writer = writer
         self._readers = readers
-        self._base_calls = call_queries.BaseCallCache()
+        self.base_call_cache = call_queries.BaseCallCache()
 
     @property
     def commits(self) -> int:
@@ -175,7 +175,9 @@ class Store:
         ``opening`` is opened first, in the same transaction, with ``key_hash`` as its key; raises
         ConflictError if its id is taken. ``tail_keys`` maps call ids to the keys of `session_by_tail`.
         """
-        await self.write(call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}, self._base_calls))
+        await self.write(
+            call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}, self.base_call_cache)
+        )
 
     async def call(self, call_id: str) -> Call | None:
         calls = await self._read_calls(lambda db: call_queries.fetch_call(db, call_id))

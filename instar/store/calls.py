@@ -34,7 +34,6 @@ _CHAIN = """
     )
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
-CACHED_CALLS = 4096
 TAIL_KEY_BYTES = 16
 
 # The keys are passed as one value, so that the statement is the same for any number of them. The newest call
@@ -63,7 +62,8 @@ class BaseCallCache:
     """Summaries of the calls that this process stored last. A stored call never changes, so a summary stays
     valid."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_size: int = 4096) -> None:
+        self.max_size = max_size
         self._summaries: dict[str, BaseCallSummary] = {}
 
     def get(self, call_id: str) -> BaseCallSummary | None:
@@ -71,7 +71,7 @@ class BaseCallCache:
 
     def add(self, calls: Iterable[EncodedCall]) -> None:
         """Add calls that have been committed."""
-        if len(self._summaries) > CACHED_CALLS:
+        if len(self._summaries) > self.max_size:
             self._summaries.clear()  # those still in use are read from the database once more
         for call in calls:
             self._summaries[call.call_id] = call.base_summary

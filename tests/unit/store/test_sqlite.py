@@ -159,10 +159,8 @@ async def test_a_write_that_broke_off_leaves_no_transaction_behind(
     await store.close()
 
 
-async def test_what_is_no_longer_remembered_is_looked_up(
-    store: SqliteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("instar.store.calls.REMEMBERED", 2)
+async def test_add_calls_reads_base_calls_evicted_from_the_cache(store: SqliteStore) -> None:
+    store.base_call_cache.max_size = 2
     await store.open_session(make_session())
     calls = [make_call("0")]
     await store.add_calls(calls)
