@@ -9,28 +9,24 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from instar.rewards.base import Transcript
-from instar.rollout.tasksets.word_problems import PEOPLE, THINGS, is_held_out, problem_key
+from instar.rollout.tasksets.word_problems import (
+    PEOPLE,
+    THINGS,
+    WordProblem,
+    make_boxes,
+    make_compare,
+    make_packs,
+    make_share,
+)
 from instar.types import Json
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:\.\d+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class ArithmeticProblem:
-    kind: str
-    numbers: tuple[int, ...]
-    question: str
-    answer: int
-
-    @property
-    def key(self) -> str:
-        return problem_key(self.kind, self.numbers)
-
-
-ProblemMaker = Callable[[random.Random], ArithmeticProblem]
+ProblemMaker = Callable[[random.Random], WordProblem]
 
 
 def train_tasks(seed: int = 0, size: int = 2000) -> list[Json]:
@@ -54,77 +50,53 @@ def score(task: Json, transcript: Transcript) -> float:
 def _generate(seed: int, size: int, *, held_out: bool) -> list[Json]:
     """Return ``size`` distinct problems. Kinds rotate, so that every prefix has the same mix."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
-    problems: dict[str, ArithmeticProblem] = {}
+    problems: dict[str, WordProblem] = {}
     for index in range(size):
         makers = PLAIN if index % 4 == 0 else WORDED
         turn = index // 4 if index % 4 == 0 else index - index // 4 - 1
         make = makers[turn % len(makers)]
         problem = make(rng)
-        while is_held_out(problem.key) is not held_out or problem.key in problems:
+        while problem.is_held_out is not held_out or problem.key in problems:
             problem = make(rng)
         problems[problem.key] = problem
-    return [{"question": p.question, "answer": p.answer, "kind": p.kind} for p in problems.values()]
+    return [{"question": p.question, "answer": p.result, "kind": p.kind} for p in problems.values()]
 
 
-def _plus(rng: random.Random) -> ArithmeticProblem:
+def _plus(rng: random.Random) -> WordProblem:
     a, b = rng.randint(100, 999), rng.randint(100, 999)
-    return ArithmeticProblem("plus", (a, b), f"What is {a} plus {b}?", a + b)
+    return WordProblem("plus", (a, b), f"What is {a} plus {b}?", a + b)
 
 
-def _minus(rng: random.Random) -> ArithmeticProblem:
+def _minus(rng: random.Random) -> WordProblem:
     b, a = sorted((rng.randint(100, 999), rng.randint(100, 999)))
-    return ArithmeticProblem("minus", (a, b), f"What is {a} minus {b}?", a - b)
+    return WordProblem("minus", (a, b), f"What is {a} minus {b}?", a - b)
 
 
-def _times(rng: random.Random) -> ArithmeticProblem:
+def _times(rng: random.Random) -> WordProblem:
     a, b = rng.randint(12, 99), rng.randint(12, 999)
-    return ArithmeticProblem("times", (a, b), f"What is {a} times {b}?", a * b)
+    return WordProblem("times", (a, b), f"What is {a} times {b}?", a * b)
 
 
-def _boxes(rng: random.Random) -> ArithmeticProblem:
-    a, b, things = rng.randint(12, 99), rng.randint(12, 399), rng.choice(THINGS)
-    question = f"A box holds {a} {things}. How many {things} are in {b} boxes?"
-    return ArithmeticProblem("boxes", (a, b), question, a * b)
-
-
-def _more(rng: random.Random) -> ArithmeticProblem:
+def _more(rng: random.Random) -> WordProblem:
     a, b = rng.randint(100, 999), rng.randint(100, 999)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and gets {b} more. How many {things} does {who} have?"
-    return ArithmeticProblem("more", (a, b), question, a + b)
+    return WordProblem("more", (a, b), question, a + b)
 
 
-def _left(rng: random.Random) -> ArithmeticProblem:
+def _left(rng: random.Random) -> WordProblem:
     a, b = rng.randint(300, 999), rng.randint(100, 299)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and gives away {b}. How many {things} are left?"
-    return ArithmeticProblem("left", (a, b), question, a - b)
+    return WordProblem("left", (a, b), question, a - b)
 
 
-def _compare(rng: random.Random) -> ArithmeticProblem:
-    b, a = sorted(rng.sample(range(100, 1000), 2))
-    (who, other), things = rng.sample(PEOPLE, 2), rng.choice(THINGS)
-    question = (
-        f"{who} has {a} {things} and {other} has {b}. How many more {things} does {who} have than {other}?"
-    )
-    return ArithmeticProblem("compare", (a, b), question, a - b)
-
-
-def _share(rng: random.Random) -> ArithmeticProblem:
-    b, each, things = rng.randint(3, 40), rng.randint(12, 99), rng.choice(THINGS)
-    question = f"{b * each} {things} are shared equally among {b} children. How many does each child get?"
-    return ArithmeticProblem("share", (b * each, b), question, each)
-
-
-def _two_step(rng: random.Random) -> ArithmeticProblem:
-    a, b, c = rng.randint(12, 60), rng.randint(12, 60), rng.randint(11, 99)
-    who, things = rng.choice(PEOPLE), rng.choice(THINGS)
-    question = f"{who} buys {a} packs of {b} {things} and loses {c}. How many {things} are left?"
-    return ArithmeticProblem("two_step", (a, b, c), question, a * b - c)
+def _two_step(rng: random.Random) -> WordProblem:
+    return replace(make_packs(rng), kind="two_step")
 
 
 PLAIN: tuple[ProblemMaker, ...] = (_plus, _minus, _times)
-WORDED: tuple[ProblemMaker, ...] = (_boxes, _more, _left, _compare, _share, _two_step)
+WORDED: tuple[ProblemMaker, ...] = (make_boxes, _more, _left, make_compare, make_share, _two_step)
 
 
 def kinds() -> Iterator[str]:

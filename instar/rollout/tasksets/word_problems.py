@@ -25,24 +25,20 @@ class WordProblem:
     kind: str
     numbers: tuple[int, ...]
     question: str
-    steps: str
-    """The worked solution."""
     result: int
+    steps: str = ""
+    """The worked solution."""
 
     @property
     def key(self) -> str:
-        return problem_key(self.kind, self.numbers)
+        return f"{self.kind}:{','.join(map(str, self.numbers))}"
+
+    @property
+    def is_held_out(self) -> bool:
+        return zlib.crc32(self.key.encode()) % HELD_OUT_SHARE == 0
 
     def record(self) -> Json:
         return {"question": self.question, "answer": f"{self.steps}\n#### {self.result}"}
-
-
-def problem_key(kind: str, numbers: tuple[int, ...]) -> str:
-    return f"{kind}:{','.join(map(str, numbers))}"
-
-
-def is_held_out(key: str) -> bool:
-    return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
 
 
 def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
@@ -52,7 +48,7 @@ def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) 
     for index in range(size):
         make = KINDS[index % len(KINDS)]
         problem = make(rng)
-        while is_held_out(problem.key) is not (split == "heldout") or problem.key in problems:
+        while problem.is_held_out is not (split == "heldout") or problem.key in problems:
             problem = make(rng)
         problems[problem.key] = problem
     return [problem.record() for problem in problems.values()]
@@ -63,11 +59,11 @@ def _worked(expression: str, result: int) -> str:
     return f"{expression}=<<{expression}={result}>>{result}"
 
 
-def _boxes(rng: random.Random) -> WordProblem:
+def make_boxes(rng: random.Random) -> WordProblem:
     a, b, things = rng.randint(12, 99), rng.randint(12, 399), rng.choice(THINGS)
     question = f"A box holds {a} {things}. How many {things} are in {b} boxes?"
     steps = f"There are {_worked(f'{a}*{b}', a * b)} {things} in the boxes."
-    return WordProblem("boxes", (a, b), question, steps, a * b)
+    return WordProblem("boxes", (a, b), question, a * b, steps)
 
 
 def _more(rng: random.Random) -> WordProblem:
@@ -75,7 +71,7 @@ def _more(rng: random.Random) -> WordProblem:
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and finds {b} more. How many {things} does {who} have now?"
     steps = f"{who} has {_worked(f'{a}+{b}', a + b)} {things}."
-    return WordProblem("more", (a, b), question, steps, a + b)
+    return WordProblem("more", (a, b), question, a + b, steps)
 
 
 def _left(rng: random.Random) -> WordProblem:
@@ -83,24 +79,24 @@ def _left(rng: random.Random) -> WordProblem:
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} has {a} {things} and sells {b} of them. How many {things} does {who} have left?"
     steps = f"{who} has {_worked(f'{a}-{b}', a - b)} {things} left."
-    return WordProblem("left", (a, b), question, steps, a - b)
+    return WordProblem("left", (a, b), question, a - b, steps)
 
 
-def _compare(rng: random.Random) -> WordProblem:
+def make_compare(rng: random.Random) -> WordProblem:
     b, a = sorted(rng.sample(range(100, 1000), 2))
     (who, other), things = rng.sample(PEOPLE, 2), rng.choice(THINGS)
     question = (
         f"{who} has {a} {things} and {other} has {b}. How many more {things} does {who} have than {other}?"
     )
     steps = f"{who} has {_worked(f'{a}-{b}', a - b)} more {things} than {other}."
-    return WordProblem("compare", (a, b), question, steps, a - b)
+    return WordProblem("compare", (a, b), question, a - b, steps)
 
 
-def _share(rng: random.Random) -> WordProblem:
+def make_share(rng: random.Random) -> WordProblem:
     b, each, things = rng.randint(3, 40), rng.randint(12, 99), rng.choice(THINGS)
     question = f"{b * each} {things} are shared equally among {b} children. How many does each child get?"
     steps = f"Each child gets {_worked(f'{b * each}/{b}', each)} {things}."
-    return WordProblem("share", (b * each, b), question, steps, each)
+    return WordProblem("share", (b * each, b), question, each, steps)
 
 
 def _days(rng: random.Random) -> WordProblem:
@@ -114,19 +110,19 @@ def _days(rng: random.Random) -> WordProblem:
     steps = (
         f"{who} sells {first} {things} on two days.\nIn all, that is {_worked(f'{a + b}+{c}', a + b + c)}."
     )
-    return WordProblem("days", (a, b, c), question, steps, a + b + c)
+    return WordProblem("days", (a, b, c), question, a + b + c, steps)
 
 
-def _packs(rng: random.Random) -> WordProblem:
+def make_packs(rng: random.Random) -> WordProblem:
     a, b, c = rng.randint(12, 60), rng.randint(12, 60), rng.randint(11, 99)
     who, things = rng.choice(PEOPLE), rng.choice(THINGS)
     question = f"{who} buys {a} packs of {b} {things} and loses {c}. How many {things} are left?"
     bought = _worked(f"{a}*{b}", a * b)
     steps = f"{who} buys {bought} {things}.\n{_worked(f'{a * b}-{c}', a * b - c)} of them are left."
-    return WordProblem("packs", (a, b, c), question, steps, a * b - c)
+    return WordProblem("packs", (a, b, c), question, a * b - c, steps)
 
 
 KINDS: tuple[Callable[[random.Random], WordProblem], ...] = (
-    *(_boxes, _more, _left, _compare, _share),
-    *(_days, _packs),
+    *(make_boxes, _more, _left, make_compare, make_share),
+    *(_days, make_packs),
 )
