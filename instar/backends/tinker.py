@@ -59,7 +59,7 @@ class TinkerBackend(Backend):
         self._seed = seed
         self._vocab_size: int | None = None
         self._submission_lock = asyncio.Lock()
-        """Its waiters are served in turn, so that calls are sent in the order in which they were made."""
+        """Waiters are served in turn, so that calls are sent in the order in which they were made."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = GradientCounter()
         self._closed = False

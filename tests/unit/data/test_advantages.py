@@ -24,7 +24,7 @@ from tests.unit.data.builders import make_call, make_session
 REWARDS = [1.0, 0.0, 0.25, 0.5]
 
 
-def test_against_numpy() -> None:
+def test_estimators_agree_with_numpy() -> None:
     r = np.array(REWARDS)
     np.testing.assert_allclose(np.array(grpo(REWARDS), float), (r - r.mean()) / r.std(), atol=1e-4)
     np.testing.assert_allclose(np.array(grpo_no_std(REWARDS), float), r - r.mean())
@@ -33,7 +33,7 @@ def test_against_numpy() -> None:
 
 
 @pytest.mark.parametrize("estimate", [grpo, grpo_no_std, rloo])
-def test_a_missing_reward_is_kept_out_of_the_mean(estimate: object) -> None:
+def test_missing_rewards_are_excluded_from_the_mean(estimate: object) -> None:
     assert callable(estimate)
     with_none = estimate([1.0, None, 0.0])
     assert with_none[1] is None
@@ -49,7 +49,7 @@ def test_equal_rewards_have_no_signal(estimate: object, rewards: list[float | No
     assert has_signal(estimate([0.0, 1.0, 1.0]))
 
 
-def test_the_running_baseline_moves_and_survives_a_checkpoint() -> None:
+def test_running_baseline_moves_and_survives_a_checkpoint() -> None:
     config = AdvantageConfig(estimator="running", decay=0.5)
     straight = AdvantageEstimator(config)
     assert straight([1.0]) == [0.0], "the first reward is its own baseline"
@@ -77,13 +77,13 @@ def _samples() -> list[Sample]:
         ("none", [1.0, 1.0, 1.0]),
     ],
 )
-def test_normalisation_is_folded_in(how: str, weights: list[float]) -> None:
+def test_normalize_divides_the_advantages(how: str, weights: list[float]) -> None:
     for sample, weight in zip(normalize(_samples(), how), weights, strict=True):  # type: ignore[arg-type]
         np.testing.assert_allclose(sample.advantages, sample.mask * weight)
         assert sample.advantages.dtype == np.float32
 
 
-def test_tokens_of_a_truncated_distribution_are_reweighted() -> None:
+def test_truncated_sampling_is_reweighted() -> None:
     behavior = np.array([-0.05 + np.log(0.5), -3.0], np.float32)
     call = make_call("a", [1], [5, 6], behavior_logprobs=behavior)
     (sample,) = linearize(make_session(), [call])

@@ -51,7 +51,7 @@ async def outcomes(store: Store) -> dict[str, str]:
     return {claim.sample_key: claim.reason or claim.outcome for claim in await store.claims(RUN)}
 
 
-async def test_a_step_consumes_its_groups_in_index_order(store: Store) -> None:
+async def test_batcher_consumes_groups_in_index_order(store: Store) -> None:
     for index in (2, 0, 1):
         await add_group(store, index, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=2))
@@ -69,7 +69,7 @@ async def test_a_step_consumes_its_groups_in_index_order(store: Store) -> None:
     assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None, "one group is not enough"
 
 
-async def test_the_same_rows_make_the_same_batch(store: Store) -> None:
+async def test_batcher_is_deterministic_for_the_same_rows(store: Store) -> None:
     for index in range(3):
         await add_group(store, index, [1.0, 0.0, 0.5], version=index)
     config = make_config(groups_per_step=3, max_staleness=2)
@@ -83,7 +83,7 @@ async def test_the_same_rows_make_the_same_batch(store: Store) -> None:
         assert a.advantages.tobytes() == b.advantages.tobytes()
 
 
-async def test_it_waits_for_groups_and_obeys_stop(store: Store) -> None:
+async def test_batcher_waits_for_groups_until_stopped(store: Store) -> None:
     batcher = Batcher(store, RUN, make_config(groups_per_step=1))
     stop = asyncio.Event()
     waiting = asyncio.create_task(batcher.next_batch(1, 0, 0, stop=stop))
@@ -98,7 +98,7 @@ async def test_it_waits_for_groups_and_obeys_stop(store: Store) -> None:
     assert time.monotonic() - began < 2
 
 
-async def test_the_rest_is_taken_when_rollout_has_finished(store: Store) -> None:
+async def test_batcher_takes_remaining_groups_after_rollout_has_finished(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=4))
     batch = await batcher.next_batch(1, 0, 0, is_finished=lambda: True)
@@ -108,7 +108,7 @@ async def test_the_rest_is_taken_when_rollout_has_finished(store: Store) -> None
     assert await batcher.next_batch(2, 0, 0, is_finished=lambda: True) is None
 
 
-async def test_a_group_too_old_is_dropped_and_does_not_count(store: Store) -> None:
+async def test_batcher_drops_groups_older_than_max_staleness(store: Store) -> None:
     old = await add_group(store, 0, [1.0, 0.0], version=1)
     await add_group(store, 1, [1.0, 0.0], version=2)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
@@ -119,7 +119,7 @@ async def test_a_group_too_old_is_dropped_and_does_not_count(store: Store) -> No
     assert batch.report["staleness_mean"] == 1.0
 
 
-async def test_stale_groups_are_dropped_while_waiting(store: Store) -> None:
+async def test_batcher_drops_stale_groups_while_waiting(store: Store) -> None:
     """Otherwise the rollout would wait for room, and the trainer for the rollout."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=0))
@@ -128,7 +128,7 @@ async def test_stale_groups_are_dropped_while_waiting(store: Store) -> None:
     assert (await store.progress(RUN)).groups_consumed == 1
 
 
-async def test_only_the_stale_part_of_a_group_is_dropped(store: Store) -> None:
+async def test_batcher_drops_only_the_stale_samples_of_a_group(store: Store) -> None:
     group = await add_group(store, 0, [1.0], version=0, status=GroupStatus.OPEN)
     await add_session(store, group, 1, 0.0, version=3)
     await store.close_group(group, GroupStatus.READY)
@@ -138,7 +138,7 @@ async def test_only_the_stale_part_of_a_group_is_dropped(store: Store) -> None:
     assert await outcomes(store) == {f"{group}/0/0": "stale", f"{group}/1/0": "trained"}
 
 
-async def test_groups_without_signal_are_consumed_with_the_step(store: Store) -> None:
+async def test_batcher_consumes_groups_without_signal_with_the_step(store: Store) -> None:
     await add_group(store, 0, [1.0, 1.0])
     await add_group(store, 1, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=2))
@@ -154,7 +154,7 @@ async def test_groups_without_signal_are_consumed_with_the_step(store: Store) ->
     assert again.claims == batch.claims, "a step given back after a crash is put together the same way"
 
 
-async def test_a_batch_may_have_no_signal_at_all(store: Store) -> None:
+async def test_batcher_returns_an_empty_batch_without_any_signal(store: Store) -> None:
     await add_group(store, 0, [0.0, 0.0])
     batch = await take(store, Batcher(store, RUN, make_config(groups_per_step=1)))
     assert batch.samples == []
@@ -162,7 +162,7 @@ async def test_a_batch_may_have_no_signal_at_all(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("failed_reward", "trained"), [(None, 2), (-1.0, 3)])
-async def test_failed_sessions_by_failed_reward(
+async def test_batcher_uses_failed_reward_for_failed_sessions(
     store: Store, failed_reward: float | None, trained: int
 ) -> None:
     group = await add_group(store, 0, [1.0, 0.0], status=GroupStatus.OPEN)
@@ -180,7 +180,7 @@ async def test_failed_sessions_by_failed_reward(
         assert batch.report["reward_mean"] == 0.5, "kept out of the mean"
 
 
-async def test_an_agent_does_not_pay_itself_where_a_rule_scores(store: Store) -> None:
+async def test_batcher_ignores_agent_rewards_if_a_rule_scores(store: Store) -> None:
     group = await add_group(store, 0, [1.0, 0.0], status=GroupStatus.OPEN)
     await add_session(store, group, 2, None)
     await store.add_rewards([Reward(f"{group}:2.0", 1.0, RewardSource.AGENT)])
@@ -192,7 +192,7 @@ async def test_an_agent_does_not_pay_itself_where_a_rule_scores(store: Store) ->
     assert batch.report["reward_mean"] == 0.5
 
 
-async def test_only_the_final_session_of_a_slot_counts(store: Store) -> None:
+async def test_batcher_uses_only_the_final_session_of_a_slot(store: Store) -> None:
     group = await add_group(store, 0, [0.0], status=GroupStatus.OPEN)
     await add_session(store, group, 1, None, status=SessionStatus.FAILED)
     await add_session(store, group, 1, 1.0, attempt=1)
@@ -204,7 +204,7 @@ async def test_only_the_final_session_of_a_slot_counts(store: Store) -> None:
     assert ended == {f"{group}/0/0": "trained", f"{group}/1/0": "trained", f"{group}:1.0/0": "superseded"}
 
 
-async def test_a_session_after_its_group_was_claimed_is_late(store: Store) -> None:
+async def test_batcher_drops_sessions_that_end_after_their_group_was_claimed(store: Store) -> None:
     group = await add_group(store, 0, [1.0, 0.0])
     config = make_config(groups_per_step=1)
     batcher = Batcher(store, RUN, config)
@@ -219,7 +219,7 @@ async def test_a_session_after_its_group_was_claimed_is_late(store: Store) -> No
     assert (await outcomes(store))[f"{group}:0.8/0"] == "late", "seen by a trainer that was restarted"
 
 
-async def test_late_sessions_do_not_hide_a_group_whose_step_was_released(store: Store) -> None:
+async def test_late_sessions_do_not_block_a_group_whose_step_was_released(store: Store) -> None:
     group = await add_group(store, 0, [1.0, 0.0])
     config = make_config(groups_per_step=1)
     batcher = Batcher(store, RUN, config)
@@ -232,13 +232,13 @@ async def test_late_sessions_do_not_hide_a_group_whose_step_was_released(store: 
     assert len((await take(store, Batcher(store, RUN, config))).samples) == 2
 
 
-async def test_groups_given_up_by_the_rollout_are_recorded(store: Store) -> None:
+async def test_batcher_drops_groups_that_the_rollout_abandoned(store: Store) -> None:
     group = await add_group(store, 0, [1.0, None], status=GroupStatus.DROPPED, reason="session_failed")
     assert await Batcher(store, RUN, make_config()).next_batch(1, 0, 0, timeout=0.0) is None
     assert await outcomes(store) == {f"{group}/0/0": "session_failed", f"{group}/1/0": "session_failed"}
 
 
-async def test_a_reward_on_one_call_adds_to_its_tokens(store: Store) -> None:
+async def test_call_reward_is_added_to_the_tokens_of_the_call(store: Store) -> None:
     group = await add_group(store, 0, [1.0, 1.0], status=GroupStatus.OPEN)
     session = await add_session(store, group, 2, 1.0, calls=2)
     await store.add_rewards([Reward(session, 0.5, RewardSource.HUMAN, call_id=f"{session}#1")])
@@ -249,7 +249,7 @@ async def test_a_reward_on_one_call_adds_to_its_tokens(store: Store) -> None:
     assert batch.samples[2].advantages.tolist() == [0, 0, 0, 0, 0, 0, 0.5, 0.5]
 
 
-async def test_the_running_baseline_is_restored(store: Store) -> None:
+async def test_running_baseline_is_restored_after_a_restart(store: Store) -> None:
     await add_group(store, 0, [1.0])
     await add_group(store, 1, [0.0])
     config = make_config(groups_per_step=1, advantage={"estimator": "running", "normalize": "none"})
@@ -261,7 +261,7 @@ async def test_the_running_baseline_is_restored(store: Store) -> None:
     assert batch.samples[0].advantages.min() == -1.0
 
 
-async def test_committed_groups_never_come_again(store: Store) -> None:
+async def test_batcher_never_returns_committed_groups_again(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0])
     config = make_config(groups_per_step=1)
     await take(store, Batcher(store, RUN, config))
@@ -270,7 +270,7 @@ async def test_committed_groups_never_come_again(store: Store) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
-async def test_a_group_without_sessions_is_dropped_once(store: Store, weight: float) -> None:
+async def test_batcher_drops_a_group_without_sessions_once(store: Store, weight: float) -> None:
     """Also where there is a reference to learn from."""
     await add_group(store, 0, [])
     config = make_config(groups_per_step=1, reference={"type": "base", "weight": weight})
@@ -281,7 +281,7 @@ async def test_a_group_without_sessions_is_dropped_once(store: Store, weight: fl
 
 
 @pytest.mark.parametrize("normalize", ["batch_tokens", "batch_sessions", "session_tokens", "none"])
-async def test_scales_say_what_an_advantage_of_one_comes_to(store: Store, normalize: str) -> None:
+async def test_scales_are_the_normalized_value_of_an_advantage_of_one(store: Store, normalize: str) -> None:
     """A session's part weighs the same, whether it came from its reward or is added later."""
     group = await add_group(store, 0, [1.0, -1.0], status=GroupStatus.OPEN)
     await add_session(store, group, 2, 0.0, calls=3)
@@ -294,7 +294,7 @@ async def test_scales_say_what_an_advantage_of_one_comes_to(store: Store, normal
         assert (scale[sample.mask == 0] == 0).all()
 
 
-async def test_equal_rewards_teach_where_there_is_a_reference(store: Store) -> None:
+async def test_batcher_trains_equal_rewards_with_a_reference(store: Store) -> None:
     await add_group(store, 0, [1.0, 1.0])
     await add_group(store, 1, [1.0, None])
     config = make_config(groups_per_step=2, reference={"type": "base", "weight": 0.1})
@@ -304,7 +304,7 @@ async def test_equal_rewards_teach_where_there_is_a_reference(store: Store) -> N
     assert [claim.reason for claim in batch.claims] == [None, None, None, "no_reward"]
 
 
-async def test_distillation_alone_asks_for_no_reward(store: Store) -> None:
+async def test_batcher_needs_no_rewards_for_pure_distillation(store: Store) -> None:
     """A session that failed is no example of what the policy does, and stays out."""
     group = await add_group(store, 0, [1.0, None], status=GroupStatus.OPEN)
     await add_session(store, group, 2, None, status=SessionStatus.FAILED)
@@ -317,7 +317,7 @@ async def test_distillation_alone_asks_for_no_reward(store: Store) -> None:
     assert [claim.reason for claim in batch.claims] == [None, None, "failed"]
 
 
-async def test_a_session_tagged_untrainable_is_left_out(store: Store) -> None:
+async def test_batcher_drops_sessions_tagged_untrainable(store: Store) -> None:
     first = await add_group(store, 0, [1.0, 0.0, 5.0])
     alone = await add_group(store, 1, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=2, group_size=3))
@@ -333,7 +333,7 @@ async def test_a_session_tagged_untrainable_is_left_out(store: Store) -> None:
     assert await batcher.next_batch(2, 0, 0, is_finished=lambda: True) is None, "both groups are consumed"
 
 
-async def test_a_preview_is_the_next_batch_and_writes_nothing(store: Store) -> None:
+async def test_preview_equals_the_next_batch_and_writes_nothing(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0])
     await add_group(store, 1, [0.5, 0.5], version=0)
     await add_group(store, 2, [], status=GroupStatus.DROPPED, reason="too many failed")
@@ -347,7 +347,7 @@ async def test_a_preview_is_the_next_batch_and_writes_nothing(store: Store) -> N
     assert len(left.samples) == 2, "fewer groups than a step takes are shown too"
 
 
-async def test_a_step_loads_no_more_groups_than_it_takes(store: Store) -> None:
+async def test_batcher_loads_only_the_groups_of_the_step(store: Store) -> None:
     for index in range(4):
         await add_group(store, index, [1.0, 0.0], version=0 if index == 1 else 3)
     batcher = Batcher(store, RUN, make_config(groups_per_step=2, max_staleness=1))
@@ -359,7 +359,7 @@ async def test_a_step_loads_no_more_groups_than_it_takes(store: Store) -> None:
     assert {claim.reason for claim in batch.drops} == {"stale"}
 
 
-async def test_the_report_tells_what_outputs_are_like(store: Store) -> None:
+async def test_report_contains_output_length_and_repetition(store: Store) -> None:
     group = await add_group(store, 0, [])
     for slot, reward in enumerate((1.0, 0.0)):
         await add_session(store, group, slot, reward, calls=3)
@@ -372,7 +372,7 @@ async def test_the_report_tells_what_outputs_are_like(store: Store) -> None:
     assert batch.report["identical_share"] == 0.0, f"{session} and {twin} are of different groups"
 
 
-async def test_data_is_no_older_for_versions_that_were_given_up(store: Store) -> None:
+async def test_tombstoned_versions_do_not_increase_staleness(store: Store) -> None:
     """Sampled under 0; the first step made 1, was undone, and made 4."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
@@ -383,7 +383,7 @@ async def test_data_is_no_older_for_versions_that_were_given_up(store: Store) ->
     assert set(batch.report["version_shares"]) == {"0"}
 
 
-async def test_what_a_given_up_version_sampled_is_not_of_the_future(store: Store) -> None:
+async def test_tokens_of_a_tombstoned_version_have_no_negative_staleness(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0], version=3)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
     batch = await batcher.next_batch(1, 0, 0, step_by_version={3: 3}, timeout=0.0)
@@ -391,7 +391,7 @@ async def test_what_a_given_up_version_sampled_is_not_of_the_future(store: Store
     assert set(batch.report["staleness_tokens"]) == {"0"}
 
 
-async def test_tokens_that_are_masked_for_their_age_are_counted(store: Store) -> None:
+async def test_report_counts_tokens_masked_as_stale(store: Store) -> None:
     versions = np.array([0, 0, 0, 5], np.int32)
     group_id = f"{RUN}/train/000000"
     await store.open_group(Group(group_id, RUN, Channel.TRAIN, 0, 2, Task("t", {})))
@@ -408,7 +408,7 @@ async def test_tokens_that_are_masked_for_their_age_are_counted(store: Store) ->
     assert (batch.report["tokens"], batch.report["stale_masked_tokens"]) == (2, 6)
 
 
-async def test_a_group_without_rewards_or_wholly_tagged_is_not_one_without_signal(store: Store) -> None:
+async def test_unrewarded_or_untrainable_groups_do_not_count_as_zero_signal(store: Store) -> None:
     await add_group(store, 0, [None, None])
     tagged = await add_group(store, 1, [1.0, 0.0])
     await add_group(store, 2, [1.0, 1.0])

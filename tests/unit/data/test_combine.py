@@ -22,7 +22,7 @@ def gave_up(scorer: str, at: float = 1.0) -> Score:
     return Score("s", scorer, ScoreState.FALLBACK, 4, "no answer", at)
 
 
-def test_the_most_trusted_and_latest_reward_counts() -> None:
+def test_combiner_uses_the_most_preferred_latest_reward() -> None:
     rewards = [
         by(RewardSource.AGENT, 0.1),
         by(RewardSource.RULE, 0.2),
@@ -37,7 +37,7 @@ def test_the_most_trusted_and_latest_reward_counts() -> None:
     assert combine.combine_calls(rewards) == {"c": 5.0}
 
 
-def test_the_agents_own_word_counts_only_where_it_is_asked_for() -> None:
+def test_agent_rewards_count_only_if_configured() -> None:
     rewards = [by(RewardSource.AGENT, 0.1), by(RewardSource.AGENT, 1.0, call_id="c")]
     rule = {"type": "rule", "function": "tests.unit.rewards.test_rewards:exact"}
     assert make_combiner(reward=rule)(rewards) is None
@@ -45,13 +45,13 @@ def test_the_agents_own_word_counts_only_where_it_is_asked_for() -> None:
     assert make_combiner(reward=[rule, {"type": "agent"}])(rewards) == 0.1
 
 
-def test_scorers_are_preferred_by_name_too() -> None:
+def test_combiner_prefers_scorers_by_name() -> None:
     rewards = [by(RewardSource.RULE, 0.2, "math"), by(RewardSource.JUDGE, 0.9, "judge:outcome")]
     assert make_combiner(prefer=["math", "judge"])(rewards) == 0.2
     assert make_combiner(prefer=["human"])(rewards) is None
 
 
-def test_a_weighted_sum_takes_the_last_of_each_scorer() -> None:
+def test_weighted_sum_uses_the_last_reward_of_each_scorer() -> None:
     rewards = [
         by(RewardSource.RULE, 1.0, "math"),
         by(RewardSource.RULE, 0.5, "math"),
@@ -65,7 +65,7 @@ def test_a_weighted_sum_takes_the_last_of_each_scorer() -> None:
     assert make_combiner(how="sum", weights={"human": 1.0})(rewards) is None
 
 
-def test_a_fallback_does_not_count_beside_what_it_stood_for() -> None:
+def test_fallback_is_ignored_if_the_scorer_has_scored() -> None:
     stand_in, later = by(RewardSource.FALLBACK, -1.0, "judge:x"), by(RewardSource.JUDGE, 0.8, "judge:x")
     summed = make_combiner(how="sum", weights={"judge:x": 1.0})
     assert summed([stand_in]) == -1.0
@@ -73,12 +73,12 @@ def test_a_fallback_does_not_count_beside_what_it_stood_for() -> None:
     assert make_combiner(prefer=["judge:x"])([later, stand_in]) == 0.8
 
 
-def test_a_call_whose_reward_has_no_weight_is_not_rewarded() -> None:
+def test_calls_without_weighted_rewards_are_not_rewarded() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math", "c1"), by(RewardSource.JUDGE, 0.5, "judge:x", "c2")]
     assert make_combiner(how="sum", weights={"judge": 2.0}).combine_calls(rewards) == {"c2": 1.0}
 
 
-def test_a_veto_stands_above_what_others_say() -> None:
+def test_veto_overrides_other_rewards() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math"), by(RewardSource.JUDGE, 0.1, "judge:safety")]
     combine = make_combiner(prefer=["math"], veto={"judge:safety": 0.5}, veto_value=-1.0)
     assert combine(rewards) == -1.0
@@ -86,7 +86,7 @@ def test_a_veto_stands_above_what_others_say() -> None:
     assert combine([*rewards, by(RewardSource.JUDGE, 0.5, "judge:safety")]) == 1.0
 
 
-def test_a_scorer_that_gave_up_leaves_the_session_out_unless_that_is_worth_something() -> None:
+def test_session_is_excluded_if_a_scorer_gave_up_without_fallback() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math"), by(RewardSource.RULE, 1.0, "math", "c")]
     scores = [Score("s", "math", ScoreState.SCORED), gave_up("judge:outcome@1")]
     assert make_combiner()(rewards, scores) is None

@@ -11,7 +11,7 @@ from instar.types import NOT_SAMPLED, Call, CallStatus, Link, Span
 from tests.unit.data.builders import make_call, make_session
 
 
-def test_the_worked_example_of_types() -> None:
+def test_linearize_matches_the_example_in_types() -> None:
     first = make_call("a", [1, 2], [7, 8], version=4)
     second = make_call("b", [3], [9], parent=first, version=4)
     (sample,) = linearize(make_session(), [first, second])
@@ -39,7 +39,7 @@ def test_branches_train_shared_tokens_once() -> None:
     assert [span.call_id for span in second.spans] == ["a", "b", "d"]
 
 
-def test_siblings_and_rewritten_histories_are_walks_of_their_own() -> None:
+def test_siblings_and_rewritten_histories_start_new_walks() -> None:
     a = make_call("a", [1], [5])
     again = make_call("a2", [1], [6], link=Link.SIBLING, parent_id="a")
     rewritten = make_call("r", [1, 4], [7], link=Link.BRANCH)
@@ -48,14 +48,14 @@ def test_siblings_and_rewritten_histories_are_walks_of_their_own() -> None:
     assert sum(sample.trained_tokens for sample in samples) == 3
 
 
-def test_keys_come_from_the_slot_or_the_session() -> None:
+def test_sample_keys_are_based_on_the_slot_or_the_session() -> None:
     calls = [make_call("a", [1], [5]), make_call("b", [2], [6])]
     keys = [sample.sample_key for sample in linearize(make_session(group_id="g", slot=3), calls)]
     assert keys == ["g/3/0", "g/3/1"]
     assert [sample.sample_key for sample in linearize(make_session("x"), calls)] == ["x/0", "x/1"]
 
 
-def test_what_is_not_trainable_is_context_only() -> None:
+def test_untrainable_calls_are_context_only() -> None:
     a = make_call("a", [1], [5], trainable=False, reason="redacted")
     b = make_call("b", [2], [6], parent=a)
     aborted = make_call("c", [3], [7], status=CallStatus.ABORTED)
@@ -65,14 +65,14 @@ def test_what_is_not_trainable_is_context_only() -> None:
     assert sample.versions.tolist() == [NOT_SAMPLED, 0, NOT_SAMPLED, 0]
 
 
-def test_one_whose_tokens_were_not_kept_stands_alone() -> None:
+def test_call_without_stored_tokens_has_its_own_walk() -> None:
     a = make_call("a", [1], [5])
     secret = make_call("b", [], [], link=Link.EXTENDS, parent_id="a", trainable=False, reason="redacted")
     (sample,) = linearize(make_session(), [a, secret])
     assert sample.token_ids.tolist() == [1, 5]
 
 
-def test_behavior_logprobs_stand_beside_where_any_call_has_them() -> None:
+def test_behavior_logprobs_are_set_if_any_call_has_them() -> None:
     a = make_call("a", [1], [5])
     b = make_call("b", [2], [6], parent=a, behavior_logprobs=np.array([-0.5], np.float32))
     (sample,) = linearize(make_session(), [a, b])
@@ -80,7 +80,7 @@ def test_behavior_logprobs_stand_beside_where_any_call_has_them() -> None:
     np.testing.assert_allclose(sample.behavior_logprobs, [np.nan, -0.05, np.nan, -0.5], rtol=1e-6)
 
 
-def test_a_contradiction_is_an_error_not_a_guess() -> None:
+def test_contradictory_links_raise_an_error() -> None:
     a = make_call("a", [1], [5])
     liar = make_call("b", [1, 6, 2], [7], link=Link.EXTENDS, parent_id="a")
     with pytest.raises(StoreError, match=r"b .*extending call a.*2 tokens"):

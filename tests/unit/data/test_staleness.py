@@ -18,5 +18,7 @@ AGAIN = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
         (1, AGAIN, [3, 2], [0, 0]),  # and trained into what the policy fell back to
     ],
 )
-def test_age_is_counted_in_steps(version: int, steps: dict[int, int], of: list[int], is_: list[int]) -> None:
+def test_staleness_is_counted_in_steps(
+    version: int, steps: dict[int, int], of: list[int], is_: list[int]
+) -> None:
     assert Staleness(version, steps).of_tokens(np.array(of, np.int32)).tolist() == is_
