@@ -1,4 +1,4 @@
-"""How a published policy gets from a backend to the engines."""
+"""The interface for loading a published policy of a backend into the engines."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from instar.types import ArtifactKind, Policy
 
 
 class RouteError(SyncError):
-    """The way itself failed: neither an engine nor the backend."""
+    """The route itself failed, not an engine or the backend."""
 
 
 class Sync(ABC):
     live = False
-    """Whether ``push`` takes the weights from the backend itself, which then publishes nothing: the policy's
-    artifact is ``live``, and it can be pushed for as long as the weights are those of its version."""
+    """True if ``push`` reads the weights from the backend, which publishes no files. The policy's artifact is
+    then ``live``, and it can be pushed only while the backend has the weights of its version."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """What it is and how it was come to, for the log."""
+        """Return a description of the route for the log."""
 
     @abstractmethod
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
-        """Load the policy on every engine. One outcome per engine, in order; a failure on one does
-        not keep it from the others."""
+        """Load the policy into every engine and return one outcome per engine, in order. A failure of one
+        does not affect the others."""
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Let go of what it holds for the way."""
+        """Release the resources of the route."""
 
 
-def choose_artifact(made: Iterable[ArtifactKind], taken: Iterable[ArtifactKind]) -> ArtifactKind:
-    """The kind a backend makes and an engine takes, or an error at start."""
-    made, taken = list(made), list(taken)
-    for kind in made:
-        if kind in taken:
+def choose_artifact(published: Iterable[ArtifactKind], loaded: Iterable[ArtifactKind]) -> ArtifactKind:
+    """Return the first kind that the backend publishes and the engine loads."""
+    published, loaded = list(published), list(loaded)
+    for kind in published:
+        if kind in loaded:
             return kind
     raise ConfigError(
-        f"no way from backend to engine: the backend publishes {', '.join(made)}, "
-        f"the engine loads {', '.join(taken)}"
+        f"no route from backend to engine: the backend publishes {', '.join(published)}, "
+        f"the engine loads {', '.join(loaded)}"
     )

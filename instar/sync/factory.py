@@ -1,4 +1,5 @@
-"""Which way a backend's weights take to the engines: by what the two ends are, or as the config says."""
+"""Chooses the route of a backend's weights to the engines: the configured one, or the best that is
+possible."""
 
 from __future__ import annotations
 
@@ -16,15 +17,13 @@ from instar.sync.base import Sync, choose_artifact
 
 @dataclass(frozen=True)
 class RouteEndpoints:
-    """What the two ends of a route are."""
-
     config: RunConfig
     backend: Backend
     engines: Sequence[Engine]
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the trainer's weights are on a GPU."""
+        """True if the trainer's weights are on a GPU."""
         return self.backend.capabilities.live and device_and_dtype(self.config.model)[0] == "cuda"
 
     @property
@@ -33,93 +32,95 @@ class RouteEndpoints:
 
     @property
     def publishes_weights(self) -> bool:
-        """Whether a policy is more than an adapter, so that its files would be as large as the model."""
+        """True if a policy has full weights, so that its files would be as large as the model."""
         return "weights" in self.backend.capabilities.artifacts
 
 
 @dataclass(frozen=True)
 class Route:
     find_obstacle: Callable[[RouteEndpoints], str | None]
-    """Why the ends cannot take it, as far as they say; None: they can."""
+    """Returns why the endpoints do not support the route, as far as their configuration tells."""
     create: Callable[[RouteEndpoints], Awaitable[Sync]]
-    """Raises ConfigError, saying why, where it turns out that they cannot."""
+    """Raises ConfigError if the endpoints turn out not to support the route."""
     is_automatic: Callable[[RouteEndpoints], bool]
-    """Whether it is tried when nothing is said about the route. The first that can be made is taken."""
+    """True if the route is tried for `sync.route: auto`, which uses the first one that works."""
 
 
 async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> Sync:
-    """Raises ConfigError when there is no way, or not the one that the config asks for."""
-    ends = RouteEndpoints(config, backend, engines)
-    asked = config.sync.route
-    if asked != "auto":
+    """Raises ConfigError if no route is possible, or not the configured one."""
+    endpoints = RouteEndpoints(config, backend, engines)
+    name = config.sync.route
+    if name != "auto":
         try:
-            return await _take(ROUTES[asked], ends)
+            return await _create(ROUTES[name], endpoints)
         except ConfigError as error:
             others = [
-                name for name, way in ROUTES.items() if name != asked and way.find_obstacle(ends) is None
+                name
+                for name, route in ROUTES.items()
+                if name != name and route.find_obstacle(endpoints) is None
             ]
             supported = ", ".join(others) or "none"
-            raise ConfigError(f"sync.route: given {asked!r}; {error}. Supported here: {supported}") from error
-    for way in ROUTES.values():
-        if way.is_automatic(ends):
+            raise ConfigError(f"sync.route: given {name!r}; {error}. Supported here: {supported}") from error
+    for route in ROUTES.values():
+        if route.is_automatic(endpoints):
             try:
-                return await _take(way, ends)
+                return await _create(route, endpoints)
             except ConfigError:
-                if way is ROUTES["files"]:
+                if route is ROUTES["files"]:
                     raise
-    raise AssertionError("files are always tried")
+    raise AssertionError("the route files is always tried")
 
 
-async def _take(way: Route, ends: RouteEndpoints) -> Sync:
-    if (lack := way.find_obstacle(ends)) is not None:
-        raise ConfigError(lack)
-    return await way.create(ends)
+async def _create(route: Route, endpoints: RouteEndpoints) -> Sync:
+    if (obstacle := route.find_obstacle(endpoints)) is not None:
+        raise ConfigError(obstacle)
+    return await route.create(endpoints)
 
 
-# --- the ways -----------------------------------------------------------------------------------
+# --- the routes ---------------------------------------------------------------------------------
 
 
-async def _ipc(ends: RouteEndpoints) -> Sync:
+async def _ipc(endpoints: RouteEndpoints) -> Sync:
     from instar.sync.shared import SharedSync, current_gpu_uuid, probe_shared_memory
 
-    device = device_and_dtype(ends.config.model)[0]
-    for engine in ends.engines:
+    device = device_and_dtype(endpoints.config.model)[0]
+    for engine in endpoints.engines:
         try:
-            found = await probe_shared_memory(engine)
+            memory = await probe_shared_memory(engine)
         except EngineError as error:
             raise ConfigError(f"an engine cannot map the trainer's memory: {error}") from error
-        if not found["shared"]:
+        if not memory["shared"]:
             raise ConfigError("an engine does not share the trainer's memory: it is on another machine")
-        if device == "cuda" and found["gpus"] != [current_gpu_uuid()]:
+        if device == "cuda" and memory["gpus"] != [current_gpu_uuid()]:
             raise ConfigError("an engine is not on the trainer's GPU")
-    return SharedSync(ends.backend, device=device, deadline=ends.config.sync.deadline)
+    return SharedSync(endpoints.backend, device=device, deadline=endpoints.config.sync.deadline)
 
 
-async def _nccl(ends: RouteEndpoints) -> Sync:
+async def _nccl(endpoints: RouteEndpoints) -> Sync:
     from instar.sync.nccl import NcclSync, require_vllm
 
     require_vllm()
     host = "127.0.0.1"
-    if ends.on_ray:
+    if endpoints.on_ray:
         import ray
 
         host = ray.util.get_node_ip_address()
-    return NcclSync(ends.backend, host=host, deadline=ends.config.sync.deadline)
+    return NcclSync(endpoints.backend, host=host, deadline=endpoints.config.sync.deadline)
 
 
-async def _ray(ends: RouteEndpoints) -> Sync:
+async def _ray(endpoints: RouteEndpoints) -> Sync:
     from instar.sync.ray import RaySync
 
-    cluster, settings = ends.config.cluster, ends.config.sync
+    cluster, settings = endpoints.config.cluster, endpoints.config.sync
     sync = RaySync(
-        ends.backend,
+        endpoints.backend,
         address=cluster.address if isinstance(cluster, RayClusterConfig) else None,
         chunk_bytes=settings.chunk_mib * 2**20,
         deadline=settings.deadline,
     )
     await sync.start()
     try:
-        for engine in ends.engines:
+        for engine in endpoints.engines:
             await sync.check(engine)
     except EngineError as error:
         await sync.close()
@@ -127,38 +128,42 @@ async def _ray(ends: RouteEndpoints) -> Sync:
     return sync
 
 
-async def _files(ends: RouteEndpoints) -> Sync:
+async def _files(endpoints: RouteEndpoints) -> Sync:
     from instar.sync.files import FileSync
 
-    return FileSync(deadline=ends.config.sync.deadline)
+    return FileSync(deadline=endpoints.config.sync.deadline)
 
 
-def _no_files(ends: RouteEndpoints) -> str | None:
+def _find_file_obstacle(endpoints: RouteEndpoints) -> str | None:
     try:
-        for engine in ends.engines:
-            choose_artifact(ends.backend.capabilities.artifacts, engine.info.artifacts)
+        for engine in endpoints.engines:
+            choose_artifact(endpoints.backend.capabilities.artifacts, engine.info.artifacts)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _not_live(route: str) -> Callable[[RouteEndpoints], str | None]:
-    def lacks(ends: RouteEndpoints) -> str | None:
-        if not ends.backend.capabilities.live:
-            return f"the {ends.config.backend.type} backend does not hand out its weights"
-        for engine in ends.engines:
+def _find_live_obstacle(route: str) -> Callable[[RouteEndpoints], str | None]:
+    def find_obstacle(endpoints: RouteEndpoints) -> str | None:
+        if not endpoints.backend.capabilities.live:
+            return f"the {endpoints.config.backend.type} backend does not provide its weights"
+        for engine in endpoints.engines:
             if route not in engine.info.routes:
-                return f"the {engine.info.kind} engine does not take weights over {route}"
-        if route == "nccl" and not ends.on_gpu:
+                return f"the {engine.info.kind} engine does not accept weights over {route}"
+        if route == "nccl" and not endpoints.on_gpu:
             return "the trainer computes on a CPU"
         return None
 
-    return lacks
+    return find_obstacle
 
 
 ROUTES: dict[RouteName, Route] = {
-    "ipc": Route(_not_live("ipc"), _ipc, is_automatic=lambda ends: ends.on_gpu),
-    "nccl": Route(_not_live("nccl"), _nccl, is_automatic=lambda ends: ends.on_gpu),
-    "ray": Route(_not_live("ray"), _ray, is_automatic=lambda ends: ends.on_ray and ends.publishes_weights),
-    "files": Route(_no_files, _files, is_automatic=lambda ends: True),
+    "ipc": Route(_find_live_obstacle("ipc"), _ipc, is_automatic=lambda endpoints: endpoints.on_gpu),
+    "nccl": Route(_find_live_obstacle("nccl"), _nccl, is_automatic=lambda endpoints: endpoints.on_gpu),
+    "ray": Route(
+        _find_live_obstacle("ray"),
+        _ray,
+        is_automatic=lambda endpoints: endpoints.on_ray and endpoints.publishes_weights,
+    ),
+    "files": Route(_find_file_obstacle, _files, is_automatic=lambda endpoints: True),
 }

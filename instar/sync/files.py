@@ -1,41 +1,42 @@
-"""Carries a policy by telling every engine to load it from where it was published, or from a copy of that."""
+"""The route `files`: every engine loads the policy from its published folder, or from an uploaded copy."""
 
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 from collections.abc import Sequence
 
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, SyncError
+from instar.http.retry import RetryPolicy
 from instar.sync.base import Sync
 from instar.types import Policy
 
 TRANSIENT = (EngineUnavailable, ConnectionError, TimeoutError)
+RETRY = RetryPolicy(first_delay=0.25, max_delay=math.inf, jitter=(0.5, 1.5))
 
 
 class FileSync(Sync):
-    """For artifacts that the engines can read themselves: adapter and weights folders, the base model,
-    a sampler at a service."""
+    """For artifacts that engines can read: adapter and weights folders, the base model, a sampler at a
+    service."""
 
-    def __init__(
-        self, *, deadline: float = 120.0, attempts: int = 5, first_wait: float = 0.25, seed: int | None = None
-    ) -> None:
-        """``deadline`` bounds one engine's load with all its attempts, in seconds."""
+    def __init__(self, *, deadline: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:
+        """``deadline`` limits the load of one engine with all its attempts, in seconds."""
         self._deadline = deadline
         self._attempts = attempts
-        self._first_wait = first_wait
-        self._random = random.Random(seed)
+        self._retry = retry
 
     @property
     def description(self) -> str:
-        return "files: the engines read what is published, or are sent it where they do not see it"
+        return (
+            "files: the engines read the published files, which are uploaded to machines that cannot see them"
+        )
 
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         return list(await asyncio.gather(*(self._load(policy, engine) for engine in engines)))
 
     async def _load(self, policy: Policy, engine: Engine) -> Exception | None:
-        where = f"version {policy.version} of {policy.policy_id}"
+        name = f"version {policy.version} of {policy.policy_id}"
         last: Exception | None = None
         try:
             async with asyncio.timeout(self._deadline):
@@ -46,19 +47,17 @@ class FileSync(Sync):
                     except TRANSIENT as error:
                         last = error
                     if attempt + 1 < self._attempts:
-                        await asyncio.sleep(self.backoff(attempt))
+                        await asyncio.sleep(self._retry.delay(attempt))
         except TimeoutError:
             reason = f"; last error: {last}" if last else ""
-            return SyncError(f"{where} was not loaded within {self._deadline:g} s{reason}")
+            return SyncError(f"{name} was not loaded within {self._deadline:g} s{reason}")
         except (EngineError, OSError) as error:
-            return _caused(SyncError(f"{where} could not be loaded: {error}"), error)
-        return _caused(SyncError(f"{where} could not be loaded in {self._attempts} attempts: {last}"), last)
-
-    def backoff(self, attempt: int) -> float:
-        """Exponential, with jitter so that engines do not come back all at once."""
-        return self._first_wait * 2**attempt * self._random.uniform(0.5, 1.5)
+            return _with_cause(SyncError(f"{name} could not be loaded: {error}"), error)
+        return _with_cause(
+            SyncError(f"{name} could not be loaded in {self._attempts} attempts: {last}"), last
+        )
 
 
-def _caused(error: SyncError, cause: Exception | None) -> SyncError:
+def _with_cause(error: SyncError, cause: Exception | None) -> SyncError:
     error.__cause__ = cause
     return error

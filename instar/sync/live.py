@@ -1,4 +1,5 @@
-"""Carries weights from the backend itself, without files: all engines take them in, then all serve them."""
+"""The base class of live routes, which send weights without files: all engines receive them, then all
+commit."""
 
 from __future__ import annotations
 
@@ -16,55 +17,55 @@ from instar.types import Policy
 
 
 class PushTargets:
-    """The engines of one push, each with its outcome. One that fails is left out of what follows."""
+    """The engines of one push, each with its outcome. An engine that fails is skipped from then on."""
 
     def __init__(self, policy: Policy, engines: Sequence[Engine]) -> None:
         self._policy = policy
         self._engines = engines
         self.outcomes: list[Exception | None] = [None] * len(engines)
-        self._served: set[int] = set()
+        self._committed: set[int] = set()
 
     @property
     def engines(self) -> list[Engine]:
-        """Those that have not failed."""
+        """The engines that have not failed."""
         return [engine for engine, failed in zip(self._engines, self.outcomes, strict=True) if not failed]
 
-    async def run(self, doing: str, work: Callable[[Engine], Awaitable[object]]) -> None:
-        async def one(place: int) -> None:
+    async def run(self, action: str, work: Callable[[Engine], Awaitable[object]]) -> None:
+        async def one(index: int) -> None:
             try:
-                await work(self._engines[place])
+                await work(self._engines[index])
             except (InstarError, OSError) as error:
-                self._fail(place, doing, error)
+                self._fail(index, action, error)
 
         await asyncio.gather(*(one(i) for i, failed in enumerate(self.outcomes) if failed is None))
 
     async def commit(self, work: Callable[[Engine], Awaitable[object]]) -> None:
-        """The last that each is asked for: one that has answered serves the policy, whatever becomes of the
+        """Run the last step on each engine: one that has completed it serves the policy, whatever happens to
         others."""
-        places = {id(engine): place for place, engine in enumerate(self._engines)}
+        indices = {id(engine): index for index, engine in enumerate(self._engines)}
 
         async def one(engine: Engine) -> None:
             await work(engine)
-            self._served.add(places[id(engine)])
+            self._committed.add(indices[id(engine)])
 
         await self.run("served", one)
 
-    def fail_remaining(self, doing: str, error: Exception) -> None:
-        """For all that have neither failed yet nor come to serve the policy."""
-        for place, failed in enumerate(self.outcomes):
-            if failed is None and place not in self._served:
-                self._fail(place, doing, error)
+    def fail_remaining(self, action: str, error: Exception) -> None:
+        """Set the outcome of all engines that have neither failed nor committed."""
+        for index, failed in enumerate(self.outcomes):
+            if failed is None and index not in self._committed:
+                self._fail(index, action, error)
 
-    def _fail(self, place: int, doing: str, error: Exception) -> None:
+    def _fail(self, index: int, action: str, error: Exception) -> None:
         policy = self._policy
-        told = SyncError(f"version {policy.version} of {policy.policy_id} could not be {doing}: {error}")
-        told.__cause__ = error
-        self.outcomes[place] = told
+        failure = SyncError(f"version {policy.version} of {policy.policy_id} could not be {action}: {error}")
+        failure.__cause__ = error
+        self.outcomes[index] = failure
 
 
 class LiveSync(Sync):
-    """In two phases: an engine that does not take everything in keeps what it serves, and so do all when the
-    weights cannot be had from the backend."""
+    """Works in two phases: an engine that did not receive all weights keeps its policy, and so do all engines
+    if the backend cannot provide the weights."""
 
     live = True
 
@@ -76,30 +77,30 @@ class LiveSync(Sync):
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         if policy.artifact.kind == "base":
             return await self._files.push(policy, engines)
-        fleet = PushTargets(policy, engines)
+        targets = PushTargets(policy, engines)
         try:
             async with asyncio.timeout(self._deadline):
-                await self._stage(policy, fleet)
-                if fleet.engines:
-                    await self._commit(policy, fleet)
+                await self._stage(policy, targets)
+                if targets.engines:
+                    await self._commit(policy, targets)
         except TimeoutError:
-            fleet.fail_remaining("served", SyncError(f"it took longer than {self._deadline:g} s"))
+            targets.fail_remaining("served", SyncError(f"it took longer than {self._deadline:g} s"))
         except RouteError as error:
-            fleet.fail_remaining("carried", error)
-        return fleet.outcomes
+            targets.fail_remaining("sent", error)
+        return targets.outcomes
 
     @abstractmethod
-    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
-        """Bring the weights to every engine."""
+    async def _stage(self, policy: Policy, targets: PushTargets) -> None:
+        """Send the weights to every engine."""
 
-    async def _commit(self, policy: Policy, fleet: PushTargets) -> None:
-        await fleet.commit(lambda engine: engine.commit(policy))
+    async def _commit(self, policy: Policy, targets: PushTargets) -> None:
+        await targets.commit(lambda engine: engine.commit(policy))
 
 
 @contextmanager
 def route_errors(*kinds: type[Exception]) -> Generator[None]:
-    """Within, what torch, CUDA or the system refuse, or one of these, is the way's failure. What the backend
-    raises while it hands out weights is not for here: it is the trainer's."""
+    """Convert errors of torch, CUDA or the system, and ``kinds``, to RouteError. Errors that the backend
+    raises while it provides weights must stay outside: they belong to the trainer."""
     try:
         yield
     except (RuntimeError, OSError, *kinds) as error:

@@ -1,12 +1,11 @@
-"""The route `nccl`: vLLM's own weight-transfer API, over NCCL, between the GPUs of trainer and engines.
+"""The route `nccl`: vLLM's weight-transfer API, over NCCL, between the GPUs of trainer and engines.
 
-The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight to them once.
-vLLM loads while it receives, so there is no phase of taking in: an engine that fails in the middle serves
-nothing until it is given another policy, and says so. A group stands for as long as its engines do; when one
-is replaced, all meet again. A broadcast that somebody does not take part in never ends: leaving the group
-breaks it off.
+The trainer is rank 0 of a group with all workers of all engines and broadcasts each weight once. vLLM loads
+while it receives, so there is no separate staging: an engine that fails in the middle serves nothing until it
+gets another policy, and reports that. A group lasts as long as its engines; when one is replaced, a new group
+is formed. A broadcast that a member does not take part in never ends: leaving the group aborts it.
 
-Seen working with vLLM 0.26, with trainer and engine as two members on one GPU; not yet with several GPUs.
+Tested with vLLM 0.26, with trainer and engine on one GPU; not yet with several GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from instar.types import Json, Policy
 
 
 def require_vllm() -> None:
-    """vLLM's communicator is what its workers meet."""
+    """Raise ConfigError if vLLM, whose communicator is used, is not installed."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -35,9 +34,12 @@ def require_vllm() -> None:
 
 
 class NcclSync(LiveSync):
-    def __init__(self, backend: Backend, *, host: str, deadline: float) -> None:
-        """``host``: where the engines' workers find the trainer."""
+    def __init__(
+        self, backend: Backend, *, host: str, deadline: float, transport: NcclTransport | None = None
+    ) -> None:
+        """``host`` is the trainer's address for the engines' workers."""
         super().__init__(backend, deadline=deadline)
+        self._transport = transport or NcclTransport()
         self._host = host
         self._group: Any = None
         self._members: list[Engine] = []
@@ -47,37 +49,37 @@ class NcclSync(LiveSync):
     def description(self) -> str:
         return "nccl: broadcast from the trainer's GPU to the engines'"
 
-    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
+    async def _stage(self, policy: Policy, targets: PushTargets) -> None:
         if self._update is None:
             self._update = await self._metadata()
-        if self._group is None or self._members != fleet.engines:
-            await self._meet(policy, fleet)
+        if self._group is None or self._members != targets.engines:
+            await self._form_group(policy, targets)
         body: Json = {"update": self._update}
-        await fleet.run("announced", lambda engine: engine.stage(WeightTransfer(policy, "nccl", body)))
-        if fleet.engines != self._members:
-            # Who is not there would be waited for: those that are meet again at the next try.
-            await self._leave()
-            fleet.fail_remaining("broadcast", SyncError("another engine of its group is gone"))
+        await targets.run("announced", lambda engine: engine.stage(WeightTransfer(policy, "nccl", body)))
+        if targets.engines != self._members:
+            # A missing member would block the broadcast: the others form a new group at the next push.
+            await self._leave_group()
+            targets.fail_remaining("broadcast", SyncError("another engine of its group is gone"))
 
-    async def _commit(self, policy: Policy, fleet: PushTargets) -> None:
+    async def _commit(self, policy: Policy, targets: PushTargets) -> None:
         broken = asyncio.Event()
 
         async def commit(engine: Engine) -> None:
             try:
                 await engine.commit(policy)
-            except BaseException:
+            except BaseException:  # whatever happened, the broadcast would never end
                 broken.set()
                 raise
 
         sending = asyncio.create_task(self._send())
-        serving = asyncio.create_task(fleet.commit(commit))
+        serving = asyncio.create_task(targets.commit(commit))
         breaking = asyncio.create_task(broken.wait())
         try:
             await asyncio.wait({sending, breaking}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 await serving
-        except BaseException:
+        except BaseException:  # also when cancelled: the group is no longer usable
             broken.set()
             raise
         finally:
@@ -86,22 +88,22 @@ class NcclSync(LiveSync):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if broken.is_set():
-                await self._leave()
-        fleet.fail_remaining("served", SyncError("another engine of its group failed"))
+                await self._leave_group()
+        targets.fail_remaining("served", SyncError("another engine of its group failed"))
 
     async def _send(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for _, tensor in tensors:
                 with route_errors():
-                    await asyncio.to_thread(_broadcast, self._group, tensor)
+                    await asyncio.to_thread(self._transport.broadcast, self._group, tensor)
 
-    async def _leave(self) -> None:
+    async def _leave_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             await asyncio.to_thread(group.destroy)
 
     async def close(self) -> None:
-        await self._leave()
+        await self._leave_group()
 
     async def _metadata(self) -> Json:
         names: list[str] = []
@@ -113,26 +115,28 @@ class NcclSync(LiveSync):
             shapes.append(list(tensor.shape))
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
-    async def _meet(self, policy: Policy, fleet: PushTargets) -> None:
-        """Ask every engine for the size of its own world, then all join one group at the same time."""
-        await self._leave()
+    async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
+        """Query the number of workers of every engine, then let all join one group at the same time."""
+        await self._leave_group()
         sizes: dict[int, int] = {}
 
-        async def ask(engine: Engine) -> None:
+        async def query(engine: Engine) -> None:
             sizes[id(engine)] = (await engine.stage(WeightTransfer(policy, "nccl", {})))["world_size"]
 
-        await fleet.run("announced", ask)
-        plan = plan_group([sizes[id(engine)] for engine in fleet.engines], self._host, _free_port(self._host))
-        invited = dict(zip(map(id, fleet.engines), plan, strict=True))
+        await targets.run("announced", query)
+        plan = plan_group(
+            [sizes[id(engine)] for engine in targets.engines], self._host, _free_port(self._host)
+        )
+        init_infos = dict(zip(map(id, targets.engines), plan, strict=True))
 
         async def invite(engine: Engine) -> None:
-            await engine.stage(WeightTransfer(policy, "nccl", {"init": invited[id(engine)]}))
+            await engine.stage(WeightTransfer(policy, "nccl", {"init": init_infos[id(engine)]}))
 
-        self._members = fleet.engines
-        joining = asyncio.create_task(fleet.run("met", invite))
+        self._members = targets.engines
+        joining = asyncio.create_task(targets.run("joined to the group", invite))
         try:
             with route_errors():
-                self._group = await asyncio.to_thread(_join, plan[0]) if plan else None
+                self._group = await asyncio.to_thread(self._transport.join, plan[0]) if plan else None
             await joining
         finally:
             joining.cancel()
@@ -140,27 +144,31 @@ class NcclSync(LiveSync):
 
 
 def plan_group(sizes: list[int], host: str, port: int) -> list[Json]:
-    """What each engine is told: rank 0 is the trainer, the engines' workers follow one after another."""
-    world, told, offset = 1 + sum(sizes), list[Json](), 1
+    """Return the init info of each engine: rank 0 is the trainer, then come the workers of each engine."""
+    world, init_infos, offset = 1 + sum(sizes), list[Json](), 1
     for size in sizes:
-        told.append({"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world})
+        init_infos.append(
+            {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world}
+        )
         offset += size
-    return told
+    return init_infos
 
 
-def _join(place: Json) -> Any:
-    from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports]
-        trainer_init,
-    )
+class NcclTransport:
+    """The calls to vLLM's communicator."""
 
-    return trainer_init(place)
+    def join(self, init_info: Json) -> Any:
+        from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports]
+            trainer_init,
+        )
 
+        return trainer_init(init_info)
 
-def _broadcast(group: Any, tensor: Any) -> None:
-    import torch
+    def broadcast(self, group: Any, tensor: Any) -> None:
+        import torch
 
-    group.broadcast(tensor.cuda().contiguous(), src=0, stream=torch.cuda.current_stream())
-    torch.cuda.current_stream().synchronize()
+        group.broadcast(tensor.cuda().contiguous(), src=0, stream=torch.cuda.current_stream())
+        torch.cuda.current_stream().synchronize()
 
 
 def _free_port(host: str) -> int:

@@ -1,9 +1,9 @@
-"""The route `ray`: weights pass through Ray's object store, in chunks, to engines on nodes of the cluster.
+"""The route `ray`: weights pass in chunks through Ray's object store to engines on nodes of the cluster.
 
-For where NCCL cannot be used. The trainer puts each weight into the store as an array of bytes, one copy; a
-named actor, the mailbox, holds the references of the chunks on their way, so nothing but names and numbers
-goes over HTTP; each engine's workers fetch a chunk from the store of their own node and keep it aside. At
-most two chunks are in the store at once: the one that the engines fetch, and the one that is put together.
+It is for clusters without NCCL. The trainer puts each weight into the store as an array of bytes. A named
+actor, the mailbox, holds the references of the current chunks, so that only names and numbers go over HTTP.
+Each engine's workers fetch a chunk from the store of their node and keep it beside their weights. At most two
+chunks are in the store: the one that engines fetch and the one that is being written.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NAMESPACE = "instar"
 CALL_SECONDS = 60.0
-"""Deadline of one call to the mailbox; its process may have to start."""
+"""The deadline of a call to the mailbox, whose process may have to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayChunk:
     references: list[Any]
     layout: list[tuple[str, str, list[int]]]
-    """Name, dtype and shape of each."""
+    """(name, dtype, shape) of each weight."""
 
 
 class RaySync(LiveSync):
-    """Call ``start`` first. ``address``: of the cluster. None: the one that this process has joined, or that
-    `RAY_ADDRESS` names."""
+    """Call ``start`` first. ``address`` is the cluster's; None for the one that this process has joined, or
+    that `RAY_ADDRESS` names."""
 
     def __init__(
         self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
@@ -60,51 +60,51 @@ class RaySync(LiveSync):
         return f"ray: through the object store of the Ray cluster at {self._names['address']}"
 
     async def start(self) -> None:
-        """Join the cluster. Raises ConfigError where that cannot be."""
-        await asyncio.to_thread(self._begin)
+        """Join the cluster. Raises ConfigError if that fails."""
+        await asyncio.to_thread(self._start_mailbox)
 
     async def check(self, engine: Engine) -> None:
-        """Raises EngineError where the engine's workers cannot join the cluster."""
+        """Raise EngineError if the engine's workers cannot join the cluster."""
         await engine.stage(WeightTransfer(PROBE_POLICY, "ray", {"probe": self._names}))
 
     async def close(self) -> None:
         if self._mailbox is not None:
-            await asyncio.to_thread(self._end)
+            await asyncio.to_thread(self._stop_mailbox)
 
-    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
-        bringing: asyncio.Task[None] | None = None
+    async def _stage(self, policy: Policy, targets: PushTargets) -> None:
+        sending: asyncio.Task[None] | None = None
         index = 0
         try:
             async with contextlib.aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
-                    await self._ask("hold", index, chunk.references)
-                    if bringing is not None:
-                        await bringing
-                    if not fleet.engines:
+                    await self._call_mailbox("hold", index, chunk.references)
+                    if sending is not None:
+                        await sending
+                    if not targets.engines:
                         return
-                    bringing = asyncio.create_task(self._bring(policy, fleet, index, chunk.layout))
+                    sending = asyncio.create_task(self._send_chunk(policy, targets, index, chunk.layout))
                     del chunk
                     index += 1
-            if bringing is not None:
-                await bringing
+            if sending is not None:
+                await sending
         finally:
-            if bringing is not None:
-                bringing.cancel()
-                await asyncio.gather(bringing, return_exceptions=True)
-            # The next push writes over what stays; what went wrong before is what is told.
+            if sending is not None:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+            # The next push overwrites what stays; the earlier error is the one to report.
             with contextlib.suppress(RouteError):
-                await self._ask("clear")
+                await self._call_mailbox("clear")
 
-    async def _bring(self, policy: Policy, fleet: PushTargets, index: int, layout: list[Any]) -> None:
+    async def _send_chunk(self, policy: Policy, targets: PushTargets, index: int, layout: list[Any]) -> None:
         body = {**self._names, "chunk": index, "layout": layout}
 
-        async def to(engine: Engine) -> None:
-            told = await engine.stage(WeightTransfer(policy, "ray", body))
-            if any(worker["chunks"] != index + 1 for worker in told["workers"]):
-                raise EngineUnavailable("it was started again in the middle")
+        async def send(engine: Engine) -> None:
+            response = await engine.stage(WeightTransfer(policy, "ray", body))
+            if any(worker["chunks"] != index + 1 for worker in response["workers"]):
+                raise EngineUnavailable("it was restarted during the push")
 
-        await fleet.run("brought", to)
-        await self._ask("drop", index)
+        await targets.run("sent", send)
+        await self._call_mailbox("drop", index)
 
     async def _chunks(self) -> AsyncGenerator[RayChunk, None]:
         chunk, size = RayChunk([], []), 0
@@ -119,7 +119,7 @@ class RaySync(LiveSync):
         if chunk.layout:
             yield chunk
 
-    async def _ask(self, method: str, *arguments: Any) -> None:
+    async def _call_mailbox(self, method: str, *arguments: Any) -> None:
         import ray
 
         def call() -> None:
@@ -127,9 +127,9 @@ class RaySync(LiveSync):
 
         await _run_in_thread(call)
 
-    # --- Ray itself; these block -----------------------------------------------------------------
+    # --- blocking calls to Ray -------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _start_mailbox(self) -> None:
         if find_spec("ray") is None:
             raise ConfigError("it needs Ray in the trainer's environment: pip install 'instar[ray]'")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -138,14 +138,14 @@ class RaySync(LiveSync):
         if not ray.is_initialized():
             self._join(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
-        # One process for the whole run; it computes nothing.
-        made = ray.remote(num_cpus=0)(_mailbox_class())
-        self._mailbox = made.options(name=name, namespace=NAMESPACE).remote()
+        # One process for the complete run; it needs no CPU.
+        actor_class = ray.remote(num_cpus=0)(_mailbox_class())
+        self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
         self._names = {
             "mailbox": name,
             "namespace": NAMESPACE,
             "address": ray.get_runtime_context().gcs_address,
-            # Whether the cluster asks for a token; the token itself is found by who joins, or not at all.
+            # Tells if the cluster requires a token; each worker must have the token itself.
             "auth": os.environ.get("RAY_AUTH_MODE"),
         }
 
@@ -159,7 +159,7 @@ class RaySync(LiveSync):
             raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
         self._joined = True
 
-    def _end(self) -> None:
+    def _stop_mailbox(self) -> None:
         import ray
 
         ray.kill(self._mailbox)
@@ -169,7 +169,7 @@ class RaySync(LiveSync):
 
 
 def _mailbox_class() -> type:
-    """Made in a function, so that Ray sends it as it is: the process that runs it may not have Instar."""
+    """Define the class in a function, so that Ray pickles it by value: its process may not have Instar."""
 
     class Mailbox:
         def __init__(self) -> None:
@@ -191,7 +191,7 @@ def _mailbox_class() -> type:
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """In a thread. What Ray refuses is the way's failure."""
+    """Run in a thread and convert Ray's errors to RouteError."""
     from ray.exceptions import RayError
 
     with route_errors(RayError):
@@ -199,7 +199,7 @@ async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _put(tensor: Tensor) -> Any:
-    """Its bytes, as an array that Ray copies into the store as it is: no pickle of the content."""
+    """Put the bytes of a tensor as an array, which Ray copies into the store without pickling."""
     import ray
     import torch
 

@@ -1,9 +1,8 @@
-"""The route `ipc`: the weights lie in one buffer of the trainer's that the engines on the same machine map.
+"""The route `ipc`: engines on the same machine map a buffer of the trainer that contains the weights.
 
-On a GPU the buffer is in its memory, written by the trainer and read by the engine there; else it is in the
-machine's. It holds the weights once, is made at the first push and opened once by each engine, so a push is
-the writing, a word to each engine, and the engine's copying from it. An engine that has not answered may copy
-late: what it copies from is not written again, and there is another buffer from then on.
+On a GPU the buffer is in its memory, else in main memory. It is created at the first push and opened once by
+each engine. A push then writes the weights, notifies each engine, and the engine copies them. An engine that
+has not responded may copy late: its buffer is not written again, and another one is used from then on.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import base64
 import math
 import os
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from instar.backends.base import Backend
@@ -23,48 +23,56 @@ from instar.types import Artifact, Json, Policy
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALIGNED = 256
-"""Every weight begins at a multiple of so many bytes."""
+ALIGNMENT = 256
+"""Every weight begins at a multiple of this many bytes."""
 PROBE_POLICY = Policy("probe", 0, Artifact("live"))
 
 
 class SharedSync(LiveSync):
-    def __init__(self, backend: Backend, *, device: str, deadline: float) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        device: str,
+        deadline: float,
+        create_buffer: Callable[[list[WeightPlacement], str], SharedBuffer] | None = None,
+    ) -> None:
         super().__init__(backend, deadline=deadline)
+        self._create_buffer = create_buffer or SharedBuffer
         self._device = device
         self._buffer: SharedBuffer | None = None
         self._copying: set[Engine] = set()
-        """Those that may still copy out of it."""
+        """The engines that may still copy from the buffer."""
         self._old: SharedBuffer | None = None
-        """The one before, until the engines have opened the present one."""
+        """The previous buffer, until the engines have opened the current one."""
 
     @property
     def description(self) -> str:
         where = "the GPU's memory" if self._device == "cuda" else "the machine's memory"
-        return f"ipc: the engines copy the weights out of a buffer of the trainer's, in {where}"
+        return f"ipc: the engines copy the weights from a buffer of the trainer, in {where}"
 
-    async def _stage(self, policy: Policy, fleet: PushTargets) -> None:
+    async def _stage(self, policy: Policy, targets: PushTargets) -> None:
         buffer = await self._free_buffer()
         await self._fill(buffer)
-        await fleet.run("brought", lambda engine: _offer(engine, policy, buffer))
+        await targets.run("sent", lambda engine: _stage_buffer(engine, policy, buffer))
         if self._old is not None:
             self._old.close()
             self._old = None
 
     async def _free_buffer(self) -> SharedBuffer:
-        """One that nobody copies from."""
+        """Return a buffer from which no engine copies."""
         before = self._buffer
         if before is not None and not self._copying:
             return before
         layout = await self._layout() if before is None else before.layout
         with route_errors():
-            self._buffer = SharedBuffer(layout, self._device)
+            self._buffer = self._create_buffer(layout, self._device)
         self._old = before
         self._copying.clear()
         return self._buffer
 
-    async def _commit(self, policy: Policy, fleet: PushTargets) -> None:
-        self._copying.update(fleet.engines)
+    async def _commit(self, policy: Policy, targets: PushTargets) -> None:
+        self._copying.update(targets.engines)
 
         async def commit(engine: Engine) -> None:
             try:
@@ -72,19 +80,18 @@ class SharedSync(LiveSync):
             except EngineUnavailable:
                 raise
             except EngineError:
-                self._copying.discard(engine)  # it has answered
+                self._copying.discard(engine)  # it has responded, so it does not copy any more
                 raise
             self._copying.discard(engine)
 
-        await fleet.commit(commit)
+        await targets.commit(commit)
 
     async def _layout(self) -> list[WeightPlacement]:
-        """Where each weight will lie: known once all were seen."""
         layout: list[WeightPlacement] = []
         end = 0
         async for name, tensor in self._backend.tensors():
             layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            end += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return layout
 
     async def _fill(self, buffer: SharedBuffer) -> None:
@@ -92,11 +99,13 @@ class SharedSync(LiveSync):
         async for name, tensor in self._backend.tensors():
             target = left.pop(name, None)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-                raise SyncError(f"the backend's {name} is not what it was when the buffer was made")
+                raise SyncError(
+                    f"the backend's {name} has changed its shape or dtype since the buffer was created"
+                )
             with route_errors():
                 target.copy_(tensor)
         if left:
-            raise SyncError(f"the backend handed out {len(left)} weights less than before")
+            raise SyncError(f"the backend provided {len(left)} weights fewer than before")
         with route_errors():
             buffer.synchronize()
 
@@ -136,20 +145,19 @@ class SharedBuffer:
 
     @property
     def _path(self) -> str:
-        """As other processes of this user find it. It is gone with this process, however that ends."""
+        """The path for other processes of this user. It vanishes with this process, however that ends."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def _cuda_handle(self) -> Json:
-        """What torch's own multiprocessing would pickle, as JSON."""
+        """Return as JSON what torch's multiprocessing would pickle."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         _, parts = reduce_tensor(self._bytes)
-        # After the class, size, stride, offset, storage class, dtype and the device's number here.
-        given = [_plain(part) for part in parts[7:]]
-        return {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": given}
+        # The first seven are the class, size, stride, offset, storage class, dtype and device number.
+        return {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": [_to_json(part) for part in parts[7:]]}
 
     def synchronize(self) -> None:
-        """Everything written is there for other processes."""
+        """Wait until everything written is visible to other processes."""
         if self._bytes.is_cuda:
             import torch
 
@@ -163,16 +171,17 @@ class SharedBuffer:
 
 
 async def probe_shared_memory(engine: Engine) -> Json:
-    """``shared``: whether the engine can map this process's memory; ``gpus``: those that it computes on."""
+    """Return ``shared``, true if the engine can map this process's memory, and ``gpus``, those that it
+    uses."""
     secret = secrets.token_bytes(16)
     descriptor = os.memfd_create("instar-probe")
     try:
         os.write(descriptor, secret)
         probe = {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "size": len(secret)}
-        told = await engine.stage(WeightTransfer(PROBE_POLICY, "ipc", {"probe": probe}))
+        response = await engine.stage(WeightTransfer(PROBE_POLICY, "ipc", {"probe": probe}))
     finally:
         os.close(descriptor)
-    workers: list[Json] = told["workers"]
+    workers: list[Json] = response["workers"]
     return {
         "shared": all(worker["content"] == secret.hex() for worker in workers),
         "gpus": sorted({str(worker["gpu"]) for worker in workers if worker["gpu"]}),
@@ -185,11 +194,11 @@ def current_gpu_uuid() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-async def _offer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
-    """The whole layout only to an engine that has not opened the buffer yet."""
+async def _stage_buffer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
+    """Announce the buffer; its layout is sent only to an engine that has not opened it yet."""
     body: Json = {"buffer": buffer.name}
-    told = await engine.stage(WeightTransfer(policy, "ipc", body))
-    if not all(worker["known"] for worker in told["workers"]):
+    response = await engine.stage(WeightTransfer(policy, "ipc", body))
+    if not all(worker["known"] for worker in response["workers"]):
         await engine.stage(
             WeightTransfer(policy, "ipc", {**body, "handle": buffer.handle, "layout": buffer.layout})
         )
@@ -201,5 +210,5 @@ def _nbytes(dtype: str, shape: list[int]) -> int:
     return getattr(torch, dtype).itemsize * math.prod(shape)
 
 
-def _plain(part: Any) -> Any:
+def _to_json(part: Any) -> Any:
     return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part

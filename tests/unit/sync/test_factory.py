@@ -54,15 +54,15 @@ async def test_on_a_cpu_memory_is_shared_only_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("route", "backend", "engine", "why"),
     [
-        ("ipc", AdapterBackend(), WeightReceivingEngine(), "does not hand out its weights"),
-        ("ipc", WeightSendingBackend(), WeightReceivingEngine(routes=()), "does not take weights over ipc"),
+        ("ipc", AdapterBackend(), WeightReceivingEngine(), "does not provide its weights"),
+        ("ipc", WeightSendingBackend(), WeightReceivingEngine(routes=()), "does not accept weights over ipc"),
         ("ipc", WeightSendingBackend(), FarEngine(), "another machine"),
         ("nccl", WeightSendingBackend(), WeightReceivingEngine(routes=("nccl",)), "computes on a CPU"),
         (
             "ray",
             WeightSendingBackend(),
             WeightReceivingEngine(routes=("ipc",)),
-            "does not take weights over ray",
+            "does not accept weights over ray",
         ),
     ],
 )
@@ -81,12 +81,12 @@ async def test_every_engine_has_to_take_what_is_made() -> None:
 
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
-    with pytest.raises(ConfigError, match="no way from backend to engine"):
+    with pytest.raises(ConfigError, match="no route from backend to engine"):
         await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(), Picky()])
 
 
 def test_engines_of_several_gpus_meet_at_ranks_of_their_own() -> None:
-    told = plan_group([2, 1, 4], "10.0.0.1", 29500)
-    assert [place["rank_offset"] for place in told] == [1, 3, 4]
-    assert {place["world_size"] for place in told} == {8}
-    assert {place["master_address"] for place in told} == {"10.0.0.1"}
+    init_infos = plan_group([2, 1, 4], "10.0.0.1", 29500)
+    assert [place["rank_offset"] for place in init_infos] == [1, 3, 4]
+    assert {place["world_size"] for place in init_infos} == {8}
+    assert {place["master_address"] for place in init_infos} == {"10.0.0.1"}

@@ -8,7 +8,8 @@ import pytest
 
 from instar.engines.base import Engine, EngineInfo, EngineStatus
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.files import FileSync
+from instar.http.retry import RetryPolicy
+from instar.sync.files import RETRY, FileSync
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 
 POLICY = Policy("p", 3, Artifact("adapter", "somewhere"))
@@ -64,14 +65,14 @@ async def test_a_failure_does_not_keep_it_from_the_others() -> None:
 
 async def test_transient_failures_are_tried_again() -> None:
     engine = LoadingEngine(EngineUnavailable("starting"), ConnectionResetError("gone"))
-    assert await FileSync(first_wait=0.001).push(POLICY, [engine]) == [None]
+    assert await FileSync(retry=RetryPolicy(first_delay=0.001)).push(POLICY, [engine]) == [None]
     assert engine.attempts == 3
     assert engine.version == 3
 
 
 async def test_attempts_are_bounded() -> None:
     engine = LoadingEngine(*[EngineUnavailable("down") for _ in range(9)])
-    (outcome,) = await FileSync(attempts=4, first_wait=0.001).push(POLICY, [engine])
+    (outcome,) = await FileSync(attempts=4, retry=RetryPolicy(first_delay=0.001)).push(POLICY, [engine])
     assert isinstance(outcome, SyncError)
     assert "down" in str(outcome)
     assert engine.attempts == 4
@@ -80,14 +81,14 @@ async def test_attempts_are_bounded() -> None:
 @pytest.mark.parametrize("engine", [LoadingEngine(seconds=60), LoadingEngine(EngineUnavailable("starting"))])
 async def test_a_deadline_ends_the_wait(engine: LoadingEngine) -> None:
     begun = time.perf_counter()
-    (outcome,) = await FileSync(deadline=0.1, first_wait=60).push(POLICY, [engine])
+    (outcome,) = await FileSync(deadline=0.1, retry=RetryPolicy(first_delay=60, max_delay=60)).push(
+        POLICY, [engine]
+    )
     assert isinstance(outcome, SyncError)
     assert "0.1 s" in str(outcome)
     assert time.perf_counter() - begun < 5
 
 
-async def test_waits_grow() -> None:
-    sync = FileSync(first_wait=1.0, seed=0)
-    waits = [sync.backoff(attempt) for attempt in range(5)]
-    for attempt, wait in enumerate(waits):
-        assert 0.5 * 2**attempt <= wait <= 1.5 * 2**attempt
+def test_default_retry_delays_double() -> None:
+    for attempt in range(5):
+        assert 0.5 * 2**attempt <= RETRY.delay(attempt) / 0.25 <= 1.5 * 2**attempt

@@ -53,7 +53,7 @@ class Meeting:
         return group
 
 
-class Member(WeightReceivingEngine):
+class GroupMember(WeightReceivingEngine):
     def __init__(self, meeting: Meeting, failing: str = "") -> None:
         super().__init__(routes=("nccl",), failing=failing)
         self.meeting = meeting
@@ -80,25 +80,37 @@ class Member(WeightReceivingEngine):
         self.version = policy.version
 
 
+class FakeTransport(nccl.NcclTransport):
+    def __init__(self, meeting: Meeting, *, error: str = "") -> None:
+        self._meeting = meeting
+        self._error = error
+
+    def join(self, init_info: Json) -> Group:
+        return self._meeting.join(init_info)
+
+    def broadcast(self, group: Group, tensor: Tensor) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+        group.broadcast(tensor)
+
+
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
-    found = Meeting()
-    monkeypatch.setattr(nccl, "_join", found.join)
-    monkeypatch.setattr(nccl, "_broadcast", lambda group, tensor: group.broadcast(tensor))
-    return found
+def meeting() -> Meeting:
+    return Meeting()
 
 
 def policy(version: int) -> Policy:
     return Policy("p", version, Artifact("live"))
 
 
-def syncing(backend: Any, deadline: float = 60) -> nccl.NcclSync:
-    return nccl.NcclSync(backend, host="127.0.0.1", deadline=deadline)
+def create_sync(backend: Any, meeting: Meeting, deadline: float = 60, error: str = "") -> nccl.NcclSync:
+    transport = FakeTransport(meeting, error=error)
+    return nccl.NcclSync(backend, host="127.0.0.1", deadline=deadline, transport=transport)
 
 
 async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meeting) -> None:
-    backend, engines = WeightSendingBackend(), [Member(meeting), Member(meeting)]
-    sync = syncing(backend)
+    backend, engines = WeightSendingBackend(), [GroupMember(meeting), GroupMember(meeting)]
+    sync = create_sync(backend, meeting)
     for version in (1, 2, 3):
         backend.value = 10.0 * version
         assert await sync.push(policy(version), engines) == [None, None]
@@ -110,11 +122,11 @@ async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meetin
 
 async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Meeting) -> None:
     """Long before the deadline: a broadcast would hold up the trainer's GPU until then."""
-    backend, bad, good = WeightSendingBackend(), Member(meeting, failing="commit"), Member(meeting)
-    sync = syncing(backend)
+    backend, bad, good = WeightSendingBackend(), GroupMember(meeting, failing="commit"), GroupMember(meeting)
+    sync = create_sync(backend, meeting)
     async with asyncio.timeout(10):
-        told, other = await sync.push(policy(1), [bad, good])
-    assert "the GPU is gone" in str(told)
+        outcome, other = await sync.push(policy(1), [bad, good])
+    assert "the GPU is gone" in str(outcome)
     assert "another engine of its group failed" in str(other)
     assert meeting.groups[0].left.is_set()
     assert good.version == 0
@@ -126,38 +138,36 @@ async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Me
 
 
 async def test_a_group_is_left_when_time_is_up(meeting: Meeting) -> None:
-    class Silent(Member):
+    class Silent(GroupMember):
         async def commit(self, policy: Policy) -> None:
             await asyncio.sleep(60)
 
-    sync = syncing(WeightSendingBackend(), deadline=0.3)
-    (told,) = await sync.push(policy(1), [Silent(meeting)])
-    assert "longer than 0.3 s" in str(told)
+    sync = create_sync(WeightSendingBackend(), meeting, deadline=0.3)
+    (outcome,) = await sync.push(policy(1), [Silent(meeting)])
+    assert "longer than 0.3 s" in str(outcome)
     assert meeting.groups[0].left.is_set()
 
 
 async def test_who_serves_it_by_then_has_not_failed(meeting: Meeting) -> None:
-    class Slow(Member):
+    class Slow(GroupMember):
         async def commit(self, policy: Policy) -> None:
             await super().commit(policy)
             await asyncio.sleep(60)
 
-    slow, good = Slow(meeting), Member(meeting)
-    told, fine = await syncing(WeightSendingBackend(), deadline=1.0).push(policy(1), [slow, good])
-    assert "longer than 1 s" in str(told)
+    slow, good = Slow(meeting), GroupMember(meeting)
+    outcome, fine = await create_sync(WeightSendingBackend(), meeting, deadline=1.0).push(
+        policy(1), [slow, good]
+    )
+    assert "longer than 1 s" in str(outcome)
     assert fine is None
     assert good.version == 1
 
 
-async def test_a_broadcast_that_fails_is_the_engines_outcome(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(group: Group, tensor: Tensor) -> None:
-        raise RuntimeError("NCCL error: remote process exited")
-
-    monkeypatch.setattr(nccl, "_broadcast", broken)
-    (told,) = await syncing(WeightSendingBackend()).push(policy(1), [Member(meeting)])
-    assert "remote process exited" in str(told)
+async def test_a_broadcast_that_fails_is_the_engines_outcome(meeting: Meeting) -> None:
+    error = "NCCL error: remote process exited"
+    sync = create_sync(WeightSendingBackend(), meeting, error=error)
+    (outcome,) = await sync.push(policy(1), [GroupMember(meeting)])
+    assert "remote process exited" in str(outcome)
     assert meeting.groups[0].left.is_set()
 
 
@@ -172,16 +182,16 @@ async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
                 raise RuntimeError("out of memory")
             yield "norm.weight", torch.zeros(4)
 
-    engine = Member(meeting)
+    engine = GroupMember(meeting)
     with pytest.raises(RuntimeError, match="out of memory"):
-        await syncing(Failing()).push(policy(1), [engine])
+        await create_sync(Failing(), meeting).push(policy(1), [engine])
     assert meeting.groups[0].left.is_set()
     assert engine.version == 0
 
 
 async def test_another_engine_makes_all_meet_again(meeting: Meeting) -> None:
-    backend, first, second = WeightSendingBackend(), Member(meeting), Member(meeting)
-    sync = syncing(backend)
+    backend, first, second = WeightSendingBackend(), GroupMember(meeting), GroupMember(meeting)
+    sync = create_sync(backend, meeting)
     assert await sync.push(policy(1), [first]) == [None]
     assert await sync.push(policy(2), [first, second]) == [None, None]
     assert (first.version, second.version) == (2, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -132,17 +133,19 @@ async def test_an_engine_that_says_no_copies_no_more(failure: EngineError, anoth
     await sync.close()
 
 
-async def test_what_fails_on_the_way_is_the_engines_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
+async def test_what_fails_on_the_way_is_the_engines_outcome() -> None:
+    class FailingOnceBuffer(SharedBuffer):
+        errors: ClassVar = ["CUDA error: out of memory"]
 
-    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
-    monkeypatch.setattr(SharedBuffer, "synchronize", full)
+        def synchronize(self) -> None:
+            if self.errors:
+                raise RuntimeError(self.errors.pop())
+
+    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60, create_buffer=FailingOnceBuffer)
     (outcome,) = await sync.push(policy(1), [WeightReceivingEngine()])
     assert isinstance(outcome, SyncError)
     assert isinstance(outcome.__cause__, RouteError)
     assert "out of memory" in str(outcome)
-    monkeypatch.undo()
     assert await sync.push(policy(1), [WeightReceivingEngine()]) == [None]
     await sync.close()
 
@@ -178,17 +181,17 @@ async def test_another_process_maps_the_buffer() -> None:
         "import json, sys, torch\n"
         "from instar.engines.vllm.extension import open_buffer, buffer_views\n"
         "handle, layout = json.loads(sys.argv[1])\n"
-        "found = dict(buffer_views(open_buffer(handle, torch.device('cpu')), layout))\n"
-        "print(found['a'].sum().item(), found['b'].tolist(), found['a'].dtype)\n"
+        "views = dict(buffer_views(open_buffer(handle, torch.device('cpu')), layout))\n"
+        "print(views['a'].sum().item(), views['b'].tolist(), views['a'].dtype)\n"
     )
     import msgspec
 
-    given = msgspec.json.encode([buffer.handle, buffer.layout]).decode()
+    arguments = msgspec.json.encode([buffer.handle, buffer.layout]).decode()
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, given, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", program, arguments, stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await child.communicate()
-    assert told.decode().split("\n")[0] == "9.0 [0.0, 1.0, 2.0, 3.0] torch.bfloat16"
+    output, _ = await child.communicate()
+    assert output.decode().split("\n")[0] == "9.0 [0.0, 1.0, 2.0, 3.0] torch.bfloat16"
     buffer.close()
 
 
@@ -205,7 +208,7 @@ def test_a_weight_that_is_changed_on_its_way_is_loaded_anew_each_time() -> None:
     missing = buffer_views(mapped, buffer.layout)
     with pytest.raises(ValueError, match=r"qk\.weight"):
         load_in_place(model, missing, mapped)
-    whole = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
-    assert load_in_place(model, whole, mapped) is None
-    assert load_in_place(FusedModel(), whole, mapped) is None  # q and k lie elsewhere
+    weights = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
+    assert load_in_place(model, weights, mapped) is None
+    assert load_in_place(FusedModel(), weights, mapped) is None  # q and k lie elsewhere
     buffer.close()

@@ -20,21 +20,20 @@ from tests.tiny import make_tiny_model
 from tests.unit.engines.fake_vllm import StatefulFakeVllm
 
 
-def test_a_policy_that_is_sent_again_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetched(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def test_a_policy_that_is_sent_again_begins_anew() -> None:
+    def fetch(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         return [(f"w{body['chunk']}", torch.zeros(1))]
 
-    monkeypatch.setattr(extension, "_from_ray", fetched)
-    inbox = extension.StagedWeights()
+    staged = extension.StagedWeights(fetch_chunk=fetch)
 
     def send(chunks: int) -> list[int]:
         bodies = ({"key": "run:5", "chunk": chunk} for chunk in range(chunks))
-        return [inbox.receive(body, torch.device("cpu"))["chunks"] for body in bodies]
+        return [staged.receive(body, torch.device("cpu"))["chunks"] for body in bodies]
 
     assert send(2) == [1, 2]
     for _ in range(2):
         assert send(3) == [1, 2, 3]
-        assert [name for name, _ in inbox.weights] == ["w0", "w1", "w2"]
+        assert [name for name, _ in staged.weights] == ["w0", "w1", "w2"]
 
 
 async def test_what_came_at_an_earlier_try_does_not_count(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ async def test_what_came_at_an_earlier_try_does_not_count(tmp_path: Path) -> Non
         await send(0, layout[:2])
         await send(1, layout[2:])
         await send(0, layout[:2])
-        with pytest.raises(EngineError, match="did not come"):
+        with pytest.raises(EngineError, match="did not arrive"):
             await receiver.commit(policy)
         await send(1, layout[2:])
         await receiver.commit(policy)
