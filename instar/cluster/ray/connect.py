@@ -1,4 +1,4 @@
-"""The way into a Ray cluster, or one of our own on this machine."""
+"""Connect to a Ray cluster, or start one on this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from instar.errors import ConfigError, InstarError
 
 T = TypeVar("T")
 LOCAL_CLUSTER = "local"
-"""Stands for a cluster of our own on this machine."""
+"""Address that makes Ray start a cluster on this machine."""
 REACH_SECONDS = 10.0
 CONNECT_SECONDS = 90.0
 FORWARDED_VARIABLES = ("PYTHONPATH",)
-"""Variables that Ray's own workers need to find our code. They are no secrets: Ray shows them."""
+"""Variables that Ray's workers need to import our code. Ray displays them, so they must not be secrets."""
 
 
 def resolve_address(section: RayClusterConfig) -> str:
@@ -27,15 +27,15 @@ def resolve_address(section: RayClusterConfig) -> str:
 
 
 async def connect(address: str) -> Any:
-    """The `ray` module, connected. Raises ConfigError where there is no cluster to connect to."""
+    """Connect, and return the `ray` module. Raise ConfigError if there is no cluster to connect to."""
     if find_spec("ray") is None:
         raise ConfigError("cluster.type: ray needs the package ray; install instar[ray]")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before the import, which reads it
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads it during the import
     ray: Any = import_module("ray")
     if address.startswith("ray://"):
         raise ConfigError(
-            f"cluster.address: given {address!r}, a Ray client's; start Instar on a node of the cluster, "
-            "with `auto` or host:port"
+            f"cluster.address: given {address!r}, a Ray client address; start Instar on a node of the "
+            "cluster and use `auto` or host:port"
         )
     await _check_answers(address)
     env = {name: os.environ[name] for name in FORWARDED_VARIABLES if os.environ.get(name)}
@@ -48,7 +48,7 @@ async def connect(address: str) -> Any:
     if address == LOCAL_CLUSTER:
         options["include_dashboard"] = False
     try:
-        # A cluster that is started here ends with the thread that started it.
+        # Ray stops a cluster that it started when the thread that started it ends.
         await run_in_thread(lambda: ray.init(**options), CONNECT_SECONDS, keep_thread=True)
     except TimeoutError as error:
         raise InstarError(f"cluster.address: {address} did not answer in {CONNECT_SECONDS:g} s") from error
@@ -58,7 +58,7 @@ async def connect(address: str) -> Any:
 
 
 async def _check_answers(address: str) -> None:
-    """Ray itself would try for a minute and a half."""
+    """Raise ConfigError if nothing listens at the address. Ray itself would try for 90 seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -71,8 +71,8 @@ async def _check_answers(address: str) -> None:
 
 
 async def run_in_thread(work: Callable[[], T], seconds: float, *, keep_thread: bool = False) -> T:
-    """What blocks, off the event loop. After ``seconds`` it is left behind, and does not hold up the end of
-    the process. ``stays``: its thread is there as long as the process."""
+    """Return the result of a blocking function, run in a daemon thread that is abandoned after ``seconds``.
+    ``keep_thread`` keeps the thread alive as long as the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -88,12 +88,12 @@ async def run_in_thread(work: Callable[[], T], seconds: float, *, keep_thread: b
         result, failed = None, None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 whatever it is, it belongs to the caller
+        except BaseException as error:  # noqa: BLE001 - passed to the caller
             failed = error
         try:
             loop.call_soon_threadsafe(settle, result, failed)
         except RuntimeError:
-            return  # the loop is closed: nobody waits any more
+            return  # the loop is closed, so nothing waits for the result
         if keep_thread:
             threading.Event().wait()
 

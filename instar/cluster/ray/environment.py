@@ -1,4 +1,4 @@
-"""Which variables of the driver's environment the roles on other nodes need."""
+"""The environment variables of the driver that roles on other nodes need."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ALWAYS = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLI
 def forwarded_env(
     config: RunConfig, environment: Mapping[str, str], exclude: frozenset[str]
 ) -> dict[str, str]:
-    """Those that any role may need, those that the config names, and those that `cluster.env` lists."""
+    """Return the variables that any role may need, that the config names, or that `cluster.env` lists."""
     assert isinstance(config.cluster, RayClusterConfig)
-    names = {*ALWAYS, *_named(config.model_dump(mode="json")), *config.cluster.env}
+    names = {*ALWAYS, *_variable_names(config.model_dump(mode="json")), *config.cluster.env}
     if isinstance(config.store, PostgresStoreConfig) and (
         password := config.store.password_env_name(environment)
     ):
@@ -23,14 +23,14 @@ def forwarded_env(
     return {name: environment[name] for name in sorted(names - exclude) if name in environment}
 
 
-def _named(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Values of settings like `api_key_env`."""
+def _variable_names(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the values of settings such as `api_key_env`."""
     for key, value in settings.items():
         if key.endswith("_env") and isinstance(value, str):
             yield value
         elif isinstance(value, Mapping):
-            yield from _named(cast(Mapping[str, Any], value))
+            yield from _variable_names(cast(Mapping[str, Any], value))
         elif isinstance(value, list):
             for item in cast(list[Any], value):
                 if isinstance(item, Mapping):
-                    yield from _named(cast(Mapping[str, Any], item))
+                    yield from _variable_names(cast(Mapping[str, Any], item))

@@ -1,7 +1,7 @@
-"""The actor that holds a role on its node: the same supervisor as on one machine, for one role.
+"""The actor that runs one role on its node, with the same supervisor as on a single machine.
 
-It belongs to the driver and hears from it all the time. When it does not for too long it ends its role,
-for the driver has then started another one elsewhere.
+The driver polls it all the time. If the polls stop for too long it kills its role, because the driver has
+then started the role on another node.
 """
 
 from __future__ import annotations
@@ -30,37 +30,36 @@ WORKER_VARIABLES = (
     "RAY_LD_PRELOAD_ON_WORKERS",
     "RAY_RAYLET_PID",
 )
-"""Variables that Ray gives its worker, and that mean something else in the role's process."""
+"""Variables that Ray sets for its worker and that would be wrong in the role's process."""
 ROLES_USING_RAY = ("engine", "teacher", "trainer")
-"""Roles that may use the cluster themselves, to carry weights."""
+"""Roles that may use the cluster themselves, to transfer weights."""
 CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Variables that let a process in; what an agent starts inherits none."""
+"""Variables that give access to the cluster; processes of agents must not inherit them."""
 POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What to run, as the driver sends it. It holds keys, so it is only ever an argument of a call."""
+    """The role to run. It holds keys, so the driver passes it only as an argument of a call."""
 
     role: str
     name: str
     arguments: tuple[str, ...]
     python: str | None
     config: str = field(repr=False)
-    """The run's config, as JSON."""
+    """Config of the run as JSON."""
     folder: Path
     driver_token: str
-    """What the folder's `driver` file holds where it is the driver's own folder."""
+    """Content of the `driver` file, by which the driver's own folder is recognized."""
     cwd: Path
     env: Mapping[str, str] = field(repr=False)
     exclude_env: frozenset[str]
     listen: ListenAddress | None
-    """Where to listen. A loopback address stands for the node's own, which the others can reach, unless there
-    are no others."""
+    """Address to listen on. On several machines, the node's own address replaces a loopback address."""
     is_single_machine: bool
-    """Whether the cluster is this machine alone."""
+    """True if the cluster consists of this machine only."""
     driver_timeout: float
-    """Seconds without a word from the driver after which to end."""
+    """Seconds without a call from the driver after which the role is killed."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,20 @@ class PlacedRole:
     url: str
     log: str
     shares_folder: bool
-    """Whether the run's folder is the driver's own."""
+    """True if the run's folder is the driver's own."""
 
 
 @dataclass(frozen=True)
 class RoleReport:
     generation: int
-    """How often it was told to start."""
+    """Number of times that the role was told to start."""
     restarts: int
     exit_code: int | None
-    """Once it has ended for good."""
+    """Exit code, if the role has ended for good."""
     failure: str | None
-    """Why the run cannot go on."""
+    """Error that fails the run, if any."""
     events: tuple[str, ...]
-    """What a person should know, since the last report."""
+    """Messages for the user since the last report."""
 
 
 class RoleHost:
@@ -93,48 +92,48 @@ class RoleHost:
         self._generation = 1
         self._folder = RunFolder(Path())
         self._events: list[str] = []
-        self._heard = time.monotonic()
+        self._last_call = time.monotonic()
         self._ending: asyncio.Task[None] | None = None
 
-    async def start(self, order: RoleSpec) -> PlacedRole:
-        host = "127.0.0.1" if order.is_single_machine else node_address()
-        listen = order.listen
+    async def start(self, spec: RoleSpec) -> PlacedRole:
+        host = "127.0.0.1" if spec.is_single_machine else node_address()
+        listen = spec.listen
         if listen is not None and is_loopback(listen[0]):
             listen = (host, listen[1])
-        self._heard = time.monotonic()
-        self._ending = asyncio.create_task(self._end_when_alone(order.driver_timeout))
-        self._name, self._folder = order.name, RunFolder(order.folder)
-        shares = self._prepare_folder(order)
-        os.chdir(order.cwd if order.cwd.is_dir() else order.folder)
+        self._last_call = time.monotonic()
+        self._ending = asyncio.create_task(self._kill_without_driver(spec.driver_timeout))
+        self._name, self._folder = spec.name, RunFolder(spec.folder)
+        shares = self._prepare_folder(spec)
+        os.chdir(spec.cwd if spec.cwd.is_dir() else spec.folder)
         self._supervisor = Supervisor(
             self._folder, log=self._events.append, url=lambda server: _url(host, server), host=host
         )
         role = await self._supervisor.start(
-            order.role,
-            *order.arguments,
-            name=order.name,
-            python=order.python,
-            env={**order.env, HOST_ENV: host, **_ray_address_env(order.role)},
-            exclude_env=order.exclude_env
-            | (set(WORKER_VARIABLES) - order.env.keys())
-            | _withheld(order.role),
+            spec.role,
+            *spec.arguments,
+            name=spec.name,
+            python=spec.python,
+            env={**spec.env, HOST_ENV: host, **_ray_address_env(spec.role)},
+            exclude_env=spec.exclude_env
+            | (set(WORKER_VARIABLES) - spec.env.keys())
+            | _withheld_variables(spec.role),
             listen=listen,
         )
         return PlacedRole(host, _node_id(), role.url, role.log, shares)
 
-    def _prepare_folder(self, order: RoleSpec) -> bool:
-        mark = order.folder / "driver"
-        if mark.is_file() and mark.read_text() == order.driver_token:
+    def _prepare_folder(self, spec: RoleSpec) -> bool:
+        token_file = spec.folder / "driver"
+        if token_file.is_file() and token_file.read_text() == spec.driver_token:
             return True
         try:
-            self._folder.create(RunConfig.model_validate_json(order.config))
+            self._folder.create(RunConfig.model_validate_json(spec.config))
         except OSError as error:
-            raise InstarError(f"cannot make {order.folder} on {node_address()}: {error.strerror}") from error
+            raise InstarError(f"cannot create {spec.folder} on {node_address()}: {error.strerror}") from error
         return False
 
     async def report(self) -> RoleReport:
-        """How it is; to be asked for all the time."""
-        self._heard = time.monotonic()
+        """Return the state of the role. The driver polls it all the time."""
+        self._last_call = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
         failed = self._supervisor.failure
@@ -148,7 +147,7 @@ class RoleHost:
         )
 
     async def read_metrics(self, offset: int) -> bytes:
-        """What the run's metrics file on this node has beyond that many bytes."""
+        """Return the content of the run's metrics file on this node after an offset."""
         path = self._folder.path / "metrics.jsonl"
         if not path.is_file():
             return b""
@@ -165,7 +164,7 @@ class RoleHost:
         self._supervisor.kill(self._name)
 
     async def restart(self, timeout: float) -> int:
-        """Returns the generation that begins with it."""
+        """Restart the role and return the number of its new generation."""
         assert self._supervisor is not None
         await self._supervisor.restart(self._name, timeout)
         self._generation += 1
@@ -175,8 +174,8 @@ class RoleHost:
         assert self._supervisor is not None
         return await self._supervisor.tail(self._name, lines)
 
-    async def _end_when_alone(self, patience: float) -> None:
-        while time.monotonic() - self._heard < patience:  # noqa: ASYNC110 - the driver's calls move it on
+    async def _kill_without_driver(self, timeout: float) -> None:
+        while time.monotonic() - self._last_call < timeout:  # noqa: ASYNC110 - set by calls of the driver
             await asyncio.sleep(POLL_SECONDS)
         try:
             if self._supervisor is not None:
@@ -186,7 +185,7 @@ class RoleHost:
 
 
 def node_address() -> str:
-    """Of this node, as the others of the cluster know it."""
+    """Return the address of this node in the cluster."""
     return str(import_module("ray.util").get_node_ip_address())
 
 
@@ -195,11 +194,11 @@ def _node_id() -> str:
 
 
 def _ray_address_env(role: str) -> dict[str, str]:
-    """The address of the cluster, for a role that uses it itself."""
+    """Return the variable with the cluster's address, for a role that uses the cluster."""
     return {"RAY_ADDRESS": str(_ray_context().gcs_address)} if role in ROLES_USING_RAY else {}
 
 
-def _withheld(role: str) -> frozenset[str]:
+def _withheld_variables(role: str) -> frozenset[str]:
     return frozenset() if role in ROLES_USING_RAY else frozenset(CLUSTER_VARIABLES)
 
 

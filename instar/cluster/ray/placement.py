@@ -1,4 +1,4 @@
-"""What Ray is to give the actor of a role."""
+"""The resources that Ray reserves for the actor of a role."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instar.config import (
 from instar.errors import ConfigError
 
 FINEST = 100
-"""Ray counts parts of a core or GPU; hundredths are enough."""
+"""Fractions of a core or GPU are rounded down to hundredths."""
 
 
 @dataclass(frozen=True)
@@ -29,34 +29,34 @@ class ClusterNode:
     node_id: str
     host: str
     resources: Mapping[str, float]
-    """In all, used or not."""
+    """Total resources, free or in use."""
 
 
-def parse_nodes(told: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
-    """The nodes that are alive, from what `ray.nodes` tells."""
+def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
+    """Return the nodes that are alive from the result of `ray.nodes`."""
     return [
         ClusterNode(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node.get("Resources") or {}))
-        for node in told
+        for node in nodes
         if node["Alive"]
     ]
 
 
 def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -> PlacementConfig:
-    """As configured; else a core, or less where the cluster has few, and a GPU or a part of one."""
+    """Return the configured placement, or by default a core and a GPU, less if the cluster has few."""
     section = config.cluster
     assert isinstance(section, RayClusterConfig)
-    if (given := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any word
-        return given
+    if (configured := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any role
+        return configured
     nodes = list(nodes)
-    scored = any(section.type != "agent" for section in config.reward)
-    processes = len(engine_names(config)) + len(teacher_names(config)) + 3 + scored
+    has_rewards_role = any(section.type != "agent" for section in config.reward)
+    processes = len(engine_names(config)) + len(teacher_names(config)) + 3 + has_rewards_role
     cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
-    wanted = _gpus(role, config)
+    share = _gpus(role, config)
     gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
-    everyone = _all_gpus(config)
-    if everyone > gpus:
-        wanted = _floor(wanted * gpus / everyone)
-    return PlacementConfig(cpus=min(1.0, _floor(cores / (2 * processes))), gpus=wanted)
+    requested = _all_gpus(config)
+    if requested > gpus:
+        share = _floor(share * gpus / requested)
+    return PlacementConfig(cpus=min(1.0, _floor(cores / (2 * processes))), gpus=share)
 
 
 def _all_gpus(config: RunConfig) -> float:
@@ -65,7 +65,7 @@ def _all_gpus(config: RunConfig) -> float:
 
 
 def _gpus(role: str, config: RunConfig) -> float:
-    """How many it could make use of."""
+    """Return how many GPUs one process of the role can use."""
     if config.model.device == "cpu":
         return 0.0
     if role == "engine":
@@ -82,20 +82,20 @@ def _gpus_of_engine(engine: EngineConfig) -> float:
 
 
 def _floor(share: float) -> float:
-    """Whole numbers stay; Ray refuses 1.5 GPUs."""
+    """Round down to an integer from 1 on, because Ray rejects 1.5 GPUs, and to hundredths below."""
     return float(int(share)) if share >= 1 else int(share * FINEST) / FINEST
 
 
 def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[ClusterNode]) -> None:
-    """Raises ConfigError where no node could ever hold it."""
-    wanted = requested_resources(placement)
+    """Raise ConfigError if no node has the resources."""
+    requested = requested_resources(placement)
     for node in nodes:
-        if all(node.resources.get(name, 0.0) >= amount for name, amount in wanted.items()):
+        if all(node.resources.get(name, 0.0) >= amount for name, amount in requested.items()):
             return
-    told = ", ".join(f"{name}: {amount:g}" for name, amount in wanted.items())
-    raise ConfigError(f"cluster.placement.{role}: given {{{told}}}, which no node of the cluster has")
+    listed = ", ".join(f"{name}: {amount:g}" for name, amount in requested.items())
+    raise ConfigError(f"cluster.placement.{role}: no node of the cluster has {{{listed}}}; reduce it")
 
 
 def requested_resources(placement: PlacementConfig) -> dict[str, float]:
-    wanted = {"CPU": placement.cpus, "GPU": placement.gpus, **placement.resources}
-    return {name: amount for name, amount in wanted.items() if amount}
+    resources = {"CPU": placement.cpus, "GPU": placement.gpus, **placement.resources}
+    return {name: amount for name, amount in resources.items() if amount}

@@ -108,7 +108,7 @@ def test_run_keeps_its_first_dataset_version(instar: Instar, run_dir: Path) -> N
     assert (pinned.data[0].source, pinned.data[0].content) == ("dataset:golden@1", first["hash"])
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
     assert asyncio.run(pin_data(config)).data[0].source == "dataset:golden@2"
-    assert asyncio.run(pin_data(config, before=pinned.data)) == pinned
+    assert asyncio.run(pin_data(config, previous=pinned.data)) == pinned
     folder = RunConfig.model_validate({"name": "next", "data": first["path"]})
     assert asyncio.run(pin_data(folder)).data[0].label == first["hash"][7:19]
 
@@ -127,11 +127,11 @@ def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Pa
     pinned = asyncio.run(pin_data(both))
     assert sources(pinned) == ["dataset:golden@2", "dataset:golden@1"]
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-max", "0")
-    assert asyncio.run(pin_data(both, before=pinned.data)) == pinned
+    assert asyncio.run(pin_data(both, previous=pinned.data)) == pinned
     turned = config_with("dataset:golden@1", "dataset:golden")
-    again = asyncio.run(pin_data(turned, before=pinned.data))
+    again = asyncio.run(pin_data(turned, previous=pinned.data))
     assert sources(again) == ["dataset:golden@1", "dataset:golden@2"]
-    other = asyncio.run(pin_data(config_with("dataset:golden@3"), before=pinned.data))
+    other = asyncio.run(pin_data(config_with("dataset:golden@3"), previous=pinned.data))
     assert sources(other) == ["dataset:golden@3"], "the config names another version"
 
 

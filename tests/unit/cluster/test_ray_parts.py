@@ -119,7 +119,7 @@ async def test_metrics_of_other_nodes_are_brought_here_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"), [("127.0.0.1:1", "no Ray cluster answers"), ("ray://h:1", "a Ray client's")]
+    ("address", "reason"), [("127.0.0.1:1", "no Ray cluster answers"), ("ray://h:1", "a Ray client address")]
 )
 async def test_an_address_without_a_cluster_is_refused(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"cluster\.address: .*{reason}"):
