@@ -65,9 +65,7 @@ def test_roles_share_what_is_scarce() -> None:
 def test_what_no_node_has_is_refused_by_its_path() -> None:
     wanted = PlacementConfig(cpus=1, resources={"fast": 1})
     check_capacity("engine", wanted, [node(CPU=1), node(CPU=1, fast=1)])
-    with pytest.raises(
-        ConfigError, match=r"cluster\.placement\.engine: no node of the cluster has \{CPU: 1, fast: 1\}"
-    ):
+    with pytest.raises(ConfigError, match=r"cluster\.placement\.engine: no node .* has \{CPU: 1, fast: 1\}"):
         check_capacity("engine", wanted, [node(CPU=1), node(CPU=0.5, fast=1)])
 
 
