@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from instar.errors import StoreError, StoreNewer
-from instar.store.schema import APPLICATION_ID, INDEXES, TABLES, TRIGGERS, VERSION
+from instar.store.schema import APPLICATION_ID, TABLES, VERSION
+from instar.store.schema_indexes import INDEXES, TRIGGERS
 from instar.store.sqlite_database import BUSY_TIMEOUT, SqliteDatabase, corrupt_file_error, is_busy
 
 MIGRATIONS: Mapping[int, Sequence[str]] = {

@@ -112,7 +112,7 @@ class PostgresWriteDatabase(PostgresDatabase):
             create_or_migrate(connection, server)
             db = cls(server, connection, writer)
             db.register()
-        except BaseException:
+        except BaseException:  # any failure: close the connection, then re-raise
             connection.close()
             raise
         return db

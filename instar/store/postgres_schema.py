@@ -12,7 +12,8 @@ from dataclasses import replace
 from instar.errors import StoreError, StoreNewer
 from instar.store.migrations import MIGRATIONS
 from instar.store.postgres_server import GRACE, OLDEST, PostgresConnection, PostgresServer
-from instar.store.schema import GROUP_COUNTS, INDEXES, INTEGER, REAL, SESSION_COUNTS, TABLES, VERSION, Table
+from instar.store.schema import GROUP_COUNTS, INTEGER, REAL, SESSION_COUNTS, TABLES, VERSION, Table
+from instar.store.schema_indexes import INDEXES
 
 MARK = "instar_store"
 """The table that says that the schema is ours, and its version."""

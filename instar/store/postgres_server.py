@@ -125,7 +125,7 @@ class PostgresServer:
             # One type for all numbers, so that a statement is prepared once.
             connection.adapters.register_dumper(int, Int8BinaryDumper)
             self._set_up(connection, read_only)
-        except BaseException:
+        except BaseException:  # any failure: close the connection, then re-raise
             connection.close()
             raise
         return connection

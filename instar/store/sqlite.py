@@ -49,7 +49,7 @@ def _open_for_writing(path: Path) -> SqliteDatabase:
         try:
             migrations.create_or_migrate(connection, path)
             connection.wait_in_begin()
-        except BaseException:
+        except BaseException:  # any failure: close the connection, then re-raise
             connection.close()
             raise
     except sqlite3.Error as error:

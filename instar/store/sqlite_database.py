@@ -117,7 +117,7 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA synchronous = FULL")
-    except BaseException:
+    except BaseException:  # any failure: close the connection, then re-raise
         connection.close()
         raise
     return connection
