@@ -81,7 +81,7 @@ async def test_publisher_fails_when_all_engines_keep_refusing(log: list[str]) ->
 
 async def test_publisher_fails_when_the_route_keeps_failing() -> None:
     class FailingSync(Sync):
-        route = "failing"
+        description = "failing"
 
         async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
             error = SyncError("out of memory")
@@ -104,7 +104,7 @@ async def test_publisher_continues_while_only_one_engine_refuses() -> None:
 
 class SlowLiveSync(Sync):
     live = True
-    route = "slow"
+    description = "slow"
 
     def __init__(self) -> None:
         self.pushed: list[int] = []
