@@ -55,9 +55,9 @@ async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Eng
             return await _create(ROUTES[name], endpoints)
         except ConfigError as error:
             others = [
-                name
-                for name, route in ROUTES.items()
-                if name != name and route.find_obstacle(endpoints) is None
+                other
+                for other, route in ROUTES.items()
+                if other != name and route.find_obstacle(endpoints) is None
             ]
             supported = ", ".join(others) or "none"
             raise ConfigError(f"sync.route: given {name!r}; {error}. Supported here: {supported}") from error
