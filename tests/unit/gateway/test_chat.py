@@ -89,13 +89,16 @@ async def test_chat_turns_with_tools_extend_exactly(gateway: Served, streamed: b
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls"
     assert message.content == "Let me see."
-    (made,) = message.tool_calls or []
-    assert made.type == "function"
-    assert (made.function.name, made.function.arguments) == ("calc", '{"expression": "24 * 310"}')
+    (sampled_call,) = message.tool_calls or []
+    assert sampled_call.type == "function"
+    assert (sampled_call.function.name, sampled_call.function.arguments) == (
+        "calc",
+        '{"expression": "24 * 310"}',
+    )
     echoed = message.model_dump(exclude={"parsed"})
     for call in echoed["tool_calls"]:
         call["function"].pop("parsed_arguments", None)
-    messages += [echoed, {"role": "tool", "tool_call_id": made.id, "content": "7440"}]
+    messages += [echoed, {"role": "tool", "tool_call_id": sampled_call.id, "content": "7440"}]
     final = await ask(gateway, session, messages, tools=[TOOL])
     assert final.choices[0].message.content == "The answer is 7440."
     one, two = await gateway.calls(session)
@@ -252,10 +255,10 @@ async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
     if streamed:
         async with gateway.client(session) as client:
             stream = await client.chat.completions.create(model="m", messages=[user("long")], stream=True)
-            said = ""
+            reply_text = ""
             async for chunk in stream:
-                said += chunk.choices[0].delta.content or ""
-                if said.startswith("word"):
+                reply_text += chunk.choices[0].delta.content or ""
+                if reply_text.startswith("word"):
                     break
             await stream.close()
     else:
@@ -313,8 +316,8 @@ async def test_chat_stream_sends_arguments_as_they_are_written(gateway: Served) 
     assert "".join(piece.function.arguments for piece in pieces) == '{"expression": "24 * 310"}'
     assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
     (call,) = await gateway.calls(session)
-    (made,) = call.reply.get("tool_calls", [])
-    assert (made["id"], made["arguments"]) == (pieces[0].id, '{"expression": "24 * 310"}')
+    (sampled_call,) = call.reply.get("tool_calls", [])
+    assert (sampled_call["id"], sampled_call["arguments"]) == (pieces[0].id, '{"expression": "24 * 310"}')
 
 
 HINTS: list[dict[str, Any]] = [
@@ -398,13 +401,13 @@ def test_chat_session_hints_include_their_kind() -> None:
         "metadata": {"thread_id": "t", "session_id": "s", "chat_id": 5, "other": "x"},
     }
     read = ChatDialect().parse_request(json.dumps(body).encode())
-    told = ("session_id:s", "thread_id:t", "prompt_cache_key:k", "safety_identifier:bob", "user:bob")
-    assert read.session_hints == told
+    actual = ("session_id:s", "thread_id:t", "prompt_cache_key:k", "safety_identifier:bob", "user:bob")
+    assert read.session_hints == actual
 
 
 def test_chat_usage_includes_only_known_counts() -> None:
     choice = ReplyChoice({"role": "assistant", "content": "x"}, "stop", 10, 2, cached_tokens=8)
     request = ChatDialect().parse_request(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}')
-    told = json.loads(ChatDialect().format_response("id", request, [choice]))["usage"]
-    assert told["prompt_tokens_details"] == {"cached_tokens": 8}
-    assert told["completion_tokens_details"] == {"reasoning_tokens": 0}
+    actual = json.loads(ChatDialect().format_response("id", request, [choice]))["usage"]
+    assert actual["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert actual["completion_tokens_details"] == {"reasoning_tokens": 0}

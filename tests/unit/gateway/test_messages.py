@@ -25,8 +25,8 @@ def read_messages(*messages: Any) -> tuple[Message, ...]:
     return read(messages=messages).messages
 
 
-def text(said: str, **marks: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **marks}
+def text(reply_text: str, **marks: Any) -> dict[str, Any]:
+    return {"type": "text", "text": reply_text, **marks}
 
 
 def choice(message: Message, **options: Any) -> ReplyChoice:
@@ -238,24 +238,24 @@ def test_messages_request_marks_provider_features_as_unsupported(fields: dict[st
 
 def assert_names(error: ApiError, path: str) -> None:
     assert (error.status, error.param) == (400, path)
-    told = json.loads(DIALECT.format_error(error))
-    assert told["type"] == "error"
-    assert told["error"]["type"] == "invalid_request_error"
-    assert path in told["error"]["message"]
+    actual = json.loads(DIALECT.format_error(error))
+    assert actual["type"] == "error"
+    assert actual["error"]["type"] == "invalid_request_error"
+    assert path in actual["error"]["message"]
 
 
 def test_messages_request_distinguishes_images() -> None:
-    def said(data: str, **marks: Any) -> str:
+    def reply_text(data: str, **marks: Any) -> str:
         picture = {"type": "image", "source": {"type": "base64", "data": data}, **marks}
         return read_messages(user(text("Look:"), picture))[0]["content"]
 
-    assert re.fullmatch(r"Look:\n\n\[image [0-9a-f]{16}\]", said("AA"))
-    assert said("AA") == said("AA", cache_control={"type": "ephemeral"})
-    assert said("AA") != said("AB")
+    assert re.fullmatch(r"Look:\n\n\[image [0-9a-f]{16}\]", reply_text("AA"))
+    assert reply_text("AA") == reply_text("AA", cache_control={"type": "ephemeral"})
+    assert reply_text("AA") != reply_text("AB")
 
 
 def test_messages_request_drops_blocks_of_provider_tools() -> None:
-    """As it is recorded when the provider answers, so that the next request continues it."""
+    """The blocks are dropped when the reply is recorded too, so the next request continues it."""
     request = read(
         messages=[
             assistant(
@@ -362,10 +362,12 @@ def test_messages_response_has_content_stop_reason_and_usage() -> None:
 
 
 def test_messages_response_includes_thinking_only_on_request() -> None:
-    whole = answered(SAID, request=read(thinking={"type": "enabled", "budget_tokens": 1024})).content[0]
-    assert whole.type == "thinking"
-    assert whole.thinking == "A greeting."
-    assert whole.signature
+    complete_text = answered(SAID, request=read(thinking={"type": "enabled", "budget_tokens": 1024})).content[
+        0
+    ]
+    assert complete_text.type == "thinking"
+    assert complete_text.thinking == "A greeting."
+    assert complete_text.signature
     omitted = answered(SAID, request=read(thinking={"type": "adaptive", "display": "omitted"})).content[0]
     assert omitted.type == "thinking"
     assert omitted.thinking == ""

@@ -36,29 +36,29 @@ def options(gateway: Served, session: OpenedSession) -> dict[str, Any]:
     return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
 
 
-async def ask_async(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+async def ask_async(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
-        return await client.messages.create(**asked)
+        return await client.messages.create(**parameters)
 
 
-async def ask_async_streamed(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+async def ask_async_streamed(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
-        async with client.messages.stream(**asked) as stream:
+        async with client.messages.stream(**parameters) as stream:
             return await stream.get_final_message()
 
 
-async def ask_sync(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+async def ask_sync(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
     def ask() -> Any:
         with anthropic.Anthropic(**options(gateway, session)) as client:
-            return client.messages.create(**asked)
+            return client.messages.create(**parameters)
 
     return await asyncio.to_thread(ask)
 
 
-async def ask_sync_streamed(gateway: Served, session: OpenedSession, **asked: Any) -> Any:
+async def ask_sync_streamed(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
     def ask() -> Any:
         with anthropic.Anthropic(**options(gateway, session)) as client:
-            with client.messages.stream(**asked) as stream:
+            with client.messages.stream(**parameters) as stream:
                 return stream.get_final_message()
 
     return await asyncio.to_thread(ask)
@@ -72,21 +72,26 @@ async def test_anthropic_sdk_turns_with_a_tool_extend_exactly(
     gateway: Served, ask: Callable[..., Any]
 ) -> None:
     session = await gateway.open(channel="train")
-    asked: dict[str, Any] = {"model": "instar", "max_tokens": 200, "system": "Be exact.", "tools": [TOOL]}
+    parameters: dict[str, Any] = {
+        "model": "instar",
+        "max_tokens": 200,
+        "system": "Be exact.",
+        "tools": [TOOL],
+    }
     messages = [user("What is 24 * 310?")]
-    first = await ask(gateway, session, messages=messages, **asked)
-    said, called = first.content
-    assert said.text.strip() == "Let me see."
+    first = await ask(gateway, session, messages=messages, **parameters)
+    reply_text, called = first.content
+    assert reply_text.text.strip() == "Let me see."
     assert (called.name, called.input) == ("calc", {"expression": "24 * 310"})
     assert first.stop_reason == "tool_use"
     assert first.id.startswith("msg")
     result = {"type": "tool_result", "tool_use_id": called.id, "content": [{"type": "text", "text": "7440"}]}
     messages += [first.to_param(), user([result])]
-    second = await ask(gateway, session, messages=messages, **asked)
+    second = await ask(gateway, session, messages=messages, **parameters)
     assert second.content[0].text == "The answer is 7440."
     assert second.stop_reason == "end_turn"
     messages += [second.to_param(), user([{"type": "text", "text": "thanks"}])]
-    third = await ask(gateway, session, messages=messages, **asked)
+    third = await ask(gateway, session, messages=messages, **parameters)
     assert third.content[0].text == "You said: thanks"
     calls = await gateway.calls(session)
     assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
@@ -117,48 +122,53 @@ async def test_anthropic_sdk_streams_token_by_token(gateway: Served) -> None:
 
 async def test_anthropic_sdk_receives_the_stop_reason(gateway: Served) -> None:
     session = await gateway.open()
-    asked: dict[str, Any] = {"model": "instar", "messages": [user("long")]}
-    cut = await ask_async(gateway, session, max_tokens=3, **asked)
+    parameters: dict[str, Any] = {"model": "instar", "messages": [user("long")]}
+    cut = await ask_async(gateway, session, max_tokens=3, **parameters)
     assert cut.stop_reason == "max_tokens"
-    stopped = await ask_async_streamed(gateway, session, max_tokens=99, stop_sequences=["rd w"], **asked)
+    stopped = await ask_async_streamed(gateway, session, max_tokens=99, stop_sequences=["rd w"], **parameters)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rd w")
     assert stopped.content[0].text == "wo"
 
 
 async def test_anthropic_sdk_raises_its_own_errors(gateway: Served) -> None:
     session = await gateway.open()
-    asked: dict[str, Any] = {"model": "instar", "max_tokens": 8}
+    parameters: dict[str, Any] = {"model": "instar", "max_tokens": 8}
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]") as refused:
-        await ask_async(gateway, session, messages=[user([image])], **asked)
+        await ask_async(gateway, session, messages=[user([image])], **parameters)
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     session.api_key = "sk-wrong"
     with pytest.raises(anthropic.AuthenticationError) as unknown:
-        await ask_async(gateway, session, messages=[user("hi")], **asked)
+        await ask_async(gateway, session, messages=[user("hi")], **parameters)
     assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
     assert await gateway.calls(session) == []
 
 
 async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: Served) -> None:
     session = await gateway.open()
-    asked: dict[str, Any] = {"model": "instar", "max_tokens": 64, "messages": [user("hi")], "tools": [TOOL]}
+    parameters: dict[str, Any] = {
+        "model": "instar",
+        "max_tokens": 64,
+        "messages": [user("hi")],
+        "tools": [TOOL],
+    }
     choices: list[Any] = [
         {"type": "any"},
         {"type": "tool", "name": "calc", "disable_parallel_tool_use": True},
     ]
     for choice in choices:
-        answer = await ask_async(gateway, session, tool_choice=choice, **asked)
+        answer = await ask_async(gateway, session, tool_choice=choice, **parameters)
         assert answer.stop_reason == "end_turn"
         assert answer.content[0].text == "You said: hi"
     with pytest.raises(anthropic.BadRequestError, match=r"'other' is not in 'tools'"):
-        await ask_async(gateway, session, tool_choice={"type": "tool", "name": "other"}, **asked)
+        await ask_async(gateway, session, tool_choice={"type": "tool", "name": "other"}, **parameters)
 
 
 @pytest.mark.parametrize("dialect", ["messages", "chat"])
 async def test_anthropic_sdk_provider_features_are_forwarded(tmp_path: Path, dialect: str) -> None:
-    """As it is where it speaks this dialect; what another one cannot say is refused."""
+    """A provider of this dialect gets the request unchanged; for another one it is rejected."""
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-    asked: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "model": "plain",
         "max_tokens": 8,
         "messages": [user([image, {"type": "text", "text": "What is it?"}])],
@@ -175,27 +185,27 @@ async def test_anthropic_sdk_provider_features_are_forwarded(tmp_path: Path, dia
         session = await gateway.open()
         if dialect == "chat":
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
-                await ask_async(gateway, session, **asked)
+                await ask_async(gateway, session, **parameters)
             assert provider.bodies == []
             return
-        answer = await ask_async(gateway, session, **asked)
+        answer = await ask_async(gateway, session, **parameters)
         assert answer.content[0].text == TEXT
-        assert orjson.loads(provider.bodies[0]) == asked
+        assert orjson.loads(provider.bodies[0]) == parameters
         (call,) = await gateway.calls(session)
         assert call.messages[0]["content"].startswith("[image ")
 
 
 async def test_anthropic_sdk_counts_tokens(gateway: Served) -> None:
     session = await gateway.open()
-    asked: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "model": "instar",
         "system": "Be exact.",
         "messages": [user("hi")],
         "tools": [TOOL],
     }
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
-        counted = await client.messages.count_tokens(**asked)
-        answer = await client.messages.create(max_tokens=8, **asked)
+        counted = await client.messages.count_tokens(**parameters)
+        answer = await client.messages.create(max_tokens=8, **parameters)
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
     assert len(await gateway.calls(session)) == 1
 
@@ -208,7 +218,7 @@ async def test_anthropic_sdk_lists_models(gateway: Served) -> None:
 
 
 async def test_anthropic_sdk_beta_route_and_headers_work(gateway: Served) -> None:
-    """As Claude Code asks: `?beta=true`, betas in a header, hints in the body."""
+    """Claude Code sends `?beta=true`, betas in a header and hints in the body."""
     session = await gateway.open()
     async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
         answer = await client.beta.messages.create(

@@ -20,7 +20,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def events(body: bytes) -> Iterator[Any]:
-    """As a strict client reads them: every event has its name and its type's fields."""
+    """Parse events like a strict client: each has its name and the fields of its type."""
     for part in body.decode().split("\n\n")[:-1]:
         head, data = part.split("\n")
         value = json.loads(data.removeprefix("data: "))
@@ -31,7 +31,7 @@ def events(body: bytes) -> Iterator[Any]:
 
 
 def put_together(stream: Sequence[Any]) -> dict[str, Any]:
-    """What a client makes of the events; blocks come one after another and each is closed."""
+    """Build the message from the events; blocks follow one another and each is closed."""
     assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
     assert stream[0]["type"] == "message_start"
     blocks: list[dict[str, Any]] = []
@@ -95,8 +95,8 @@ def test_messages_stream_signs_omitted_thinking(display: str, shown: str) -> Non
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
     deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
     answer = streamed(deltas, message, read(thinking={"type": "adaptive", "display": display}))
-    thought, said = answer["content"]
-    assert (thought["thinking"], said["text"]) == (shown, "Yes.")
+    thought, reply_text = answer["content"]
+    assert (thought["thinking"], reply_text["text"]) == (shown, "Yes.")
     assert thought["signature"]
 
 
@@ -150,13 +150,13 @@ def echoed(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, 
         if block["type"] != "text":
             out.append(dict(reversed(block.items())))
             continue
-        said = block["text"]
+        reply_text = block["text"]
         if trim and i == texts[0]:
-            said = said.lstrip()
+            reply_text = reply_text.lstrip()
         if trim and i == texts[-1]:
-            said = said.rstrip()
-        cut = dice.randrange(len(said) + 1)
-        parts = [said[:cut], said[cut:]] if dice.random() < 0.3 else [said]
+            reply_text = reply_text.rstrip()
+        cut = dice.randrange(len(reply_text) + 1)
+        parts = [reply_text[:cut], reply_text[cut:]] if dice.random() < 0.3 else [reply_text]
         out += [text(part) for part in parts if part or dice.random() < 0.5]
     return out
 

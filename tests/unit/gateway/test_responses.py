@@ -74,15 +74,15 @@ def events(
     raw = writer.begin(0)
     raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
     raw += writer.finish([choice(message, finish)])
-    told: list[Json] = []
+    actual: list[Json] = []
     for block in raw.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         EVENT.validate_python(event)
-        told.append(event)
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    return told
+        actual.append(event)
+    assert [event["sequence_number"] for event in actual] == list(range(len(actual)))
+    return actual
 
 
 def assistant(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
@@ -221,7 +221,7 @@ def test_responses_request_of_codex_is_accepted() -> None:
 
 
 def test_responses_request_distinguishes_unsupported_content() -> None:
-    """For a provider that can make something of it."""
+    """A provider may support what our engines reject."""
     pictures = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
     first, second = (read(input=[{"role": "user", "content": [part]}]) for part in pictures)
     assert first.messages != second.messages
@@ -282,9 +282,9 @@ def test_responses_request_rejects_unsupported_fields_by_path(body: Json, param:
         refusal = error
     assert refusal
     assert (refusal.status, refusal.param) == (400, param)
-    told = json.loads(DIALECT.format_error(refusal))["error"]
-    assert told["type"] == "invalid_request_error"
-    assert told["param"] == param
+    actual = json.loads(DIALECT.format_error(refusal))["error"]
+    assert actual["type"] == "invalid_request_error"
+    assert actual["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,9 @@ def test_responses_logprobs_cover_only_the_text() -> None:
     assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["So", "."]
     writer = DIALECT.create_stream_writer(ID, request)
     deltas = ([], [ReplyDelta(reasoning="Hm")], [], [ReplyDelta(text="So")], [ReplyDelta(text=".")])
-    raw = b"".join(writer.write_deltas(0, said, [token]) for said, token in zip(deltas, tokens, strict=True))
+    raw = b"".join(
+        writer.write_deltas(0, reply_text, [token]) for reply_text, token in zip(deltas, tokens, strict=True)
+    )
     raw += writer.finish([choice(assistant("So.", reasoning="Hm"))])
     last = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"][1]
     assert last == {**body["output"][1]}
@@ -345,8 +347,8 @@ def test_responses_stream_ends_with_response_failed() -> None:
     writer = DIALECT.create_stream_writer(ID, read())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
-    told = writer.write_error(ApiError(503, "gone")).decode()
-    event = json.loads(told.split("data: ")[1])
+    actual = writer.write_error(ApiError(503, "gone")).decode()
+    event = json.loads(actual.split("data: ")[1])
     EVENT.validate_python(event)
     assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
 
@@ -381,15 +383,15 @@ def cut(rng: random.Random, text: str) -> Iterator[str]:
 
 
 def in_pieces(rng: random.Random, message: Message) -> Iterator[list[ReplyDelta]]:
-    """As a stream would tell it; a part of the text may come between the calls."""
+    """Return the deltas of a stream; a part of the text may come between the calls."""
     content = message["content"]
     at = rng.randint(0, len(content)) if message.get("tool_calls") else len(content)
     yield from ([ReplyDelta(reasoning=piece)] for piece in cut(rng, message.get("reasoning", "")))
     yield from ([ReplyDelta(text=piece)] for piece in cut(rng, content[:at]))
-    for i, told in enumerate(message.get("tool_calls", ())):
-        yield [ReplyDelta(call=ToolCallDelta(i, told["id"], told["name"]))]
+    for i, actual in enumerate(message.get("tool_calls", ())):
+        yield [ReplyDelta(call=ToolCallDelta(i, actual["id"], actual["name"]))]
         yield from (
-            [ReplyDelta(call=ToolCallDelta(i, arguments=piece))] for piece in cut(rng, told["arguments"])
+            [ReplyDelta(call=ToolCallDelta(i, arguments=piece))] for piece in cut(rng, actual["arguments"])
         )
         if i == 0:
             yield from ([ReplyDelta(text=piece)] for piece in cut(rng, content[at:]))
@@ -422,26 +424,26 @@ def test_responses_output_sent_back_matches_the_recorded_reply(seed: int) -> Non
         assert len(messages) == 3
         assert canonical_content(messages[1]) == canonical_content(reply)
         assert messages[1].get("reasoning") == reply.get("reasoning")
-        told = [told["id"] for told in messages[1].get("tool_calls", ())]
-        assert told == [told["id"] for told in reply.get("tool_calls", ())]
+        actual = [actual["id"] for actual in messages[1].get("tool_calls", ())]
+        assert actual == [actual["id"] for actual in reply.get("tool_calls", ())]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_responses_stream_events_add_up_to_the_response(seed: int) -> None:
     rng = random.Random(seed)
     request, reply = read(tools=TOOLS), some_reply(rng)
-    told = events(request, in_pieces(rng, reply), reply)
-    assert [event["type"] for event in told[:2]] == ["response.created", "response.in_progress"]
-    assert told[-1]["type"] == "response.completed"
-    output = told[-1]["response"]["output"]
-    assert output == [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    actual = events(request, in_pieces(rng, reply), reply)
+    assert [event["type"] for event in actual[:2]] == ["response.created", "response.in_progress"]
+    assert actual[-1]["type"] == "response.completed"
+    output = actual[-1]["response"]["output"]
+    assert output == [event["item"] for event in actual if event["type"] == "response.output_item.done"]
     for index, item in enumerate(output):
-        about = [event for event in told if event.get("output_index") == index]
+        about = [event for event in actual if event.get("output_index") == index]
         assert about[0]["type"] == "response.output_item.added"
         assert about[0]["item"]["id"] == item["id"]
-        said = "".join(event["delta"] for event in about if event["type"].endswith(".delta"))
-        whole = item.get("arguments", item.get("input"))
-        assert said == (item["content"][0]["text"] if whole is None else whole)
+        reply_text = "".join(event["delta"] for event in about if event["type"].endswith(".delta"))
+        complete_text = item.get("arguments", item.get("input"))
+        assert reply_text == (item["content"][0]["text"] if complete_text is None else complete_text)
         assert {event["item_id"] for event in about if "item_id" in event} <= {item["id"]}
 
 
@@ -451,9 +453,9 @@ def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
     reply = assistant("", call("apply_patch", arguments))
     pieces = [[ReplyDelta(call=ToolCallDelta(0, "call-1", "apply_patch"))]]
     pieces += [[ReplyDelta(call=ToolCallDelta(0, arguments=character))] for character in arguments]
-    told = events(read(tools=TOOLS), pieces, reply)
-    assert [e["delta"] for e in told if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
-    assert cast(Json, told[-1]["response"])["output"][0]["input"] == text
+    actual = events(read(tools=TOOLS), pieces, reply)
+    assert [e["delta"] for e in actual if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
+    assert cast(Json, actual[-1]["response"])["output"][0]["input"] == text
 
 
 @pytest.mark.parametrize(

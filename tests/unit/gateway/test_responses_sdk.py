@@ -104,10 +104,10 @@ async def test_openai_sdk_instructions_are_not_inherited(gateway: Served) -> Non
     )
     await ask_async(session, model="instar", input="Again", previous_response_id=first.id)
     calls = await gateway.calls(session)
-    told = [
+    actual = [
         [message["content"] for message in call.messages if message["role"] == "system"] for call in calls
     ]
-    assert told == [["One."], ["Two."], []]
+    assert actual == [["One."], ["Two."], []]
 
 
 async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: Served) -> None:
@@ -122,12 +122,12 @@ async def test_openai_sdk_streams_token_by_token(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "input": "Some words to say again", "stream": True}
     async with openai.AsyncOpenAI(**options(session)) as client:
-        told = [event async for event in await client.responses.create(**asked)]
-    deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+        actual = [event async for event in await client.responses.create(**asked)]
+    deltas = [event.delta for event in actual if event.type == "response.output_text.delta"]
     assert len(deltas) > 3
     assert "".join(deltas) == "You said: Some words to say again"
-    assert [event.sequence_number for event in told] == list(range(len(told)))
-    assert told[-1].type == "response.completed"
+    assert [event.sequence_number for event in actual] == list(range(len(actual)))
+    assert actual[-1].type == "response.completed"
 
 
 async def test_openai_sdk_truncated_reply_is_incomplete(gateway: Served) -> None:
@@ -141,9 +141,9 @@ async def test_openai_sdk_receives_logprobs(gateway: Served) -> None:
     session = await gateway.open()
     asked: dict[str, Any] = {"model": "instar", "input": "Hi", "include": ["message.output_text.logprobs"]}
     response = await ask_async(session, **asked)
-    told = response.output[0].content[0].logprobs
-    assert "".join(token.token for token in told) == response.output_text
-    assert all(token.logprob <= 0 for token in told)
+    actual = response.output[0].content[0].logprobs
+    assert "".join(token.token for token in actual) == response.output_text
+    assert all(token.logprob <= 0 for token in actual)
 
 
 async def test_openai_sdk_raises_its_own_error(gateway: Served) -> None:

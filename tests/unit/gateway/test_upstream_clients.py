@@ -53,7 +53,7 @@ def claude(session: OpenedSession) -> anthropic.AsyncAnthropic:
 
 
 async def ask(gateway: Served, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
-    """The text, and the arguments of the tool call, as the agent's SDK reads them."""
+    """Return the text and the tool call arguments that the agent's SDK parsed."""
     if agent == "messages":
         async with claude(session) as client:
             said = await client.messages.create(model=model, max_tokens=50, messages=USER)

@@ -44,7 +44,7 @@ async def serving(handle: Handle, idle_seconds: float = 5.0) -> AsyncGenerator[t
 
 
 async def take(reader: asyncio.StreamReader) -> bytes:
-    """One request."""
+    """Handle one request."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
     return head + await reader.readexactly(length)

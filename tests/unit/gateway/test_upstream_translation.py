@@ -72,7 +72,7 @@ async def ask(
 
 
 def said(pieces: list[UpstreamChunk]) -> Message:
-    """What the deltas add up to."""
+    """Return the sum of the deltas."""
     message = Message(role="assistant", content="")
     reasoning, calls = "", list[ToolCall]()
     for index, delta in [delta for piece in pieces for delta in piece.deltas]:

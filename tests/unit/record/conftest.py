@@ -38,7 +38,7 @@ def tiny(load: Load) -> TemplateRenderer:
 
 @pytest.fixture(scope="session", params=["tiny", DEFAULT_MODEL])
 def renderer(request: pytest.FixtureRequest, tiny: TemplateRenderer) -> TemplateRenderer:
-    """The tiny model's, and the default model's where that is in the cache."""
+    """The renderer of the tiny model, and of the default model if it is in the cache."""
     if request.param == "tiny":
         return tiny
     if not is_cached(DEFAULT_MODEL) and not os.environ.get("CI"):

@@ -41,7 +41,7 @@ def reply_text(rng: random.Random) -> str:
 
 
 def follow_up(rng: random.Random, reply: Message) -> list[Message]:
-    """What an agent sends behind a reply: results for its calls, or another question."""
+    """Return what an agent sends after a reply: results for its calls, or another question."""
     results = [
         Message(role="tool", content=words(rng), tool_call_id=call["id"])
         for call in reply.get("tool_calls", ())
@@ -52,7 +52,7 @@ def follow_up(rng: random.Random, reply: Message) -> list[Message]:
 
 
 def calls_of(deltas: list[ReplyDelta]) -> list[ToolCall]:
-    """What the pieces of tool calls add up to."""
+    """Return the tool calls that the pieces add up to."""
     calls: list[ToolCall] = []
     for piece in (delta.call for delta in deltas if delta.call):
         if piece.index == len(calls):

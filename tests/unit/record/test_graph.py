@@ -181,7 +181,7 @@ def test_template_that_cannot_be_bridged_branches(load: Load) -> None:
 
 
 def part(call: Call, *, digests: bool = True) -> CallDelta:
-    """As the store gives it back."""
+    """Return the call as the store returns it."""
     return CallDelta(
         call_id=call.call_id,
         request_id=call.request_id,
