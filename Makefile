@@ -1,7 +1,7 @@
-# `make demo` and `make test` are all a newcomer needs; each creates the environment once.
+# New users need only `make demo` and `make test`. The first target that needs the environment creates it.
 PYTHON ?= python3
 VENV ?= .venv
-# Further options for installing torch, such as an index with CPU builds.
+# Additional pip options for installing torch, such as an index with CPU builds.
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -12,17 +12,20 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
 	@echo "make test         run the tests"
-	@echo "make check        lint, types, import contracts, generated docs"
-	@echo "make integration  slower tests with real servers and crashes; or a part of them: integration-clients,"
+	@echo "make check        lint, types, import contracts, style limits, generated docs"
+	@echo "make integration  run slower tests with real servers and crashes; parts: integration-clients,"
 	@echo "                  integration-backends, integration-scale (vLLM, Ray), integration-rest, integration-rewards"
 	@echo "make bench        measure the engine"
-	@echo "make bench-gateway   measure the gateway against its peers"
-	@echo "make bench-fidelity  measure how much of what agents do becomes exact training data"
+	@echo "make bench-gateway   compare the gateway with similar servers"
+	@echo "make bench-fidelity  measure the share of agent traffic that becomes exact training data"
+	@echo "make style        measure file sizes, docstrings, names and other style limits"
+	@echo "make docs         write docs/configuration.md from the config docstrings"
+	@echo "make format       format the code"
 	@echo "make clean        remove the environment"
 
 install: $(STAMP)
 
-# torch first and pinned, so that no other requirement chooses its build.
+# Install torch first and pinned, so that no other requirement selects its build.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Instar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12"; exit 1; }
@@ -30,14 +33,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): a few minutes the first time"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH_INDEX) torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,dev]'
-	@# It pins a numpy older than ours, and only its data and its checker are used.
+	@# bfcl-eval pins an older numpy than ours; we use only its data and its checker, which work without it.
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps bfcl-eval==2026.3.23
 	@touch $@
 
 demo: install
 	$(BIN)/instar demo
 
-# Several at once, for most of the time a test waits; torch's own threads would only be in their way.
+# Tests mostly wait, so several run at once. More torch threads would only compete for the cores.
 WORKERS ?= 3
 
 test: install
@@ -50,7 +53,7 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
 
-# `make style ARGS=--json` prints the figures alone; `ARGS=--list` each finding.
+# `make style ARGS=--json` prints only the figures, `ARGS=--list` every finding.
 style: install
 	$(BIN)/python tools/style.py $(ARGS)
 
@@ -58,16 +61,16 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# All of the slower tests; `make integration-backends`, for one, runs a part of them.
+# The slower tests. `make integration` runs all of them; `make integration-backends`, for example, a part.
 CLIENTS := tests/integration/agents tests/integration/clients tests/integration/test_bench_gateway.py
 BACKENDS := tests/integration/backends tests/torture/test_services.py
 SCALE := $(wildcard tests/integration/vllm tests/integration/sync tests/integration/ray)
 REWARDS := $(wildcard $(addprefix tests/integration/,rewards rewards_sandbox datasets tasks))
 REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) tests/torture/test_crash.py $(REWARDS)
-# Two files at a time, for half of the time a test waits for one process to start; then what wants to be alone.
+# Two files at a time, because tests often wait for a process to start; then the tests marked `alone`.
 define slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile --timeout=300 $(DURATIONS) $(1)
-	$(BIN)/python -m pytest -m alone $(DURATIONS) $(1) || [ $$? -eq 5 ]  # 5: a part without such tests
+	$(BIN)/python -m pytest -m alone $(DURATIONS) $(1) || [ $$? -eq 5 ]  # pytest exits with 5 if there are none
 endef
 DURATIONS := --durations=20 --durations-min=5
 
@@ -86,7 +89,7 @@ integration-scale: install
 integration-rest: install
 	$(call slow,$(REST))
 
-# A part of the rest.
+# A subset of integration-rest.
 integration-rewards: install
 	$(call slow,$(REWARDS))
 
