@@ -1,1 +1,1 @@
-"""Looks for sessions that had better not be trained on."""
+"""Find sessions that should not be trained on."""

@@ -1,4 +1,4 @@
-"""What the checks see of a session, and what they say."""
+"""The input, the findings and the limits of the checks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from instar.types import Json, Reward, Session
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """A session that has ended, as far as the checks care."""
+    """The part of a closed session that the checks read."""
 
     session: Session
     prompt: str
-    """The first message of a user."""
+    """The first user message."""
     output: str
-    """All that the model wrote, its calls of tools too."""
+    """Everything that the model wrote, including its tool calls."""
     tokens: int
-    """Sampled in all."""
+    """The number of sampled tokens."""
     version: int
-    """The oldest that sampled any of it."""
+    """The oldest policy version that sampled a token of the session."""
     reward: float | None
-    """What its rewards come to."""
+    """The session's combined reward."""
     rewards: tuple[Reward, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CurationFinding:
-    """What a check has to say, of these sessions."""
+    """A problem that a check found, and the sessions that have it."""
 
     check: str
     tag: str
@@ -39,15 +39,15 @@ class CurationFinding:
 
 @dataclass(frozen=True, slots=True)
 class CurationLimits:
-    """From where on the checks speak up."""
+    """The thresholds from which on the checks report a finding."""
 
     similarity: float = 0.9
     """Share of word triples that near-duplicates have in common."""
     drift: float = 2.0
-    """How many times as long as at first, or as repetitive, the latest versions' outputs are."""
+    """Ratio of the latest versions' output length, or repetition, to the first versions'."""
     repetition: float = 0.3
-    """Share of an output's word triples that have been in it before."""
+    """Share of an output's word triples that occurred in it before."""
     disagreement: float = 0.5
-    """Distance between what the rules and the judges gave."""
+    """Distance between the reward of the rules and that of the judges."""
     identical: float = 0.5
     """Share of a group's sessions with the same output."""

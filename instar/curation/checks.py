@@ -1,4 +1,4 @@
-"""Checks of sessions: each is a function of what was seen to what it finds. None changes anything."""
+"""Checks that map session summaries to findings. They change nothing."""
 
 from __future__ import annotations
 
@@ -15,88 +15,97 @@ Check = Callable[[Sequence[SessionSummary], CurationLimits], list[CurationFindin
 
 SAME_REWARD = 1e-8
 MIN_SESSIONS = 8
-"""Sessions of a version, or of a part of the run, that its mean is believed of."""
+"""The fewest sessions whose mean is trusted."""
 
 
-def find_duplicates(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Outputs to different tasks that are nearly the same: the model says the same whatever it is asked, or
-    the tasks repeat each other."""
-    texts = [each.output for each in seen]
+def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+    """Find nearly identical outputs to different tasks.
+
+    Either the model ignores the task, or the tasks repeat each other.
+    """
+    texts = [summary.output for summary in sessions]
     findings: list[CurationFinding] = []
-    for places in find_near_duplicates(texts, limits.similarity):
-        those = [seen[place] for place in places]
-        if len({each.session.task_id for each in those}) < 2 or not those[0].output.strip():
+    for indices in find_near_duplicates(texts, limits.similarity):
+        similar = [sessions[index] for index in indices]
+        if len({summary.session.task_id for summary in similar}) < 2 or not similar[0].output.strip():
             continue
-        first = those[0].session.session_id
-        reason = f"{len(those)} outputs to different tasks are nearly the same, the first is {first}"
-        numbers = {"sessions": len(those), "tasks": len({each.session.task_id for each in those})}
-        findings.append(_finding("duplicates", "duplicate", first, reason, those[1:], numbers))
+        first = similar[0].session.session_id
+        reason = f"{len(similar)} outputs to different tasks are nearly identical; the first is {first}"
+        numbers = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
+        findings.append(_make_finding("duplicates", "duplicate", first, reason, similar[1:], numbers))
     return findings
 
 
-def find_identical(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Groups in which many sessions have the very same output: nothing is explored. Of whole groups."""
+def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+    """Find groups in which many sessions have the same output: nothing is explored. Needs complete groups."""
     findings: list[CurationFinding] = []
-    for group_id, those in _groups(seen).items():
+    for group_id, members in _by_group(sessions).items():
         by_output: dict[str, list[SessionSummary]] = defaultdict(list)
-        for each in those:
-            by_output[each.output].append(each)
+        for summary in members:
+            by_output[summary.output].append(summary)
         most = max(by_output.values(), key=len)
-        share = len(most) / len(those)
+        share = len(most) / len(members)
         if len(most) > 1 and share >= limits.identical:
-            reason = f"{len(most)} of {len(those)} outputs of group {group_id} are the same"
-            findings.append(_finding("identical", "identical", group_id, reason, most, {"share": share}))
+            reason = f"{len(most)} of {len(members)} outputs of group {group_id} are identical"
+            findings.append(_make_finding("identical", "identical", group_id, reason, most, {"share": share}))
     return findings
 
 
-def find_zero_signal(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Groups whose sessions all have the same reward: they teach nothing. Of whole groups."""
+def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+    """Find groups whose sessions all have the same reward: they teach nothing. Needs complete groups."""
     del limits
     findings: list[CurationFinding] = []
-    for group_id, those in _groups(seen).items():
-        rewards = [each.reward for each in those if each.reward is not None]
+    for group_id, members in _by_group(sessions).items():
+        rewards = [summary.reward for summary in members if summary.reward is not None]
         if len(rewards) > 1 and max(rewards) - min(rewards) <= SAME_REWARD:
             reason = f"all {len(rewards)} rewards of group {group_id} are {rewards[0]:g}"
             numbers = {"reward": rewards[0], "sessions": len(rewards)}
-            findings.append(_finding("zero_signal", "zero_signal", group_id, reason, those, numbers))
+            findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, numbers))
     return findings
 
 
-def find_repetitive(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Outputs that repeat themselves, and are rewarded above the average all the same."""
-    rewards = [each.reward for each in seen if each.reward is not None]
+def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+    """Find outputs that repeat themselves and still have a reward above the mean."""
+    rewards = [summary.reward for summary in sessions if summary.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     findings: list[CurationFinding] = []
-    for each in seen:
-        share = repetition_ratio(each.output)
-        if share >= limits.repetition and each.reward is not None and each.reward > mean:
-            reason = f"{share:.0%} of it was in it before, and its reward is {each.reward:g} (mean {mean:g})"
-            numbers = {"repetition": share, "reward": each.reward}
-            findings.append(_finding("repetitive", "repetitive", f"{share:.2f}", reason, [each], numbers))
+    for summary in sessions:
+        share = repetition_ratio(summary.output)
+        if share >= limits.repetition and summary.reward is not None and summary.reward > mean:
+            reason = (
+                f"{share:.0%} of the output repeats itself, with reward {summary.reward:g} (mean {mean:g})"
+            )
+            numbers = {"repetition": share, "reward": summary.reward}
+            findings.append(
+                _make_finding("repetitive", "repetitive", f"{share:.2f}", reason, [summary], numbers)
+            )
     return findings
 
 
-def find_length_drift(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Outputs that grow with the versions much faster than the tasks do: length may be what is rewarded."""
-    return _drift("length_drift", "tokens", seen, [float(each.tokens) for each in seen], limits.drift, 1.0)
+def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+    """Find outputs that grow much longer with the versions: length itself may be rewarded."""
+    lengths = [float(summary.tokens) for summary in sessions]
+    return _find_drift("length_drift", "tokens", sessions, lengths, limits.drift, 1.0)
 
 
-def find_repetition_drift(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Outputs that repeat themselves more and more with the versions."""
-    shares = [repetition_ratio(each.output) for each in seen]
-    return _drift("repetition_drift", "repetition", seen, shares, limits.drift, 0.05)
+def find_repetition_drift(
+    sessions: Sequence[SessionSummary], limits: CurationLimits
+) -> list[CurationFinding]:
+    """Find outputs that repeat themselves more and more with the versions."""
+    shares = [repetition_ratio(summary.output) for summary in sessions]
+    return _find_drift("repetition_drift", "repetition", sessions, shares, limits.drift, 0.05)
 
 
-def find_disagreement(seen: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Sessions of which rules and judges think otherwise: one of them is fooled."""
+def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+    """Find sessions whose rule and judge rewards differ widely: one of the two is wrong."""
     findings: list[CurationFinding] = []
-    for each in seen:
-        rule, judge = _latest(each, RewardSource.RULE), _latest(each, RewardSource.JUDGE)
+    for summary in sessions:
+        rule, judge = _latest_reward(summary, RewardSource.RULE), _latest_reward(summary, RewardSource.JUDGE)
         if rule is not None and judge is not None and abs(rule - judge) >= limits.disagreement:
             reason = f"the rule gives {rule:g}, the judge {judge:g}"
             numbers = {"rule": rule, "judge": judge}
             value = "rule_higher" if rule > judge else "judge_higher"
-            findings.append(_finding("disagreement", "disagreement", value, reason, [each], numbers))
+            findings.append(_make_finding("disagreement", "disagreement", value, reason, [summary], numbers))
     return findings
 
 
@@ -111,59 +120,72 @@ CHECKS: dict[str, Check] = {
 }
 
 GROUP_CHECKS = ("identical", "zero_signal")
-"""Checks that are right of whole groups only: shown a part of one, they would find what is not so."""
+"""Checks that need complete groups; with part of a group they report false findings."""
 
 
-def _drift(
-    check: str, what: str, seen: Sequence[SessionSummary], values: Sequence[float], limit: float, floor: float
+def _find_drift(
+    check: str,
+    unit: str,
+    sessions: Sequence[SessionSummary],
+    values: Sequence[float],
+    limit: float,
+    floor: float,
 ) -> list[CurationFinding]:
-    """The first quarter of the versions against the last; what is found are the last one's sessions above the
-    first one's mean. ``floor``: no mean counts as less."""
-    versions = sorted({each.version for each in seen})
+    """Compare the first quarter of the versions with the last.
+
+    The finding names the late sessions above the early mean. Means below ``floor`` count as ``floor``.
+    """
+    versions = sorted({summary.version for summary in sessions})
     part = max(1, len(versions) // 4)
-    early = [value for each, value in zip(seen, values, strict=True) if each.version in versions[:part]]
-    late = [(each, v) for each, v in zip(seen, values, strict=True) if each.version in versions[-part:]]
+    early = [
+        value for summary, value in zip(sessions, values, strict=True) if summary.version in versions[:part]
+    ]
+    late = [
+        (summary, v)
+        for summary, v in zip(sessions, values, strict=True)
+        if summary.version in versions[-part:]
+    ]
     if len(versions) < 2 or len(early) < MIN_SESSIONS or len(late) < MIN_SESSIONS:
         return []
     before, after = float(np.mean(early)), float(np.mean([value for _, value in late]))
     if max(after, floor) < limit * max(before, floor):
         return []
     ratio = max(after, floor) / max(before, floor)
-    reason = f"{what} per session went from {before:.3g} to {after:.3g} with the versions ({ratio:.1f} times)"
-    numbers = {"before": before, "after": after, "ratio": ratio, "correlation": _with_reward(late)}
-    above = [each for each, value in late if value > before]
-    return [_finding(check, check, f"{ratio:.1f}", reason, above, numbers)]
+    reason = f"{unit} per session rose from {before:.3g} to {after:.3g} over the versions ({ratio:.1f} times)"
+    numbers = {"before": before, "after": after, "ratio": ratio, "correlation": _correlate_with_reward(late)}
+    above = [summary for summary, value in late if value > before]
+    return [_make_finding(check, check, f"{ratio:.1f}", reason, above, numbers)]
 
 
-def _with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
-    """How far rewards go along with the values: near 1, the value itself seems to be what pays."""
-    pairs = [(each.reward, value) for each, value in late if each.reward is not None]
+def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
+    """Return the correlation of values and rewards; near 1, the value itself seems to be rewarded."""
+    pairs = [(summary.reward, value) for summary, value in late if summary.reward is not None]
     rewards, values = np.array([r for r, _ in pairs]), np.array([v for _, v in pairs])
     if len(pairs) < MIN_SESSIONS or not rewards.std() or not values.std():
         return None
     return float(np.corrcoef(rewards, values)[0, 1])
 
 
-def _latest(seen: SessionSummary, source: RewardSource) -> float | None:
-    given = [r.value for r in seen.rewards if r.source is source and r.call_id is None]
-    return given[-1] if given else None
+def _latest_reward(summary: SessionSummary, source: RewardSource) -> float | None:
+    values = [r.value for r in summary.rewards if r.source is source and r.call_id is None]
+    return values[-1] if values else None
 
 
-def _groups(seen: Sequence[SessionSummary]) -> dict[str, list[SessionSummary]]:
+def _by_group(sessions: Sequence[SessionSummary]) -> dict[str, list[SessionSummary]]:
     groups: dict[str, list[SessionSummary]] = defaultdict(list)
-    for each in seen:
-        if each.session.group_id is not None:
-            groups[each.session.group_id].append(each)
+    for summary in sessions:
+        if summary.session.group_id is not None:
+            groups[summary.session.group_id].append(summary)
     return groups
 
 
-def _finding(
+def _make_finding(
     check: str,
     tag: str,
     value: str,
     reason: str,
-    seen: Sequence[SessionSummary],
+    sessions: Sequence[SessionSummary],
     numbers: Mapping[str, object],
 ) -> CurationFinding:
-    ids = tuple(each.session.session_id for each in seen)
+    ids = tuple(summary.session.session_id for summary in sessions)
     return CurationFinding(check, tag, value, reason, ids, dict(numbers))

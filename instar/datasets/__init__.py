@@ -1,1 +1,1 @@
-"""Recorded data as files: out of a store, into one, and as other programs read it."""
+"""Export recorded sessions to files, import them, and convert them for other trainers."""

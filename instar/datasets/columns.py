@@ -1,8 +1,8 @@
-"""What an exported row holds, each column declared once, and the row as a canonical line of JSON.
+"""The columns of the exported tables, and rows as canonical lines of JSON.
 
-There are three tables. A session's row counts its calls, whose rows follow each other in the order of their
-sessions. A call's row holds what lies beyond its base, as in a store, so that a session of many turns costs
-what was said in it, and not the sum of its prompts.
+An export has three content tables. A session's row counts its calls; the rows of the calls follow each other
+in the order of their sessions. A call's row holds only the part after its base call, as in a store, so that
+the size of a session grows with its messages and not with the sum of its prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instar.errors import DataError
 from instar.types import Floats, Ids, Json
 
 ExportRow = dict[str, Any]
-"""By column: text, numbers, arrays, bytes, and for JSON whatever JSON can say."""
+"""Values by column name: text, numbers, arrays, bytes, or any JSON value."""
 TableName = Literal["groups", "sessions", "calls", "samples"]
 
 
@@ -30,9 +30,9 @@ class ColumnType(Enum):
     REAL = "real"
     BOOL = "bool"
     IDS = "ids"
-    """int32"""
+    """An int32 array."""
     FLOATS = "floats"
-    """float32, NaN where one is missing"""
+    """A float32 array; NaN marks a missing value."""
     JSON = "json"
     BYTES = "bytes"
 
@@ -110,7 +110,7 @@ CALLS: Columns = {
     "first_token_at": ColumnType.REAL,
     "ended_at": ColumnType.REAL,
 }
-"""``prompt_ids`` and ``messages`` from the base on; ``tools`` are null where they are the base's."""
+"""``prompt_ids`` and ``messages`` follow the base call; ``tools`` is null if they equal the base call's."""
 
 SAMPLES: Columns = {
     "sample_key": ColumnType.TEXT,
@@ -128,7 +128,7 @@ SAMPLES: Columns = {
     "reward": ColumnType.REAL,
     "rewards": ColumnType.JSON,
 }
-"""A flat view, for other programs: one root-to-leaf walk through a session. It is not imported."""
+"""A flat view for other programs: one root-to-leaf path of a session per row. It is never imported."""
 
 TABLES: dict[TableName, Columns] = {
     "groups": GROUPS,
@@ -137,7 +137,7 @@ TABLES: dict[TableName, Columns] = {
     "samples": SAMPLES,
 }
 CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
-"""The tables that hold everything: what is imported, and what the content hash is of."""
+"""The tables that are imported and that the content hash covers."""
 
 
 # --- canonical lines ----------------------------------------------------------------------------
@@ -148,8 +148,10 @@ _escaped = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 
 
 def dump_canonical_json(value: Any) -> str:
-    """Compact JSON with sorted keys: equal values, equal text. Lone surrogates, which UTF-8 cannot hold,
-    stay escaped."""
+    """Return compact JSON with sorted keys, so that equal values give equal text.
+
+    Lone surrogates, which UTF-8 cannot encode, stay escaped.
+    """
     text = _compact(value)
     try:
         text.encode()
@@ -162,12 +164,12 @@ def encode_line(columns: Columns, row: ExportRow) -> str:
     return dump_canonical_json({name: _to_json(kind, row[name]) for name, kind in columns.items()})
 
 
-def decode_line(columns: Columns, line: str, where: str) -> ExportRow:
+def decode_line(columns: Columns, line: str, location: str) -> ExportRow:
     try:
-        given: Json = json.loads(line)
-        return {name: _from_json(kind, given[name]) for name, kind in columns.items()}
+        values: Json = json.loads(line)
+        return {name: _from_json(kind, values[name]) for name, kind in columns.items()}
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{where} is not a row that Instar has written: {error!r}") from error
+        raise DataError(f"{location} is not a row of an Instar export: {error!r}") from error
 
 
 def _to_json(kind: ColumnType, value: Any) -> Any:
@@ -203,7 +205,7 @@ def to_id_array(values: Iterable[int]) -> Ids:
 
 
 def _floats_to_json(values: Floats) -> list[float | str | None]:
-    """As float64, which holds every float32 exactly. JSON has neither NaN nor infinity."""
+    # JSON has neither NaN nor infinity. Python floats represent every float32 exactly.
     if np.isfinite(values).all():
         return values.tolist()
     return [None if v != v else (v if math.isfinite(v) else str(v)) for v in values.tolist()]

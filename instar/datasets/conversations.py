@@ -1,6 +1,7 @@
-"""Sessions as conversations to imitate (SFT) or to prefer (DPO), in the form that TRL reads.
+"""Convert sessions to conversations for SFT and DPO, in the format that TRL reads.
 
-It is text: another trainer renders and tokenizes it as it does. What was sampled is in the whole formats.
+The rows hold text, which the other trainer renders and tokenizes itself. The sampled tokens are only in the
+importable formats.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FILES = {
 
 
 class ConversationWriter:
-    """Writes rows to the files of their form, each made with its first row."""
+    """Writes rows to the file of their kind; a file is created with its first row."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,8 +33,8 @@ class ConversationWriter:
         self._hashes: dict[str, Any] = {}
 
     def add(self, **rows: Rows) -> None:
-        for name, given in rows.items():
-            for row in given:
+        for name, new_rows in rows.items():
+            for row in new_rows:
                 if name not in self._files:
                     self._files[name] = (self._folder / FILES[name]).open("w", encoding="utf-8")
                     self._hashes[name] = hashlib.sha256()
@@ -47,96 +48,99 @@ class ConversationWriter:
 
     @property
     def digest(self) -> str:
-        whole = "".join(f"{name} {self._hashes[name].hexdigest()}\n" for name in sorted(self._hashes))
-        return f"sha256:{hashlib.sha256(whole.encode()).hexdigest()}"
+        text = "".join(f"{name} {self._hashes[name].hexdigest()}\n" for name in sorted(self._hashes))
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def sft_rows(record: SessionRecord, reward: float | None, least: float | None) -> dict[str, Rows]:
-    """Its conversations, where the reward is at least so much (default: above 0): each as a list of messages,
-    and each reply as the completion of what stood before it. An answer that a person corrected is the
-    completion whatever the reward."""
+def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
+    """Return each conversation as a list of messages, and each reply as the completion of its prompt.
+
+    Only sessions with a reward of at least ``min_reward`` (default: above 0) count; corrected replies are
+    included whatever the reward.
+    """
     rows: dict[str, Rows] = {"messages": [], "completions": _corrections(record)}
-    good = reward is not None and (reward > 0 if least is None else reward >= least)
-    if not good or not _usable(record):
+    good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
+    if not good or not _is_usable(record):
         return rows
     for call in _conversations(record.calls):
         tools = _tools(call.tools)
         rows["messages"].append({"messages": _messages([*call.messages, call.reply]), **tools})
     for call in record.calls:
-        if _whole(call):
+        if _is_complete(call):
             rows["completions"].append(_completion(call, call.reply))
     return rows
 
 
-def _completion(call: Call, answer: Message) -> Json:
-    return {"prompt": _messages(call.messages), "completion": _messages([answer]), **_tools(call.tools)}
+def _completion(call: Call, reply: Message) -> Json:
+    return {"prompt": _messages(call.messages), "completion": _messages([reply]), **_tools(call.tools)}
 
 
 def _corrections(record: SessionRecord) -> Rows:
     calls = {call.call_id: call for call in record.calls}
     return [
-        _completion(calls[given.call_id], Message(role="assistant", content=given.correction))
-        for given in record.feedback
-        if given.correction is not None and given.call_id in calls and not _untrainable(record)
+        _completion(calls[item.call_id], Message(role="assistant", content=item.correction))
+        for item in record.feedback
+        if item.correction is not None and item.call_id in calls and not _is_untrainable(record)
     ]
 
 
-def dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
-    """The best of the group over the worst, the second best over the second worst, and so on, while the
-    rewards differ by more than ``margin``. Only sessions that are one conversation are compared."""
-    given: list[tuple[float, Call]] = []
+def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
+    """Pair the best session of the group with the worst, the second best with the second worst, and so on.
+
+    A pair needs rewards that differ by more than ``margin``; sessions with several conversations are skipped.
+    """
+    candidates: list[tuple[float, Call]] = []
     for record, reward in group:
         conversations = _conversations(record.calls)
-        if reward is not None and len(conversations) == 1 and _usable(record):
-            given.append((reward, conversations[0]))
-    given.sort(key=lambda each: -each[0])
+        if reward is not None and len(conversations) == 1 and _is_usable(record):
+            candidates.append((reward, conversations[0]))
+    candidates.sort(key=lambda candidate: -candidate[0])
     pairs: Rows = []
-    for place in range(len(given) // 2):
-        (high, chosen), (low, rejected) = given[place], given[-1 - place]
-        if high - low > margin and (pair := _pair(chosen, rejected)):
+    for index in range(len(candidates) // 2):
+        (high, chosen), (low, rejected) = candidates[index], candidates[-1 - index]
+        if high - low > margin and (pair := _make_pair(chosen, rejected)):
             pairs.append({**pair, "chosen_reward": high, "rejected_reward": low})
     return pairs
 
 
-def _pair(chosen: Call, rejected: Call) -> Json | None:
-    """What both begin with is the prompt, up to where the model's first differing reply stands."""
-    one, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
+def _make_pair(chosen: Call, rejected: Call) -> Json | None:
+    """Return a pair whose prompt is the common prefix, or None if the first difference is not a reply."""
+    preferred, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
     shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+    while shared < min(len(preferred), len(other)) and preferred[shared] == other[shared]:
         shared += 1
-    if shared == 0 or shared == min(len(one), len(other)) or chosen.tools != rejected.tools:
+    if shared == 0 or shared == min(len(preferred), len(other)) or chosen.tools != rejected.tools:
         return None
-    if one[shared]["role"] != "assistant" or other[shared]["role"] != "assistant":
+    if preferred[shared]["role"] != "assistant" or other[shared]["role"] != "assistant":
         return None
     return {
-        "prompt": _messages(one[:shared]),
-        "chosen": _messages(one[shared:]),
+        "prompt": _messages(preferred[:shared]),
+        "chosen": _messages(preferred[shared:]),
         "rejected": _messages(other[shared:]),
         **_tools(chosen.tools),
     }
 
 
-def _usable(record: SessionRecord) -> bool:
-    return record.session.status is SessionStatus.COMPLETED and not _untrainable(record)
+def _is_usable(record: SessionRecord) -> bool:
+    return record.session.status is SessionStatus.COMPLETED and not _is_untrainable(record)
 
 
-def _untrainable(record: SessionRecord) -> bool:
+def _is_untrainable(record: SessionRecord) -> bool:
     return any(tag.name == UNTRAINABLE for tag in record.tags)
 
 
-def _whole(call: Call) -> bool:
+def _is_complete(call: Call) -> bool:
     return call.status is CallStatus.OK and call.finish_reason == "stop"
 
 
 def _conversations(calls: Sequence[Call]) -> list[Call]:
-    """The calls that nothing goes on from: each holds a whole conversation. One that was broken off is
-    none."""
+    """Return the last call of each complete conversation; it holds all the messages before it."""
     continued = {call.parent_id for call in calls if call.link == "extends"}
-    return [call for call in calls if call.call_id not in continued and _whole(call)]
+    return [call for call in calls if call.call_id not in continued and _is_complete(call)]
 
 
 def _tools(tools: Sequence[Tool]) -> Json:
-    """As JSON text: schemas differ from row to row, and a column of a dataset has one type."""
+    # JSON text, because schemas differ from row to row and a dataset column has one type.
     if not tools:
         return {}
     return {"tools": json.dumps([{"type": "function", "function": dict(tool)} for tool in tools])}
@@ -147,27 +151,27 @@ def _messages(messages: Sequence[Message]) -> list[Json]:
 
 
 def _message(message: Message) -> Json:
-    given: Json = {"role": message["role"], "content": message["content"]}
+    converted: Json = {"role": message["role"], "content": message["content"]}
     if "reasoning" in message:
-        given["reasoning_content"] = message["reasoning"]
+        converted["reasoning_content"] = message["reasoning"]
     if "tool_call_id" in message:
-        given["tool_call_id"] = message["tool_call_id"]
+        converted["tool_call_id"] = message["tool_call_id"]
     if "name" in message:
-        given["name"] = message["name"]
+        converted["name"] = message["name"]
     if "tool_calls" in message:
-        given["tool_calls"] = [
+        converted["tool_calls"] = [
             {
                 "id": call["id"],
                 "type": "function",
-                "function": {"name": call["name"], "arguments": _arguments(call["arguments"])},
+                "function": {"name": call["name"], "arguments": _parse_arguments(call["arguments"])},
             }
             for call in message["tool_calls"]
         ]
-    return given
+    return converted
 
 
-def _arguments(text: str) -> Any:
-    """Chat templates write them as JSON themselves; text that is none stays as it is."""
+def _parse_arguments(text: str) -> Any:
+    """Return the parsed arguments, which chat templates serialize themselves; invalid JSON stays text."""
     try:
         return json.loads(text)
     except ValueError:

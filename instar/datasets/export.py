@@ -1,4 +1,4 @@
-"""Out of a store, into a folder that appears when it is whole."""
+"""Export sessions of a store to a folder that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from instar import __version__
 from instar.datasets.columns import CONTENT_TABLES, ExportRow, TableName
-from instar.datasets.conversations import ConversationWriter, dpo_rows, sft_rows
+from instar.datasets.conversations import ConversationWriter, build_dpo_rows, build_sft_rows
 from instar.datasets.files import WRITERS
 from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetManifest, Format
 from instar.datasets.records import encode_group, encode_record
@@ -25,12 +25,12 @@ PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""Told how many sessions are written, and of how many."""
+"""Called with the number of sessions written and their total."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportHooks:
-    """How a session is read for training; given by whoever composes the rooms."""
+    """Functions of other packages that linearize a session and combine its rewards, passed by the caller."""
 
     samples: Callable[[Session, Sequence[Call]], list[Sample]]
     reward: Callable[[SessionRecord], float | None]
@@ -38,30 +38,28 @@ class ExportHooks:
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export, and how."""
-
     format: Format = "jsonl"
     where: SessionFilter = EVERYTHING
     samples: bool = False
-    """Beside the whole formats, the flat view."""
+    """True to write the flat `samples` table beside the content tables."""
     min_reward: float | None = None
-    """Of `sft`: the least that a session's reward must be."""
+    """The lowest reward of a session in an `sft` export; None: any reward above 0."""
     margin: float = 0.0
-    """Of `dpo`: how much more than the rejected one's the reward of the chosen one must be."""
+    """The difference that the rewards of the chosen and the rejected session of a `dpo` pair must exceed."""
 
     @property
     def tables(self) -> tuple[TableName, ...]:
         return (*CONTENT_TABLES, "samples") if self.samples or self.format == "hf" else CONTENT_TABLES
 
     def describe(self) -> Json:
-        """What was asked for, without what is as by default."""
-        usual = asdict(EVERYTHING)
-        given = {name: value for name, value in asdict(self.where).items() if value != usual[name]}
+        """Return the options that differ from their defaults."""
+        defaults = asdict(EVERYTHING)
+        options = {name: value for name, value in asdict(self.where).items() if value != defaults[name]}
         if self.format == "sft" and self.min_reward is not None:
-            given["sft_min_reward"] = self.min_reward
+            options["sft_min_reward"] = self.min_reward
         if self.format == "dpo":
-            given["dpo_margin"] = self.margin
-        return given
+            options["dpo_margin"] = self.margin
+        return options
 
 
 @dataclass(slots=True)
@@ -82,19 +80,19 @@ class _ExportCounts:
 
 def check_target(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder} exists, and nothing is written over: name another folder")
+        raise ConfigError(f"{folder} already exists and is not overwritten; name another folder")
 
 
 @contextmanager
 def _atomic_folder(folder: Path) -> Generator[Path]:
-    """A folder to write to, which takes its name when all is well, and is gone otherwise."""
+    """Yield a temporary folder; rename it to ``folder`` if the body succeeds, else delete it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as held:
-        fresh = Path(held) / "data"
-        fresh.mkdir()
-        yield fresh
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
+        temporary = Path(parent) / "data"
+        temporary.mkdir()
+        yield temporary
         check_target(folder)
-        fresh.rename(folder)
+        temporary.rename(folder)
 
 
 async def export_sessions(
@@ -107,18 +105,22 @@ async def export_sessions(
     store_kind: str,
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
-    """Write the sessions of a run that have ended. The same data gives the same folder."""
+    """Write the closed sessions of a run. The same data always gives the same folder."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
-        raise ConfigError("channel: sessions of the data channel came from an export; take that one")
-    chosen = await _select_sessions(store, run_id, options.where)
-    if not chosen:
-        raise DataError(f"no session of run {run_id} that has ended is as asked for: nothing to export")
-    with _atomic_folder(folder) as fresh:
+        raise ConfigError(
+            "channel: sessions of the data channel were imported; use the dataset they came from"
+        )
+    selected = await _select_sessions(store, run_id, options.where)
+    if not selected:
+        raise DataError(f"nothing to export: no session of run {run_id} that has ended matches the filters")
+    with _atomic_folder(folder) as temporary:
         if options.format in IMPORTABLE_FORMATS:
-            tally, digest = await _write_tables(store, run_id, fresh, chosen, options, hooks, progress)
+            tally, digest = await _write_tables(store, run_id, temporary, selected, options, hooks, progress)
         else:
-            tally, digest = await _write_conversations(store, run_id, fresh, chosen, options, hooks, progress)
+            tally, digest = await _write_conversations(
+                store, run_id, temporary, selected, options, hooks, progress
+            )
         run = await store.run(run_id)
         manifest = DatasetManifest(
             format=options.format,
@@ -127,11 +129,11 @@ async def export_sessions(
             filters=options.describe(),
             counts=tally.counts,
             hash=digest,
-            policies=await _policies(store, run.policy_id if run else run_id),
+            policies=await _read_policies(store, run.policy_id if run else run_id),
             versions=sorted(version for version in tally.versions if version >= 0),
             instar=__version__,
         )
-        manifest.write(fresh)
+        manifest.write(temporary)
     return manifest
 
 
@@ -142,23 +144,23 @@ class _SelectedSession:
 
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> list[_SelectedSession]:
-    """In the order in which they were opened. What is under way is left out, and what came from an export."""
-    chosen: list[_SelectedSession] = []
+    """Return the sessions in the order in which they were opened, without open and imported ones."""
+    selected: list[_SelectedSession] = []
     last = 0
     while rows := await store.sessions(run_id, where=where, after=last, limit=PAGE):
         last = rows[-1].seq
         for row in rows:
             session = row.session
             if session.status is not SessionStatus.OPEN and session.channel is not Channel.DATA:
-                chosen.append(_SelectedSession(session.session_id, session.group_id))
-    return chosen
+                selected.append(_SelectedSession(session.session_id, session.group_id))
+    return selected
 
 
 async def read_records(
     store: Store, run_id: str, session_ids: Sequence[str], progress: ProgressCallback | None = None
 ) -> AsyncIterator[SessionRecord]:
-    """In the order given."""
-    feedback = await _feedback(store, run_id, session_ids)
+    """Yield the records in the order of ``session_ids``."""
+    feedback = await _read_feedback(store, run_id, session_ids)
     done = 0
     for start in range(0, len(session_ids), PAGE):
         page = session_ids[start : start + PAGE]
@@ -183,27 +185,27 @@ async def read_records(
                 progress(done, len(session_ids))
 
 
-async def _feedback(store: Store, run_id: str, session_ids: Sequence[str]) -> dict[str, list[Feedback]]:
-    """Of few sessions one by one: all of the run's may be much more."""
+async def _read_feedback(store: Store, run_id: str, session_ids: Sequence[str]) -> dict[str, list[Feedback]]:
+    # For few sessions, one query each is cheaper than reading the feedback of the entire run.
     if len(session_ids) <= PAGE:
-        return {each: await store.feedback(run_id, session_id=each) for each in session_ids}
+        return {session_id: await store.feedback(run_id, session_id=session_id) for session_id in session_ids}
     feedback: dict[str, list[Feedback]] = {}
-    for given in await store.feedback(run_id):
-        feedback.setdefault(given.session_id, []).append(given)
+    for item in await store.feedback(run_id):
+        feedback.setdefault(item.session_id, []).append(item)
     return feedback
 
 
-async def _groups(
-    store: Store, run_id: str, chosen: Iterable[_SelectedSession], where: SessionFilter
+async def _read_groups(
+    store: Store, run_id: str, selected: Iterable[_SelectedSession], where: SessionFilter
 ) -> list[Group]:
-    """Those of the sessions; where all sessions are asked for, also groups without any."""
-    named = {each.group_id for each in chosen}
+    """Return the groups of the sessions; without a filter, also the groups that have no session."""
+    group_ids = {session.group_id for session in selected}
     channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
-    found = [group for channel in channels for group in await store.groups(run_id, channel)]
-    return [group for group in found if where == EVERYTHING or group.group_id in named]
+    groups = [group for channel in channels for group in await store.groups(run_id, channel)]
+    return [group for group in groups if where == EVERYTHING or group.group_id in group_ids]
 
 
-async def _policies(store: Store, policy_id: str) -> list[Json]:
+async def _read_policies(store: Store, policy_id: str) -> list[Json]:
     return [
         {
             "policy_id": policy.policy_id,
@@ -220,39 +222,40 @@ async def _write_tables(
     store: Store,
     run_id: str,
     folder: Path,
-    chosen: Sequence[_SelectedSession],
-    wanted: ExportOptions,
-    views: ExportHooks,
+    selected: Sequence[_SelectedSession],
+    options: ExportOptions,
+    hooks: ExportHooks,
     progress: ProgressCallback | None,
 ) -> tuple[_ExportCounts, str]:
     tally, digest = _ExportCounts(), ContentHash()
-    with WRITERS[wanted.format](folder, wanted.tables) as writer:
+    with WRITERS[options.format](folder, options.tables) as writer:
 
         def add(table: TableName, row: ExportRow) -> None:
             writer.add(table, row, digest.add(table, row))
 
-        for group in await _groups(store, run_id, chosen, wanted.where):
+        for group in await _read_groups(store, run_id, selected, options.where):
             add("groups", encode_group(group))
             tally.add("groups")
-        async for record in read_records(store, run_id, [each.session_id for each in chosen], progress):
+        session_ids = [session.session_id for session in selected]
+        async for record in read_records(store, run_id, session_ids, progress):
             row, calls = encode_record(record)
             add("sessions", row)
             for call in calls:
                 add("calls", call)
             tally.count_record(record)
-            if "samples" in wanted.tables:
-                for sample in sample_rows(record, views):
+            if "samples" in options.tables:
+                for sample in build_sample_rows(record, hooks):
                     add("samples", sample)
                     tally.add("samples")
         writer.finish()
     return tally, digest.hexdigest(*CONTENT_TABLES)
 
 
-def sample_rows(record: SessionRecord, views: ExportHooks) -> Iterator[ExportRow]:
+def build_sample_rows(record: SessionRecord, hooks: ExportHooks) -> Iterator[ExportRow]:
     session = record.session
     by_id = {call.call_id: call for call in record.calls}
     row, _ = encode_record(record)
-    for sample in views.samples(session, record.calls):
+    for sample in hooks.samples(session, record.calls):
         leaf = by_id[sample.spans[-1].call_id]
         yield {
             "sample_key": sample.sample_key,
@@ -267,7 +270,7 @@ def sample_rows(record: SessionRecord, views: ExportHooks) -> Iterator[ExportRow
             "logprobs": sample.logprobs,
             "behavior_logprobs": sample.behavior_logprobs,
             "versions": sample.versions,
-            "reward": views.reward(record),
+            "reward": hooks.reward(record),
             "rewards": row["rewards"],
         }
 
@@ -276,38 +279,40 @@ async def _write_conversations(
     store: Store,
     run_id: str,
     folder: Path,
-    chosen: Sequence[_SelectedSession],
-    wanted: ExportOptions,
-    views: ExportHooks,
+    selected: Sequence[_SelectedSession],
+    options: ExportOptions,
+    hooks: ExportHooks,
     progress: ProgressCallback | None,
 ) -> tuple[_ExportCounts, str]:
-    """For dpo, group by group: a pair is of one group."""
-    tally, form = _ExportCounts(), ConversationWriter(folder)
-    if wanted.format == "sft":
-        async for record in read_records(store, run_id, [each.session_id for each in chosen], progress):
-            rows = sft_rows(record, views.reward(record), wanted.min_reward)
-            form.add(**rows)
+    tally, writer = _ExportCounts(), ConversationWriter(folder)
+    if options.format == "sft":
+        session_ids = [session.session_id for session in selected]
+        async for record in read_records(store, run_id, session_ids, progress):
+            rows = build_sft_rows(record, hooks.reward(record), options.min_reward)
+            writer.add(**rows)
             tally.add("sessions", bool(any(rows.values())))
             tally.add("rows", len(rows["completions"]))
     else:
-        together: dict[str, list[str]] = {}
-        for each in chosen:
-            if each.group_id is not None:
-                together.setdefault(each.group_id, []).append(each.session_id)
-        for number, members in enumerate(together.values(), 1):
+        # A pair is made of two sessions of one group.
+        by_group: dict[str, list[str]] = {}
+        for session in selected:
+            if session.group_id is not None:
+                by_group.setdefault(session.group_id, []).append(session.session_id)
+        for number, members in enumerate(by_group.values(), 1):
             records = [record async for record in read_records(store, run_id, members)]
-            pairs = dpo_rows([(record, views.reward(record)) for record in records], wanted.margin)
-            form.add(pairs=pairs)
+            pairs = build_dpo_rows([(record, hooks.reward(record)) for record in records], options.margin)
+            writer.add(pairs=pairs)
             tally.add("rows", len(pairs))
             if progress is not None:
-                progress(number, len(together))
-    form.close()
+                progress(number, len(by_group))
+    writer.close()
     if not tally.counts.get("rows"):
-        raise DataError(_NOTHING[wanted.format])
-    return tally, form.digest
+        raise DataError(_NO_ROWS_ERRORS[options.format])
+    return tally, writer.digest
 
 
-_NOTHING: dict[Any, str] = {
-    "sft": "no session has a reward that high, so there is nothing to imitate: nothing is written",
-    "dpo": "no group has two sessions that begin alike and differ enough in reward: nothing is written",
+_NO_ROWS_ERRORS: dict[Any, str] = {
+    "sft": "nothing to export: no session reaches the minimum reward; lower it",
+    "dpo": "nothing to export: no group has two sessions with the same prompt whose rewards differ by more "
+    "than the margin; lower it",
 }

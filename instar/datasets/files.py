@@ -1,4 +1,4 @@
-"""The tables as files: lines of JSON, Parquet, or a folder of Hugging Face `datasets`."""
+"""Write and read the tables as JSON Lines, Parquet, or a Hugging Face `datasets` folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from instar.datasets.columns import (
 from instar.datasets.manifest import Format
 from instar.errors import ConfigError, DataError
 
-ROWS_AT_ONCE = 256
-"""Rows that are held in memory before they are written."""
+ROWS_PER_BATCH = 256
+"""The number of rows that are held in memory before they are written."""
 
 
 class TableWriter(ABC):
@@ -33,14 +33,14 @@ class TableWriter(ABC):
 
     @abstractmethod
     def add(self, table: TableName, row: ExportRow, line: str) -> None:
-        """``line`` is the row's canonical one."""
+        """Write a row; ``line`` is its canonical JSON."""
 
     @abstractmethod
     def finish(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Also where it was not finished. What was written then is of no use."""
+        """Close the files. Without `finish` before, what was written is incomplete."""
 
     def __enter__(self) -> Self:
         return self
@@ -73,24 +73,24 @@ class JsonlWriter(TableWriter):
 class ParquetWriter(TableWriter):
     def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         super().__init__(folder, tables)
-        pq = _package("pyarrow.parquet")
-        self._waiting: dict[TableName, list[ExportRow]] = {name: [] for name in tables}
-        self._schemas = {name: _schema(TABLES[name]) for name in tables}
+        pq = _import_package("pyarrow.parquet")
+        self._pending: dict[TableName, list[ExportRow]] = {name: [] for name in tables}
+        self._schemas = {name: _make_schema(TABLES[name]) for name in tables}
         self._writers = {
             name: pq.ParquetWriter(folder / f"{name}.parquet", self._schemas[name], compression="zstd")
             for name in tables
         }
 
     def add(self, table: TableName, row: ExportRow, line: str) -> None:
-        waiting = self._waiting[table]
-        waiting.append(row)
-        if len(waiting) >= ROWS_AT_ONCE:
+        pending = self._pending[table]
+        pending.append(row)
+        if len(pending) >= ROWS_PER_BATCH:
             self._flush(table)
 
     def _flush(self, table: TableName) -> None:
-        waiting, self._waiting[table] = self._waiting[table], []
-        if waiting:
-            self._writers[table].write_batch(_batch(self._schemas[table], TABLES[table], waiting))
+        pending, self._pending[table] = self._pending[table], []
+        if pending:
+            self._writers[table].write_batch(_make_batch(self._schemas[table], TABLES[table], pending))
 
     def finish(self) -> None:
         for table in self.tables:
@@ -107,11 +107,11 @@ class HfWriter(ParquetWriter):
 
     def finish(self) -> None:
         super().finish()
-        datasets, pq = _package("datasets"), _package("pyarrow.parquet")
+        datasets, pq = _import_package("datasets"), _import_package("pyarrow.parquet")
         for name in self.tables:
             parquet = self.folder / f"{name}.parquet"
             table = pq.read_table(parquet, memory_map=True)
-            # A fingerprint of our own: theirs is drawn anew each time, so no two folders would be the same.
+            # The default fingerprint is random, so two exports of the same data would differ.
             datasets.Dataset(table, fingerprint=f"instar-{name}").save_to_disk(self.folder / name)
             parquet.unlink()
         (self.folder / "dataset_dict.json").write_text(json.dumps({"splits": list(self.tables)}))
@@ -140,48 +140,48 @@ def _read_jsonl(path: Path, table: TableName) -> Iterator[ExportRow]:
 
 
 def _parquet_batches(folder: Path, table: TableName) -> Iterator[Any]:
-    pq = _package("pyarrow.parquet")
+    pq = _import_package("pyarrow.parquet")
     with pq.ParquetFile(folder / f"{table}.parquet") as file:
-        yield from file.iter_batches(batch_size=ROWS_AT_ONCE)
+        yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
 
 
 def _arrow_batches(folder: Path, table: TableName) -> Iterator[Any]:
-    """The files of a saved dataset, in its own order, without the package that wrote them."""
-    pa = _package("pyarrow")
+    # Reads the files directly, so that importing does not need the `datasets` package.
+    pa = _import_package("pyarrow")
     state = json.loads((folder / table / "state.json").read_text())
-    for each in state["_data_files"]:
-        name = Path(each["filename"]).name
+    for data_file in state["_data_files"]:
+        name = Path(data_file["filename"]).name
         with pa.memory_map(str(folder / table / name)) as file:
             yield from pa.ipc.open_stream(file)
 
 
 def _read_batches(batches: Iterator[Any], table: TableName, folder: Path) -> Iterator[ExportRow]:
-    pa = _package("pyarrow")
+    pa = _import_package("pyarrow")
     columns = TABLES[table]
     try:
         for batch in batches:
-            values = {name: _values(kind, batch.column(name)) for name, kind in columns.items()}
-            for place in range(batch.num_rows):
-                yield {name: values[name][place] for name in columns}
+            values = {name: _decode_column(kind, batch.column(name)) for name, kind in columns.items()}
+            for index in range(batch.num_rows):
+                yield {name: values[name][index] for name in columns}
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise DataError(f"the table {table} in {folder} cannot be read: {error}") from error
 
 
-def _values(kind: ColumnType, column: Any) -> list[Any]:
+def _decode_column(kind: ColumnType, column: Any) -> list[Any]:
     if kind in (ColumnType.IDS, ColumnType.FLOATS):
-        return [_array(scalar) for scalar in column]
-    given = column.to_pylist()
+        return [_to_array(scalar) for scalar in column]
+    values = column.to_pylist()
     if kind is ColumnType.JSON:
-        return [None if text is None else json.loads(text) for text in given]
-    return given
+        return [None if text is None else json.loads(text) for text in values]
+    return values
 
 
-def _array(scalar: Any) -> Any:
+def _to_array(scalar: Any) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None
 
 
-def _schema(columns: Columns) -> Any:
-    pa = _package("pyarrow")
+def _make_schema(columns: Columns) -> Any:
+    pa = _import_package("pyarrow")
     types = {
         ColumnType.TEXT: pa.string(),
         ColumnType.INT: pa.int64(),
@@ -195,8 +195,8 @@ def _schema(columns: Columns) -> Any:
     return pa.schema([pa.field(name, types[kind]) for name, kind in columns.items()])
 
 
-def _batch(schema: Any, columns: Columns, rows: Sequence[ExportRow]) -> Any:
-    pa = _package("pyarrow")
+def _make_batch(schema: Any, columns: Columns, rows: Sequence[ExportRow]) -> Any:
+    pa = _import_package("pyarrow")
     arrays: list[Any] = []
     for name, kind in columns.items():
         values = [row[name] for row in rows]
@@ -206,10 +206,13 @@ def _batch(schema: Any, columns: Columns, rows: Sequence[ExportRow]) -> Any:
     return pa.record_batch(arrays, schema=schema)
 
 
-def _package(name: str) -> Any:
+def _import_package(name: str) -> Any:
     import importlib
 
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"this format needs {name.split('.')[0]}: pip install 'instar[data]'") from error
+        package = name.split(".")[0]
+        raise ConfigError(
+            f"this format needs {package}, which is not installed: pip install 'instar[data]'"
+        ) from error

@@ -1,4 +1,4 @@
-"""Into a store, from a folder, as it was."""
+"""Import an exported folder into a store, with its original ids."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetMan
 from instar.datasets.records import decode_group, decode_record, encode_group, encode_record
 from instar.errors import ConflictError, DataError
 from instar.store.base import SessionRecord, Store
-from instar.types import (
-    Channel,
-    Group,
-)
+from instar.types import Channel, Group
 
-AT_ONCE = 32
-"""Sessions of one transaction."""
+SESSIONS_PER_TRANSACTION = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +24,25 @@ class ImportResult:
     groups: int = 0
     sessions: int = 0
     unchanged: int = 0
-    """Sessions that the store had already, the same."""
+    """The number of sessions that the store already had, identical."""
 
 
 def verify_content(folder: Path) -> DatasetManifest:
-    """The folder's manifest, once its content is known to be what the manifest says."""
+    """Return the folder's manifest; raise a DataError if the content does not match its hash."""
     manifest = read_manifest(folder)
     if manifest.format not in IMPORTABLE_FORMATS:
         raise DataError(
-            f"{folder} is in the {manifest.format} form, which leaves out what was sampled; only "
-            f"{', '.join(IMPORTABLE_FORMATS)} can be brought back"
+            f"{folder} is in the {manifest.format} format, which lacks the sampled tokens; only "
+            f"{', '.join(IMPORTABLE_FORMATS)} can be imported"
         )
     digest = ContentHash()
     for table in CONTENT_TABLES:
         for row in read_rows(folder, manifest.format, table):
             digest.add(table, row)
-    if (found := digest.hexdigest(*CONTENT_TABLES)) != manifest.hash:
+    if (actual := digest.hexdigest(*CONTENT_TABLES)) != manifest.hash:
         raise DataError(
-            f"the content of {folder} is not what its manifest says ({found}, not {manifest.hash}): a file "
-            "was changed or is not whole"
+            f"the content of {folder} does not match its manifest (hash {actual}, expected {manifest.hash}): "
+            "a file was changed or is incomplete; export or copy it again"
         )
     return manifest
 
@@ -58,15 +54,12 @@ def read_groups(folder: Path, manifest: DatasetManifest) -> Iterator[Group]:
 def read_sessions(folder: Path, manifest: DatasetManifest) -> Iterator[SessionRecord]:
     calls = read_rows(folder, manifest.format, "calls")
     for row in read_rows(folder, manifest.format, "sessions"):
-        own = list(islice(calls, row["calls"]))
-        if len(own) != row["calls"]:
+        call_rows = list(islice(calls, row["calls"]))
+        if len(call_rows) != row["calls"]:
             raise DataError(
-                f"{len(own)} of the {row['calls']} calls of session {row['session_id']} are there"
+                f"session {row['session_id']} has {row['calls']} calls, but the folder holds {len(call_rows)}"
             )
-        yield decode_record(row, own)
-
-
-# --- as it was ----------------------------------------------------------------------------------
+        yield decode_record(row, call_rows)
 
 
 async def import_sessions(
@@ -76,36 +69,39 @@ async def import_sessions(
     manifest: DatasetManifest,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """Everything, into a run: ids, order and arrays as they were. What is there already, the same, is left
-    alone; what is there and differs is a ConflictError."""
-    total, done, there, groups = manifest.counts.get("sessions", 0), 0, 0, 0
-    known: dict[Channel, dict[str, Group]] = {}
+    """Import everything into a run, with the original ids, order and arrays.
+
+    Sessions and groups that the store already has are skipped if they are identical; a difference raises a
+    ConflictError.
+    """
+    total, done, unchanged, added_groups = manifest.counts.get("sessions", 0), 0, 0, 0
+    existing: dict[Channel, dict[str, Group]] = {}
     for group in read_groups(folder, manifest):
         group = replace(group, run_id=run_id)
-        if group.channel not in known:
-            known[group.channel] = {g.group_id: g for g in await store.groups(run_id, group.channel)}
-        if (found := known[group.channel].get(group.group_id)) is None:
+        if group.channel not in existing:
+            existing[group.channel] = {g.group_id: g for g in await store.groups(run_id, group.channel)}
+        if (stored := existing[group.channel].get(group.group_id)) is None:
             await store.put_records([group], [])
-            groups += 1
+            added_groups += 1
         else:
-            _require_same(f"group {group.group_id}", encode_group(found), encode_group(group), "groups")
-    for records in _batches(read_sessions(folder, manifest), AT_ONCE):
+            _require_same(f"group {group.group_id}", encode_group(stored), encode_group(group), "groups")
+    for records in _batches(read_sessions(folder, manifest), SESSIONS_PER_TRANSACTION):
         new: list[SessionRecord] = []
-        for given in records:
-            record = _of_run(given, run_id)
+        for imported in records:
+            record = _move_to_run(imported, run_id)
             if await store.session(record.session.session_id) is None:
                 new.append(record)
             else:
-                await _require_session(store, record)
-                there += 1
+                await _require_same_session(store, record)
+                unchanged += 1
         await store.put_records([], new)
         done += len(records)
         if progress is not None:
             progress(done, total)
-    return ImportResult(groups=groups, sessions=done - there, unchanged=there)
+    return ImportResult(groups=added_groups, sessions=done - unchanged, unchanged=unchanged)
 
 
-def _of_run(record: SessionRecord, run_id: str) -> SessionRecord:
+def _move_to_run(record: SessionRecord, run_id: str) -> SessionRecord:
     if record.session.run_id == run_id:
         return record
     return replace(
@@ -115,29 +111,29 @@ def _of_run(record: SessionRecord, run_id: str) -> SessionRecord:
     )
 
 
-async def _require_session(store: Store, record: SessionRecord) -> None:
+async def _require_same_session(store: Store, record: SessionRecord) -> None:
     session_id = record.session.session_id
-    there = await store.session(session_id)
-    assert there is not None
-    (found,) = [each async for each in read_records(store, there.run_id, [session_id])]
-    (one, calls), (other, others) = encode_record(found), encode_record(record)
-    _require_same(f"session {session_id}", one, other, "sessions")
-    for call, given in zip(calls, others, strict=True):
-        _require_same(f"call {call['call_id']} of session {session_id}", call, given, "calls")
+    session = await store.session(session_id)
+    assert session is not None
+    (stored,) = [each async for each in read_records(store, session.run_id, [session_id])]
+    (stored_row, stored_calls), (row, calls) = encode_record(stored), encode_record(record)
+    _require_same(f"session {session_id}", stored_row, row, "sessions")
+    for stored_call, call in zip(stored_calls, calls, strict=True):
+        _require_same(f"call {call['call_id']} of session {session_id}", stored_call, call, "calls")
 
 
-def _require_same(name: str, found: ExportRow, given: ExportRow, table: TableName) -> None:
+def _require_same(name: str, stored: ExportRow, imported: ExportRow, table: TableName) -> None:
     columns = TABLES[table]
-    if encode_line(columns, found) == encode_line(columns, given):
+    if encode_line(columns, stored) == encode_line(columns, imported):
         return
     differing = [
         column
         for column, kind in columns.items()
-        if encode_line({column: kind}, found) != encode_line({column: kind}, given)
+        if encode_line({column: kind}, stored) != encode_line({column: kind}, imported)
     ]
     raise ConflictError(
-        f"{name} is in the store already, and not the same: {', '.join(differing)} differ. Import into "
-        "another run's folder"
+        f"{name} is already in the store with different content: {', '.join(differing)} differ. Import into "
+        "the folder of another run"
     )
 
 

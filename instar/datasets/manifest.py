@@ -1,4 +1,4 @@
-"""What says of a folder of exported data which data it is."""
+"""The manifest that describes a folder of exported data."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from instar.types import Json
 
 FILE = "manifest.json"
 VERSION = 1
-"""Of the format; one more with every change of what `columns` declares."""
+"""The version of the format, raised with every change of the columns."""
 
 Format = Literal["jsonl", "parquet", "hf", "sft", "dpo"]
 IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
-"""Those that hold everything, and can be imported."""
+"""The formats that hold everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """It names no time and no place, so that the same data is the same folder."""
+    """It holds neither time nor path, so that the same data gives the same folder."""
 
     format: Format
     run: str
     store: str
     """``sqlite`` or ``postgres``."""
     filters: Json
-    """What was asked for."""
+    """The export options that differ from their defaults."""
     counts: dict[str, int]
     hash: str
-    """``sha256:…`` of the content, whatever the format it is written in."""
+    """The ``sha256:…`` of the content, independent of the format."""
     policies: list[Json] = field(default_factory=list[Json])
-    """The published versions of the run's policy: number, step, kind and name of the artifact."""
+    """The published versions of the run's policy: number, step, and the artifact's kind and name."""
     versions: list[int] = field(default_factory=list[int])
-    """Those that sampled a token of it."""
+    """The policy versions that sampled tokens of this data."""
     instar: str = ""
     format_version: int = VERSION
 
@@ -49,31 +49,31 @@ class DatasetManifest:
 def read_manifest(folder: Path) -> DatasetManifest:
     path = folder / FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{folder} holds no exported data: there is no {FILE} in it") from None
+        raise DataError(f"{folder} is not an exported folder: it has no {FILE}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("format") not in get_args(Format):
-        raise DataError(f"{path} is not one that Instar has written")
-    if found.get("format_version") != VERSION:
+    if not isinstance(content, dict) or content.get("format") not in get_args(Format):
+        raise DataError(f"{path} is not the manifest of an Instar export")
+    if content.get("format_version") != VERSION:
         raise DataError(
-            f"{path} has format version {found.get('format_version')}, and this Instar reads {VERSION}"
+            f"{path} has format version {content.get('format_version')}; this Instar reads version {VERSION}"
         )
     try:
-        return DatasetManifest(**found)
+        return DatasetManifest(**content)
     except TypeError as error:
-        raise DataError(f"{path} is not one that Instar has written: {error}") from error
+        raise DataError(f"{path} is not the manifest of an Instar export: {error}") from error
 
 
 class ContentHash:
-    """Of rows in their order, table by table: the same for every format."""
+    """Hashes rows in their order, table by table, independent of the format."""
 
     def __init__(self) -> None:
         self._tables = {name: hashlib.sha256() for name in TABLES}
 
     def add(self, table: TableName, row: ExportRow) -> str:
-        """Returns the row's line."""
+        """Add a row and return its canonical line."""
         line = encode_line(TABLES[table], row)
         self._tables[table].update(line.encode() + b"\n")
         return line
@@ -82,7 +82,7 @@ class ContentHash:
         self._tables[table].update(line.encode() + b"\n")
 
     def hexdigest(self, *tables: TableName) -> str:
-        whole = hashlib.sha256()
+        digest = hashlib.sha256()
         for name in tables:
-            whole.update(f"{name} {self._tables[name].hexdigest()}\n".encode())
-        return f"sha256:{whole.hexdigest()}"
+            digest.update(f"{name} {self._tables[name].hexdigest()}\n".encode())
+        return f"sha256:{digest.hexdigest()}"

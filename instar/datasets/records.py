@@ -1,4 +1,4 @@
-"""Groups and sessions ↔ rows."""
+"""Encode groups and sessions as rows of an export, and decode them."""
 
 from __future__ import annotations
 
@@ -66,44 +66,44 @@ def decode_group(row: ExportRow) -> Group:
 
 # --- sessions -----------------------------------------------------------------------------------
 
-_SESSION = [field.name for field in fields(Session)]
+_SESSION_FIELDS = [field.name for field in fields(Session)]
 
 
 def encode_record(record: SessionRecord) -> tuple[ExportRow, list[ExportRow]]:
-    """The session's row, and those of its calls."""
+    """Return the row of the session and the rows of its calls."""
     session = record.session
-    row: ExportRow = {name: getattr(session, name) for name in _SESSION}
+    row: ExportRow = {name: getattr(session, name) for name in _SESSION_FIELDS}
     row |= {
         "channel": session.channel.value,
         "status": session.status.value,
         "calls": len(record.calls),
-        "rewards": [_said(reward) for reward in record.rewards],
-        "scores": [_said(score) for score in record.scores],
-        "tags": [_said(tag) for tag in record.tags],
-        "feedback": [_feedback_said(feedback) for feedback in record.feedback],
+        "rewards": [_encode_annotation(reward) for reward in record.rewards],
+        "scores": [_encode_annotation(score) for score in record.scores],
+        "tags": [_encode_annotation(tag) for tag in record.tags],
+        "feedback": [_encode_feedback(feedback) for feedback in record.feedback],
     }
     assert row.keys() == SESSIONS.keys()
     by_id = {call.call_id: call for call in record.calls}
-    return row, [_call_row(call, by_id) for call in record.calls]
+    return row, [_encode_call(call, by_id) for call in record.calls]
 
 
-def _said(opinion: Reward | Score | Tag | Feedback) -> Json:
-    return {name: value for name, value in asdict(opinion).items() if name != "session_id"}
+def _encode_annotation(annotation: Reward | Score | Tag | Feedback) -> Json:
+    return {name: value for name, value in asdict(annotation).items() if name != "session_id"}
 
 
-def _feedback_said(feedback: Feedback) -> Json:
-    given = feedback.correction_ids
-    return {**_said(feedback), "correction_ids": None if given is None else given.tolist()}
+def _encode_feedback(feedback: Feedback) -> Json:
+    ids = feedback.correction_ids
+    return {**_encode_annotation(feedback), "correction_ids": None if ids is None else ids.tolist()}
 
 
-def _call_row(call: Call, known: Mapping[str, Call]) -> ExportRow:
+def _encode_call(call: Call, calls_by_id: Mapping[str, Call]) -> ExportRow:
     base = None
     if call.base_id is not None:
-        base = known.get(call.base_id)
+        base = calls_by_id.get(call.base_id)
         if base is None:
             raise DataError(
-                f"call {call.call_id} stands on call {call.base_id}, which its session "
-                f"{call.session_id} lacks"
+                f"call {call.call_id} is based on call {call.base_id}, which is not in its session "
+                f"{call.session_id}"
             )
     row: ExportRow = {name: getattr(call, name) for name in CALLS}
     return row | {
@@ -116,55 +116,65 @@ def _call_row(call: Call, known: Mapping[str, Call]) -> ExportRow:
     }
 
 
-def decode_record(row: ExportRow, calls: Sequence[ExportRow]) -> SessionRecord:
-    """What `record_rows` was given."""
+def decode_record(row: ExportRow, call_rows: Sequence[ExportRow]) -> SessionRecord:
+    """Return the record that `encode_record` encoded as these rows."""
     session_id = row["session_id"]
-    known: dict[str, Call] = {}
-    for each in calls:
-        if each["session_id"] != session_id:
-            raise DataError(f"call {each['call_id']} is among the calls of another session, {session_id}")
-        call = _call_of(each, known)
-        known[call.call_id] = call
-    given: ExportRow = {name: row[name] for name in _SESSION}
-    given |= {"channel": Channel(row["channel"]), "status": SessionStatus(row["status"])}
+    calls_by_id: dict[str, Call] = {}
+    for call_row in call_rows:
+        if call_row["session_id"] != session_id:
+            raise DataError(
+                f"call {call_row['call_id']} of session {call_row['session_id']} is among the calls of "
+                f"session {session_id}"
+            )
+        call = _decode_call(call_row, calls_by_id)
+        calls_by_id[call.call_id] = call
+    values: ExportRow = {name: row[name] for name in _SESSION_FIELDS}
+    values |= {"channel": Channel(row["channel"]), "status": SessionStatus(row["status"])}
     return SessionRecord(
-        session=Session(**given),
-        calls=tuple(known.values()),
-        rewards=tuple(_opinion(Reward, session_id, each, source=RewardSource) for each in row["rewards"]),
-        scores=tuple(_opinion(Score, session_id, each, state=ScoreState) for each in row["scores"]),
-        tags=tuple(_opinion(Tag, session_id, each) for each in row["tags"]),
+        session=Session(**values),
+        calls=tuple(calls_by_id.values()),
+        rewards=tuple(
+            _decode_annotation(Reward, session_id, reward, source=RewardSource) for reward in row["rewards"]
+        ),
+        scores=tuple(
+            _decode_annotation(Score, session_id, score, state=ScoreState) for score in row["scores"]
+        ),
+        tags=tuple(_decode_annotation(Tag, session_id, tag) for tag in row["tags"]),
         feedback=tuple(
-            _opinion(Feedback, session_id, each, correction_ids=_ids_or_none) for each in row["feedback"]
+            _decode_annotation(Feedback, session_id, feedback, correction_ids=_decode_ids)
+            for feedback in row["feedback"]
         ),
     )
 
 
-def _ids_or_none(value: list[int] | None) -> Any:
+def _decode_ids(value: list[int] | None) -> Any:
     return None if value is None else to_id_array(value)
 
 
-Opinion = TypeVar("Opinion", Reward, Score, Tag, Feedback)
+Annotation = TypeVar("Annotation", Reward, Score, Tag, Feedback)
 
 
-def _opinion(kind: type[Opinion], session_id: str, given: Json, **read: Any) -> Opinion:
-    values = {name: read[name](value) if name in read else value for name, value in given.items()}
+def _decode_annotation(kind: type[Annotation], session_id: str, encoded: Json, **decoders: Any) -> Annotation:
+    values = {name: decoders[name](value) if name in decoders else value for name, value in encoded.items()}
     return kind(session_id=session_id, **values)
 
 
-def _call_of(row: ExportRow, known: Mapping[str, Call]) -> Call:
+def _decode_call(row: ExportRow, calls_by_id: Mapping[str, Call]) -> Call:
     base = None
     if row["base_id"] is not None:
-        base = known.get(row["base_id"])
+        base = calls_by_id.get(row["base_id"])
         if base is None:
-            raise DataError(f"call {row['call_id']} stands on call {row['base_id']}, which is not before it")
+            raise DataError(
+                f"call {row['call_id']} is based on call {row['base_id']}, which does not precede it"
+            )
     prompt, messages = row["prompt_ids"], tuple[Message, ...](row["messages"])
     tools: tuple[Tool, ...] = tuple(row["tools"] or ())
     if base is not None:
         prompt = np.concatenate([base.sequence[: row["base_tokens"]], prompt])
         messages = (*base.messages, base.reply)[: row["base_messages"]] + messages
         tools = base.tools if row["tools"] is None else tools
-    given: ExportRow = {name: row[name] for name in CALLS}
-    given |= {
+    values: ExportRow = {name: row[name] for name in CALLS}
+    values |= {
         "link": Link(row["link"]),
         "status": CallStatus(row["status"]),
         "prompt_ids": prompt,
@@ -172,4 +182,4 @@ def _call_of(row: ExportRow, known: Mapping[str, Call]) -> Call:
         "tools": tools,
         "params": msgspec.convert(row["params"], SamplingParams),
     }
-    return Call(**given)
+    return Call(**values)

@@ -1,4 +1,4 @@
-"""Into a run's store, from a folder, as data that the run trains on."""
+"""Import an exported folder into a run's store as data that the run trains on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from instar.types import (
     Task,
 )
 
-TRAINED = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+TRAINABLE_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
 async def import_for_training(
@@ -42,57 +42,60 @@ async def import_for_training(
     needs_logprobs: bool = True,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """As finished groups of the run's data channel, under ids of their own: the same data may be in the store
-    as what it was. Groups that were given up and sessions for evaluation are left out; a session of no group
-    is a group of one. What is there already is left alone."""
+    """Import the sessions as finished groups of the run's data channel.
+
+    Groups and sessions get new ids, because the store may also hold the same data under the original ones.
+    Groups that were discarded and evaluation sessions are skipped; a session without a group becomes a group
+    of one. Groups that the store already has are left unchanged.
+    """
     prefix = group_prefix(run_id, label)
-    there = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
-    rename = _renaming(run_id, label)
+    existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
+    rename = _make_renamer(run_id, label)
     groups = _training_groups(folder, manifest, prefix, run_id)
-    left = _sizes(folder, manifest)
-    waiting = {key for key, group in groups.items() if group.group_id not in there and left[key]}
-    held: dict[str, list[SessionRecord]] = {}
+    sizes = _count_sessions(folder, manifest)
+    waiting = {key for key, group in groups.items() if group.group_id not in existing and sizes[key]}
+    pending: dict[str, list[SessionRecord]] = {}
     added = 0
     for done, record in enumerate(read_sessions(folder, manifest), 1):
         key = _key(record.session.group_id, record.session.session_id)
-        if key in waiting and record.session.status in TRAINED:
+        if key in waiting and record.session.status in TRAINABLE_STATUSES:
             if needs_logprobs:
                 _require_logprobs(record)
-            held.setdefault(key, []).append(_as_data(record, rename, groups[key], label))
-            if len(held[key]) == left[key]:
-                added += left[key]
-                await store.put_records([groups[key]], held.pop(key))
+            pending.setdefault(key, []).append(_as_data(record, rename, groups[key], label))
+            if len(pending[key]) == sizes[key]:
+                added += sizes[key]
+                await store.put_records([groups[key]], pending.pop(key))
         if progress is not None:
             progress(done, manifest.counts.get("sessions", 0))
     return ImportResult(groups=len(waiting), sessions=added, unchanged=len(groups) - len(waiting))
 
 
 def _key(group_id: str | None, session_id: str) -> str:
-    """What a group to train on was called."""
+    """Return the key by which a group of the folder, or a session without a group, is known here."""
     return group_id or f"session {session_id}"
 
 
-def _sizes(folder: Path, manifest: DatasetManifest) -> Counter[str]:
-    """How many sessions to train on the groups have, by what they were called."""
+def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
+    """Count the trainable sessions of each group, by key."""
     return Counter(
         _key(row["group_id"], row["session_id"])
         for row in read_rows(folder, manifest.format, "sessions")
-        if row["status"] in TRAINED
+        if row["status"] in TRAINABLE_STATUSES
     )
 
 
 def _training_groups(folder: Path, manifest: DatasetManifest, prefix: str, run_id: str) -> dict[str, Group]:
-    """By what they were called."""
-    found: dict[str, Group] = {}
+    """Return the groups to train on, by key."""
+    by_key: dict[str, Group] = {}
 
     def add(key: str, group: Group) -> None:
-        place = len(found)
-        found[key] = replace(
+        index = len(by_key)
+        by_key[key] = replace(
             group,
-            group_id=f"{prefix}{place:06d}",
+            group_id=f"{prefix}{index:06d}",
             run_id=run_id,
             channel=Channel.DATA,
-            index=place,
+            index=index,
             status=GroupStatus.READY,
             reason=None,
         )
@@ -111,41 +114,48 @@ def _training_groups(folder: Path, manifest: DatasetManifest, prefix: str, run_i
                 _key(None, row["session_id"]),
                 Group("", run_id, Channel.DATA, 0, 1, task, created_at=row["created_at"]),
             )
-    return found
+    return by_key
 
 
-def _renaming(run_id: str, label: str) -> Callable[[str], str]:
-    mark = hashlib.sha256(f"{run_id} {label}".encode()).hexdigest()[:8]
-    return lambda name: f"{name}.{mark}"
+def _make_renamer(run_id: str, label: str) -> Callable[[str], str]:
+    suffix = hashlib.sha256(f"{run_id} {label}".encode()).hexdigest()[:8]
+    return lambda name: f"{name}.{suffix}"
 
 
 def _as_data(record: SessionRecord, rename: Callable[[str], str], group: Group, label: str) -> SessionRecord:
+    """Return the record as a session of the data group, with new ids."""
     session = record.session
     session_id = rename(session.session_id)
     origin = {"dataset": label, "run_id": session.run_id, "session_id": session.session_id}
 
-    def opt(name: str | None) -> str | None:
+    def rename_optional(name: str | None) -> str | None:
         return None if name is None else rename(name)
 
-    def call(given: Call) -> Call:
+    def convert_call(call: Call) -> Call:
         return replace(
-            given,
-            call_id=rename(given.call_id),
+            call,
+            call_id=rename(call.call_id),
             session_id=session_id,
             run_id=group.run_id,
-            request_id=rename(given.request_id),
-            parent_id=opt(given.parent_id),
-            base_id=opt(given.base_id),
+            request_id=rename(call.request_id),
+            parent_id=rename_optional(call.parent_id),
+            base_id=rename_optional(call.base_id),
         )
 
-    def reward(given: Reward) -> Reward:
+    def convert_reward(reward: Reward) -> Reward:
         return replace(
-            given, session_id=session_id, call_id=opt(given.call_id), reward_id=opt(given.reward_id)
+            reward,
+            session_id=session_id,
+            call_id=rename_optional(reward.call_id),
+            reward_id=rename_optional(reward.reward_id),
         )
 
-    def feedback(given: Feedback) -> Feedback:
+    def convert_feedback(feedback: Feedback) -> Feedback:
         return replace(
-            given, session_id=session_id, call_id=opt(given.call_id), feedback_id=rename(given.feedback_id)
+            feedback,
+            session_id=session_id,
+            call_id=rename_optional(feedback.call_id),
+            feedback_id=rename(feedback.feedback_id),
         )
 
     return SessionRecord(
@@ -157,11 +167,11 @@ def _as_data(record: SessionRecord, rename: Callable[[str], str], group: Group, 
             group_id=group.group_id,
             metadata={**session.metadata, "imported_from": origin},
         ),
-        calls=tuple(map(call, record.calls)),
-        rewards=tuple(map(reward, record.rewards)),
+        calls=tuple(map(convert_call, record.calls)),
+        rewards=tuple(map(convert_reward, record.rewards)),
         scores=tuple(replace(score, session_id=session_id) for score in record.scores),
         tags=tuple(replace(tag, session_id=session_id) for tag in record.tags),
-        feedback=tuple(map(feedback, record.feedback)),
+        feedback=tuple(map(convert_feedback, record.feedback)),
     )
 
 
@@ -169,6 +179,6 @@ def _require_logprobs(record: SessionRecord) -> None:
     for call in record.calls:
         if call.trainable and call.status is CallStatus.OK and np.isnan(call.logprobs).any():
             raise DataError(
-                f"call {call.call_id} of session {call.session_id} lacks logprobs: only trainer.loss.name "
-                "cross_entropy can be trained on such data"
+                f"call {call.call_id} of session {call.session_id} lacks logprobs; train on this data with "
+                "trainer.loss.name cross_entropy, which needs none"
             )

@@ -9,7 +9,7 @@ import pytest
 
 from instar.store.sqlite import SqliteStore
 from tests.tiny import make_tiny_model
-from tests.unit.datasets.harness import export_all, fill
+from tests.unit.datasets.harness import export_all, fill_store
 
 pytest.importorskip("trl")
 pytestmark = [
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 async def exported(tmp_path: Path) -> Path:
     store = SqliteStore(tmp_path / "store.db")
-    await fill(store)
+    await fill_store(store)
     for form in ("sft", "dpo"):
         await export_all(store, tmp_path / form, format=form)
     await store.close()

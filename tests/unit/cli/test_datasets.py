@@ -17,7 +17,7 @@ from instar.store.factory import open_store
 from instar.types import SessionStatus
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, make_call, make_session
-from tests.unit.datasets.harness import fill
+from tests.unit.datasets.harness import fill_store
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     async def write() -> None:
         store = open_store(config)
-        await fill(store)
+        await fill_store(store)
         await store.close()
 
     asyncio.run(write())

@@ -40,16 +40,18 @@ from tests.unit.data.builders import RUN, make_call, make_session
 SEARCH = Tool(name="search", description="Looks it up.", parameters={"type": "object", "properties": {}})
 
 
-def views(config: RunConfig | None = None) -> ExportHooks:
+def make_hooks(config: RunConfig | None = None) -> ExportHooks:
     combine = RewardCombiner(config or RunConfig())
     return ExportHooks(linearize, lambda record: combine(record.rewards, record.scores))
 
 
-async def export_all(store: Store, folder: Path, **wanted: Any) -> DatasetManifest:
-    return await export_sessions(store, RUN, folder, ExportOptions(**wanted), views(), store_kind="sqlite")
+async def export_all(store: Store, folder: Path, **options: Any) -> DatasetManifest:
+    return await export_sessions(
+        store, RUN, folder, ExportOptions(**options), make_hooks(), store_kind="sqlite"
+    )
 
 
-async def talk(
+async def add_session(
     store: Store,
     session_id: str,
     replies: Sequence[str],
@@ -99,7 +101,7 @@ async def talk(
     return calls
 
 
-async def fill(store: Store, groups: int = 3) -> None:
+async def fill_store(store: Store, groups: int = 3) -> None:
     """Groups of a run of three versions, and sessions that are unusual in every way."""
     await store.put_run(Run(RUN, RUN, {}))
     for index in range(groups):
@@ -108,7 +110,7 @@ async def fill(store: Store, groups: int = 3) -> None:
         await store.open_group(Group(group_id, RUN, Channel.TRAIN, index, 2, task))
         for slot in range(2):
             turns = ["thinking", f"answer {slot}"] if index else [f"answer {slot}"]
-            await talk(
+            await add_session(
                 store, f"s{index}-{slot}", turns, float(slot), group_id=group_id, slot=slot, version=index
             )
         await store.close_group(group_id, GroupStatus.READY)
@@ -119,7 +121,7 @@ async def fill(store: Store, groups: int = 3) -> None:
 
 async def _unusual(store: Store) -> None:
     """Of no group: aborted and regenerated calls, missing logprobs, text that UTF-8 cannot hold, opinions."""
-    (first,) = await talk(store, "odd", ["one"], None, channel=Channel.LIVE, tools=())
+    (first,) = await add_session(store, "odd", ["one"], None, channel=Channel.LIVE, tools=())
     again = make_call(
         "odd#again",
         first.prompt_ids.tolist(),

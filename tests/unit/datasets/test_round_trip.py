@@ -19,7 +19,7 @@ from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Channel, Feedback, Reward, RewardSource, Session
 from tests.unit.data.builders import RUN, make_call
-from tests.unit.datasets.harness import export_all, fill, talk
+from tests.unit.datasets.harness import add_session, export_all, fill_store
 
 FORMATS = ["jsonl", "parquet", "hf"]
 
@@ -27,7 +27,7 @@ FORMATS = ["jsonl", "parquet", "hf"]
 @pytest.fixture
 async def store(tmp_path: Path):
     opened = SqliteStore(tmp_path / "store.db")
-    await fill(opened)
+    await fill_store(opened)
     yield opened
     await opened.close()
 
@@ -124,7 +124,7 @@ async def test_changed_content_is_refused(store: Store, tmp_path: Path, old: str
     await export_all(store, tmp_path / "out")
     calls = tmp_path / "out" / "calls.jsonl"
     calls.write_text(calls.read_text().replace(old, new, 1))
-    with pytest.raises(DataError, match="not what its manifest says"):
+    with pytest.raises(DataError, match="does not match its manifest"):
         verify_content(tmp_path / "out")
 
 
@@ -142,7 +142,7 @@ async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path
         await export_all(store, tmp_path / "out")
     with pytest.raises(DataError, match="no session"):
         await export_all(store, tmp_path / "none", where=SessionFilter(task="no such"))
-    with pytest.raises(DataError, match="nothing to imitate"):
+    with pytest.raises(DataError, match="no session reaches the minimum reward"):
         await export_all(
             store, tmp_path / "none", format="sft", min_reward=2.0, where=SessionFilter(channel=Channel.TRAIN)
         )
@@ -153,7 +153,7 @@ async def test_a_long_session_grows_with_what_was_said(store: Store, tmp_path: P
     """Twice the turns are about twice the bytes, tools and all."""
     sizes: list[int] = []
     for turns in (50, 100):
-        await talk(store, f"long-{turns}", ["word " * 20] * turns, 1.0)
+        await add_session(store, f"long-{turns}", ["word " * 20] * turns, 1.0)
         where = SessionFilter(ids=(f"long-{turns}",))
         await export_all(store, tmp_path / str(turns), where=where)
         sizes.append((tmp_path / str(turns) / "calls.jsonl").stat().st_size)
@@ -206,7 +206,7 @@ async def test_a_call_that_stands_on_another_session_is_refused(store: Store, tm
     (base,) = await store.calls("s0-0")
     call = make_call("stray", [4], [5], session_id="s0-1", base_id=base.call_id, base_tokens=0)
     await store.add_calls([call])
-    with pytest.raises(DataError, match="stands on call s0-0#0"):
+    with pytest.raises(DataError, match="based on call s0-0#0"):
         await export_all(store, tmp_path / "out")
 
 

@@ -19,7 +19,7 @@ from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Reward, RewardSource, SessionStatus
 from tests.unit.data.builders import RUN, add_group, begin, make_call, make_config, make_session
-from tests.unit.datasets.harness import export_all, fill, talk
+from tests.unit.datasets.harness import add_session, export_all, fill_store
 
 GOLDEN = "data/golden@1/00000"
 
@@ -27,7 +27,7 @@ GOLDEN = "data/golden@1/00000"
 @pytest.fixture
 async def store(tmp_path: Path):
     opened = SqliteStore(tmp_path / "store.db")
-    await fill(opened, groups=4)
+    await fill_store(opened, groups=4)
     yield opened
     await opened.close()
 
@@ -223,7 +223,7 @@ async def test_the_store_may_have_it_as_what_it_was(store: Store, tmp_path: Path
 
 
 async def test_evaluation_is_not_trained_on(store: Store, empty: Store, tmp_path: Path) -> None:
-    await talk(store, "held-out", ["x"], 1.0, channel=Channel.VAL)
+    await add_session(store, "held-out", ["x"], 1.0, channel=Channel.VAL)
     manifest = await export_all(store, tmp_path / "out", where=SessionFilter(channel=Channel.VAL))
     brought = await import_for_training(empty, tmp_path / "out", RUN, "x@1", manifest)
     assert (brought.groups, brought.unchanged) == (0, 0)
