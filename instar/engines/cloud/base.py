@@ -136,13 +136,13 @@ class CloudEngine(Engine):
             self._slots.release()
 
     async def _reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
-        room = self._info.max_context - len(prompt)
+        context_left = self._info.max_context - len(prompt)
 
         async def sample(served: ServedPolicy) -> tuple[CloudReply, ServedPolicy]:
             return await self.sample(served.client, prompt, params), served
 
         reply, served = await self._with_reconnect(sample)
-        ids, reason, stop = self._cut(reply, params, room)
+        ids, reason, stop = self._cut(reply, params, context_left)
         logprobs = reply.logprobs[: len(ids)]
         behavior = None
         if params.modifies_distribution:
@@ -157,10 +157,10 @@ class CloudEngine(Engine):
         )
 
     def _cut(
-        self, reply: CloudReply, params: SamplingParams, room: int
+        self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
         """Cut the reply where it ends by our own rules: services differ in what they stop at."""
-        rule = StopRule(params, room, self._eos, self._tokenizer)
+        rule = StopRule(params, context_left, self._eos, self._tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
             if reason is not None:

@@ -1,8 +1,8 @@
 """Attention over a packed ragged batch, plugged into transformers models by name.
 
-One forward pass runs over [1, T] tokens: one token of every decoding row, then pieces of prompts.
-The linear layers see exactly T tokens, and this function, called once per layer with the step's
-plan, writes the new keys and values into the rows and attends within each row.
+One forward pass runs over [1, T] tokens: one token of every decoding row, then parts of prompts. The linear
+layers see exactly T tokens. This function is called once per layer with the step's plan; it writes the new
+keys and values into the rows and attends within each row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NAME = "instar_engine"
 
 @dataclass(slots=True)
 class DecodeBlock:
-    """Neighbouring rows that decode together: one query token each, keys up to ``length``."""
+    """Adjacent rows that decode together: one query token each, keys up to ``length``."""
 
     start: int
     stop: int
     length: int
     mask: Tensor
-    """[rows, 1, 1, length], added to scores: 0 for keys that the row may see, -inf for others. Not boolean:
-    the kernels would turn it into this again in every layer."""
+    """[rows, 1, 1, length], added to scores: 0 for visible keys, -inf for others. A boolean mask would be
+    converted to this in every layer."""
 
 
 @dataclass(slots=True)
@@ -40,14 +40,14 @@ class PrefillPiece:
     stop: int
     row: int
     length: int
-    """Keys in the row once the piece is written."""
+    """The number of keys in the row after the piece is written."""
     mask: Tensor | None
-    """Boolean [piece, length]; None where the piece begins the row, plain causal."""
+    """Boolean [piece, length]; None for plain causal attention, if the piece begins the row."""
 
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """Rows whose first keys are the same: those of ``source`` serve them all."""
+    """Rows with the same first keys; those of the row ``source`` are used for all."""
 
     rows: Tensor
     source: int
@@ -62,17 +62,17 @@ class StepPlan:
     positions: Tensor
     """[T] position of every token in its row."""
     decoding: int
-    """The first so many tokens are one each of rows 0, 1, ..."""
+    """The number of decoding rows; the first tokens are one of each, in order."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """Keys at the beginning of every decoding row that are attended to by `parts`; blocks see the rest."""
+    """Keys at the beginning of every decoding row that are attended to by `prefixes`; blocks see the rest."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """Stands in for a plan while the model is loaded: learns the shape of keys and values."""
+    """Replaces the plan while the model is loaded, to learn the shape of keys and values."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -90,7 +90,7 @@ def attend(
     """query [1, heads, T, head dim], key and value [1, kv heads, T, head dim] → [1, T, heads, head dim]."""
     if isinstance(instar_plan, ShapeProbe):
         return _probe(module, query, key, value, instar_plan, kwargs), None
-    assert instar_plan is not None, "the model does not hand its keyword arguments on to attention"
+    assert instar_plan is not None, "the model does not pass its keyword arguments to attention"
     plan = instar_plan
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     keys, values = plan.kv[layer, 0], plan.kv[layer, 1]
@@ -103,7 +103,7 @@ def attend(
     if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
     for block in plan.blocks if not plan.prefixes else ():
-        # The heads that share keys stand in the query-length axis: keys are read once, never copied.
+        # The heads that share keys are in the query-length axis, so that keys are read once and not copied.
         attended = F.scaled_dot_product_attention(
             query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
             keys[block.start : block.stop, :, : block.length],
@@ -127,14 +127,14 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """Whether attention can be split by keys here: it takes a kernel that tells its log-sum-exp. On a GPU
-    the plain kernels are fast enough."""
+    """True if attention can be split by keys, which needs a kernel that returns its log-sum-exp. On a GPU the
+    plain kernels are fast enough."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Decoding rows: the shared beginning by one matrix product for all rows, what follows by row, and the
-    two joined by their log-sum-exps. query [kv heads, heads per kv head, T, head dim] → [rows, heads, head
+    """Attend to the shared prefix by one matrix product for all decoding rows, to the rest by row, and join
+    the two by their log-sum-exps. query [kv heads, heads per kv head, T, head dim] → [rows, heads, head
     dim]."""
     rows, kv_heads, head_dim = plan.decoding, query.shape[0], query.shape[3]
     query_R = query[:, :, :rows].permute(2, 0, 1, 3)
@@ -152,21 +152,23 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
         )
     for part in plan.prefixes:
         # [kv heads, rows × heads per kv head, head dim]
-        asked = query_R[part.rows].transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
+        shared_query = query_R[part.rows].transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
         scores = torch.baddbmm(
-            asked.new_empty(()),
-            asked,
+            shared_query.new_empty(()),
+            shared_query,
             keys[part.source, :, : plan.shared_length].float().transpose(1, 2),
             beta=0,
             alpha=scaling,
         )
         lse = scores.logsumexp(-1, keepdim=True)
-        found = torch.bmm(scores.sub_(lse).exp_(), values[part.source, :, : plan.shared_length].float())
+        shared_output = torch.bmm(
+            scores.sub_(lse).exp_(), values[part.source, :, : plan.shared_length].float()
+        )
         shape = (kv_heads, len(part.rows), -1, head_dim)
         lse = lse.view(*shape[:3]).transpose(0, 1)
-        # How much of the whole softmax lies in the shared keys.
+        # The part of the softmax that falls on the shared keys.
         share = torch.sigmoid(lse - lse_R[part.rows])[..., None]
-        output_R[part.rows] = output_R[part.rows].lerp_(found.view(shape).transpose(0, 1), share)
+        output_R[part.rows] = output_R[part.rows].lerp_(shared_output.view(shape).transpose(0, 1), share)
     return output_R.to(query.dtype).reshape(rows, -1, head_dim)
 
 
@@ -175,9 +177,11 @@ def _probe(
 ) -> Tensor:
     for name in ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"):
         if kwargs.get(name) is not None:
-            raise EngineError(f"the local engine does not implement this model's attention: it uses {name}")
+            raise EngineError(
+                f"The local engine does not implement this model's attention, which uses {name}."
+            )
     if key.shape != value.shape:
-        raise EngineError("the local engine needs keys and values of one shape")
+        raise EngineError("The local engine needs keys and values of the same shape.")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])
     return torch.zeros_like(query).transpose(1, 2)

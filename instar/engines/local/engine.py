@@ -1,4 +1,4 @@
-"""The local engine: a scheduler in a thread of its own, asyncio in front."""
+"""The local engine: a scheduler in its own thread behind an asyncio interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
-    """Samples with torch. ``weights`` are those of a model loaded already, for engines that share them.
+    """Samples with torch. ``weights`` is a model that is already loaded, for engines that share it.
     ``stop_at_eos=False`` lets replies run to their ``max_tokens``, for benchmarks."""
 
     def __init__(
@@ -49,7 +49,9 @@ class LocalEngine(Engine):
         context = self._model.max_context
         kv_tokens = config.kv_tokens or default_kv_tokens(self._model.kv_shape, config.max_batch * context)
         if kv_tokens < context:
-            raise ConfigError(f"engine.kv_tokens: {kv_tokens} do not hold one context of {context} tokens")
+            raise ConfigError(
+                f"engine.kv_tokens: {kv_tokens} tokens do not fit one context of {context} tokens"
+            )
         self._scheduler = Scheduler(
             self._model,
             max_batch=config.max_batch,
@@ -64,7 +66,7 @@ class LocalEngine(Engine):
             artifacts=("adapter", "weights", "base"),
             scores=True,
         )
-        self._inboxes: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
+        self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: EngineError | None = None
         self._loading = threading.Lock()
@@ -78,23 +80,23 @@ class LocalEngine(Engine):
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
-        room = self._info.max_context - len(prompt)
+        context_left = self._info.max_context - len(prompt)
         request = SchedulerRequest(
             prompt=prompt,
             params=params,
-            stop=StopRule(params, room, self._eos, self._tokenizer),
+            stop=StopRule(params, context_left, self._eos, self._tokenizer),
             rng=Random(params.seed),
-            length_limit=len(prompt) + min(params.max_tokens, room),
+            length_limit=len(prompt) + min(params.max_tokens, context_left),
         )
-        inbox: ReplyQueue = asyncio.Queue()
+        replies: ReplyQueue = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        # Before the command: a failure wakes every inbox that is there, and posting sees later ones.
-        self._inboxes[request] = (loop, inbox)
+        # Register before posting: a failure wakes every registered queue, and _post raises for later ones.
+        self._queues[request] = (loop, replies)
         self._post(lambda: self._scheduler.add(request))
         finished = False
         try:
             while not finished:
-                item = await inbox.get()
+                item = await replies.get()
                 finished = isinstance(item, EngineError) or item.finish_reason is not None
                 if isinstance(item, EngineError):
                     raise item
@@ -116,12 +118,12 @@ class LocalEngine(Engine):
             length_limit=len(ids),
             scores=scores,
         )
-        inbox: ReplyQueue = asyncio.Queue()
-        self._inboxes[request] = (asyncio.get_running_loop(), inbox)
+        replies: ReplyQueue = asyncio.Queue()
+        self._queues[request] = (asyncio.get_running_loop(), replies)
         self._post(lambda: self._scheduler.add(request))
         try:
-            item = await inbox.get()
-        except BaseException:
+            item = await replies.get()
+        except BaseException:  # also when cancelled: the request must not keep running
             self._commands.put(lambda: self._cancel(request))
             raise
         if isinstance(item, EngineError):
@@ -132,21 +134,21 @@ class LocalEngine(Engine):
         await asyncio.to_thread(self._load, policy)
 
     async def status(self) -> EngineStatus:
-        """Raises the failure that stopped the engine, if one did."""
+        """Return the status. Raises the error that stopped the engine, if one did."""
         self._check_alive()
         return self._scheduler.status()
 
     def use_cores(self, count: int) -> None:
-        """The config's own number, where it gives one, stays."""
+        """Use this number of threads unless the config sets one."""
         if self._threads is None:
             self._commands.put(lambda: torch.set_num_threads(count))
 
     def set_kv_tokens(self, count: int) -> None:
-        """How many tokens the KV cache may hold from now on: at least those of one context."""
+        """Limit the tokens in the KV cache, at least to those of one context."""
         self._commands.put(lambda: self._scheduler.set_kv_tokens(count))
 
     def release_memory(self) -> None:
-        """Give the KV cache's memory back, unless there is something to do."""
+        """Free the KV cache's memory, unless there are requests."""
         self._commands.put(self._scheduler.release_memory)
 
     async def close(self) -> None:
@@ -168,7 +170,7 @@ class LocalEngine(Engine):
         self._check_alive()
 
     def _load(self, policy: Policy) -> None:
-        with self._loading:  # one at a time: reading depends on which weights are in place
+        with self._loading:  # one at a time: reading depends on the current weights
             change = self._model.read(policy)
             done: Future[None] = Future()
             self._post(lambda: _resolve(done, lambda: self._scheduler.apply(change)))
@@ -188,14 +190,14 @@ class LocalEngine(Engine):
                 while self._run_commands():
                     if self._scheduler.is_busy:
                         self._deliver(self._scheduler.step())
-            self._failure = EngineUnavailable("the engine is closed")
-        except Exception as error:  # noqa: BLE001 - whatever stops the loop must reach every caller
-            self._failure = EngineError(f"the local engine stopped: {type(error).__name__}: {error}")
+            self._failure = EngineUnavailable("The engine is closed.")
+        except Exception as error:  # noqa: BLE001 - any error must reach every caller
+            self._failure = EngineError(f"The local engine stopped: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
         self._fail_all(self._failure)
 
     def _run_commands(self) -> bool:
-        """Take what callers asked for; waits for them when there is nothing else to do. False: stop."""
+        """Run the callers' commands; wait for one if there are no requests. Return False to stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)
@@ -206,50 +208,49 @@ class LocalEngine(Engine):
             command()
 
     def _cancel(self, request: SchedulerRequest) -> None:
-        if self._inboxes.pop(request, None) is not None:
+        if self._queues.pop(request, None) is not None:
             self._scheduler.cancel(request)
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Wake each event loop once per step, however many replies it waits for."""
+        """Wake each event loop once per step, for all of its replies."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
-            loop, inbox = self._inboxes[request]
+            loop, replies = self._queues[request]
             if request.finished:
-                del self._inboxes[request]
-            batches.setdefault(loop, []).append((inbox, chunk))
+                del self._queues[request]
+            batches.setdefault(loop, []).append((replies, chunk))
         for loop, batch in batches.items():
             _wake(loop, batch)
 
     def _fail_all(self, error: EngineError) -> None:
-        for loop, inbox in list(self._inboxes.values()):
-            _wake(loop, [(inbox, error)])
+        for loop, replies in list(self._queues.values()):
+            _wake(loop, [(replies, error)])
 
 
 def _resolve(done: Future[None], work: Callable[[], None]) -> None:
-    """Run; a failure stops the engine too, for the weights may be half changed."""
+    """Run ``work``. A failure also stops the engine, because its weights may be partially changed."""
     try:
         work()
-    except BaseException as error:
-        done.set_exception(EngineError(f"the policy could not be put in place: {error}"))
+    except BaseException as error:  # whatever it is, the caller must not wait forever
+        done.set_exception(EngineError(f"The policy could not be applied: {error}"))
         raise
     done.set_result(None)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]) -> None:
     def put() -> None:
-        for inbox, item in batch:
-            inbox.put_nowait(item)
+        for replies, item in batch:
+            replies.put_nowait(item)
 
-    # A closed event loop refuses: whoever waited is gone with it.
+    # A closed event loop raises, and no one waits on it any more.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(put)
 
 
-def default_kv_tokens(shape: KVShape, most: int) -> int:
-    """As many as a third of the free memory holds, at most twice what a full batch of whole contexts
-    needs."""
+def default_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
+    """Return the tokens that fit into a third of the free memory, at most twice those of a full batch."""
     free = _free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
-    return min(2 * most, free // 3 // shape.token_bytes)
+    return min(2 * batch_tokens, free // 3 // shape.token_bytes)
 
 
 def _free_memory() -> int:

@@ -24,7 +24,7 @@ class LoraPair:
 
 
 class EngineLinear(nn.Linear):
-    """Takes the place of a Linear and shares its weight; parameter names stay as they were."""
+    """Replaces a Linear and shares its weight; parameter names stay the same."""
 
     pair: LoraPair | None
     packed: Tensor | None
@@ -59,15 +59,16 @@ def replace_linears(model: nn.Module) -> None:
 
 
 def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
-    """Put the adapter, by module name, in place of the one before; an empty one leaves the base model."""
+    """Replace the current adapter, by module name; an empty one restores the base model."""
     for name, module in model.named_modules():
         if isinstance(module, EngineLinear):
             module.pair = adapter.get(name)
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Lay bf16 weights out once as the CPU kernels want them, which else happens in every call: the
-    same numbers, in 0.4 to 0.9 of the time at the few rows of a decoding step. A second copy in memory."""
+    """Convert bf16 weights once to the layout of the CPU kernels, which otherwise happens in every call: the
+    same results in 0.4 to 0.9 of the time for the few rows of a decoding step, for a second copy in
+    memory."""
     for module in model.modules():
         if isinstance(module, EngineLinear) and _packable(module.weight):
             module.packed = _mkldnn._reorder_linear_weight(module.weight.detach(), 16)
@@ -83,10 +84,12 @@ def _packable(weight: Tensor) -> bool:
 
 
 def _find_mkldnn() -> Any:
-    """Torch's oneDNN operators. They are its compiler's own, so a build may lack them."""
+    """Return torch's oneDNN operators. They are private to its compiler, so a build may lack them."""
     names = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
-    found = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
-    return torch.ops.mkldnn if found else None
+    is_available = torch.backends.mkldnn.is_available() and all(
+        hasattr(torch.ops.mkldnn, name) for name in names
+    )
+    return torch.ops.mkldnn if is_available else None
 
 
 _mkldnn = _find_mkldnn()

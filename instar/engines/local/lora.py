@@ -1,4 +1,4 @@
-"""PEFT adapter folders → the updates of linear layers."""
+"""Reads PEFT adapter folders as updates of linear layers."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ UNSUPPORTED = (
 
 
 def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, LoraPair]:
-    """A PEFT adapter folder → the update of each module, by the module's name. Refuses what this
-    engine does not compute."""
+    """Return the update of each module by its name. Raises EngineError for unsupported adapters."""
     halves, scale = read_updates(folder)
     modules = dict(model.named_modules())
     return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
 
 
 def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
-    """The halves A and B of each module's update as they are in the folder, and what B A is scaled by."""
+    """Return A and B of each module's update as stored in the folder, and the scale of B A."""
     try:
         config: dict[str, Any] = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
-        raise EngineError(f"cannot read the adapter in {folder}: {error}") from error
+        raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
     scale = _scale(config, folder)
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
         if not name.startswith(PREFIX) or half not in ("A.weight", "B.weight"):
             raise EngineError(
-                f"the adapter in {folder} holds {name}, which the local engine does not implement"
+                f"The adapter in {folder} holds {name}, which the local engine does not implement"
             )
         halves.setdefault(module, {})[half[0]] = tensor
     return halves, scale
@@ -64,20 +63,20 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
 def _scale(config: dict[str, Any], folder: Path) -> float:
     if config.get("peft_type") != "LORA":
         raise EngineError(
-            f"the adapter in {folder} is of type {config.get('peft_type')}; only LORA is implemented"
+            f"The adapter in {folder} is of type {config.get('peft_type')}; only LORA is implemented"
         )
     for name in UNSUPPORTED:
         if config.get(name):
             raise EngineError(
-                f"the adapter in {folder} uses {name}, which the local engine does not implement"
+                f"The adapter in {folder} uses {name}, which the local engine does not implement"
             )
     if config.get("bias", "none") != "none":
-        raise EngineError(f"the adapter in {folder} trains biases, which the local engine does not implement")
-    # These begin by changing the base weights, which the adapter's folder does not hold.
+        raise EngineError(f"The adapter in {folder} trains biases, which the local engine does not implement")
+    # These change the base weights at the start, which the adapter's folder does not contain.
     start = str(config.get("init_lora_weights", True)).lower()
     if start.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
         raise EngineError(
-            f"the adapter in {folder} was begun by {start}, which the local engine does not implement"
+            f"The adapter in {folder} was initialized by {start}, which the local engine does not implement"
         )
     rank = float(config["r"])
     return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -92,12 +91,12 @@ def _pair(
     device: str,
 ) -> LoraPair:
     if not isinstance(module, nn.Linear):
-        raise EngineError(f"the adapter adapts {name}, which is no linear layer of this model")
+        raise EngineError(f"The adapter adapts {name}, which is no linear layer of this model")
     if halves.keys() != {"A", "B"}:
-        raise EngineError(f"the adapter lacks half of its update of {name}")
+        raise EngineError(f"The adapter has only one of lora_A and lora_B for {name}")
     down, up = halves["A"], halves["B"].float().T * scale
     if down.shape[1] != module.in_features or up.shape[1] != module.out_features or len(down) != len(up):
-        raise EngineError(f"the adapter's update of {name} does not have that layer's shape")
+        raise EngineError(f"The adapter's update of {name} does not have that layer's shape")
     if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-        raise EngineError(f"the adapter's update of {name} is not finite")
+        raise EngineError(f"The adapter's update of {name} is not finite")
     return LoraPair(down.to(device, dtype).contiguous(), up.to(device, dtype).contiguous())

@@ -1,4 +1,4 @@
-"""The transformers model behind the engine: loading it, changing its weights, one forward pass."""
+"""The transformers model of the engine: loading it, changing its weights, one forward pass."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """A policy read from disk and ready to go live between two steps."""
+    """A policy that was read from disk and can be applied between two steps."""
 
     version: int
     adapter: dict[str, LoraPair]
     source: Path
-    """Folder of the full weights below the adapter."""
+    """The folder of the full weights under the adapter."""
     state: dict[str, Tensor] | None
-    """Those weights, where they are not in place already."""
+    """Those weights; None if they are loaded already."""
 
 
 class EngineModel:
-    """``base`` is the model to serve, loaded already; its tensors are shared, not copied."""
+    """``base`` is a loaded model to serve; its tensors are shared, not copied."""
 
     def __init__(self, config: ModelConfig, base: Any = None) -> None:
         transformers_logging.disable_progress_bar()
@@ -56,22 +56,21 @@ class EngineModel:
         self.kv_shape = self._probe(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Another one over the same weights, with adapters of its own. Full weights loaded into one would
-        be the other's too."""
+        """Return a model with the same weights and its own adapters. Loading full weights affects both."""
         shared = copy.copy(self)
         shared._model = share_weights(self._model)
         return shared
 
     def eos_ids(self) -> set[int]:
-        """Ids that end a reply, wherever the model's files name them."""
-        found: set[int] = set()
+        """Return the ids that end a reply, from all of the model's files."""
+        eos_ids: set[int] = set()
         for config in (self._model.generation_config, self._model.config):
             ids = getattr(config, "eos_token_id", None)
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return found
+            eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return eos_ids
 
     def forward(self, ids: Tensor, positions: Tensor, sampled: Tensor, plan: attention.StepPlan) -> Tensor:
-        """Logits [len(sampled), vocabulary] after the tokens of the packed batch named by ``sampled``."""
+        """Return the logits [len(sampled), vocabulary] after the tokens at the indices ``sampled``."""
         return self._model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -81,10 +80,10 @@ class EngineModel:
         ).logits[0]
 
     def read(self, policy: Policy) -> PolicyUpdate:
-        """Read a policy's files. Touches nothing in use, so it may run beside ``forward``."""
+        """Read a policy's files without changing the model, so that ``forward`` may run at the same time."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         if kind not in ("base", "adapter", "weights"):
-            raise EngineError(f"the local engine loads base, adapter and weights, not {kind}")
+            raise EngineError(f"The local engine loads base, adapter and weights, not {kind}.")
         source = path.resolve() if kind == "weights" else self.folder
         adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
         # Full weights are read again even from a folder in use: its files may have changed.
@@ -102,27 +101,27 @@ class EngineModel:
         try:
             state: dict[str, Tensor] = _load_model(folder, self.dtype).state_dict()
         except (OSError, ValueError) as error:
-            raise EngineError(f"cannot read the weights in {folder}: {error}") from error
+            raise EngineError(f"The weights in {folder} cannot be read: {error}") from error
         ours: dict[str, Tensor] = self._model.state_dict()
         if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in ours.items()}:
-            raise EngineError(f"the weights in {folder} are of another architecture")
+            raise EngineError(f"The weights in {folder} are of another architecture.")
         return state
 
     def _probe(self, layers: int) -> KVShape:
-        """Run one token through, to see that every layer attends in the way this engine implements."""
+        """Run one token to check that every layer uses the attention that this engine implements."""
         probe = attention.ShapeProbe()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self._model(input_ids=token, position_ids=token, use_cache=False, instar_plan=probe)
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
-            raise EngineError("the local engine needs a model with the same full attention in every layer")
+            raise EngineError("The local engine needs a model with the same full attention in every layer.")
         ((kv_heads, head_dim),) = shapes
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
 
 
 def _prepare_shared_model(base: Any) -> Any:
-    """A model loaded for something else, with this engine's attention."""
+    """Share the weights of a loaded model and use this engine's attention."""
     model = share_weights(base)
     model.set_attn_implementation(attention.NAME)
     return model.eval().requires_grad_(False)

@@ -1,5 +1,4 @@
-"""Keys and values kept for reuse: a radix tree over token ids, exact to the token, least recently
-used out first."""
+"""A cache of keys and values: a radix tree over token ids, exact to the token, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class PrefixNode:
 
 
 def common_length(a: Ids, b: Ids) -> int:
-    """How many ids the two begin with in common."""
+    """Return the length of the common prefix."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     return int(differ.argmax()) if differ.any() else shorter
@@ -36,8 +35,8 @@ class PrefixCache:
         self.tokens = 0
 
     def match(self, ids: Ids) -> list[tuple[Tensor, int]]:
-        """The longest cached prefix of ``ids``: pieces of keys and values, each with how many of its
-        tokens count."""
+        """Return the longest cached prefix of ``ids``: keys and values, each with the number of tokens to
+        use."""
         self._clock += 1
         pieces: list[tuple[Tensor, int]] = []
         for node, count in self._walk(ids):
@@ -47,12 +46,11 @@ class PrefixCache:
         return pieces
 
     def match_length(self, ids: Ids) -> int:
-        """How long the cached prefix of ``ids`` is."""
         return sum(count for _, count in self._walk(ids))
 
     def insert(self, ids: Ids, row: Tensor) -> None:
-        """Keep the keys and values of ``ids``, copied out of a row [layers, 2, kv heads, ≥ len(ids), head
-        dim] so far as they are not here yet."""
+        """Copy the keys and values of ``ids`` that are not cached yet out of a row [layers, 2, kv heads, ≥
+        len(ids), head dim]."""
         self._clock += 1
         parent, done = self._root, 0
         for node, count in self._walk(ids):
@@ -67,7 +65,7 @@ class PrefixCache:
         self.tokens += len(ids) - done
 
     def trim(self, tokens: int) -> None:
-        """Forget what was used least recently until at most ``tokens`` are held."""
+        """Evict the least recently used entries until at most ``tokens`` are cached."""
         while self.tokens > tokens:
             leaf = min(self._leaves(), key=lambda node: node.used)
             assert leaf.parent is not None
@@ -79,18 +77,19 @@ class PrefixCache:
         self.tokens = 0
 
     def _walk(self, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
-        """Nodes along ``ids`` with how many tokens of each agree; only the last may agree in part."""
+        """Yield the nodes along ``ids`` with the number of matching tokens; only the last may match
+        partially."""
         node, done = self._root, 0
         while done < len(ids) and (child := node.children.get(int(ids[done]))):
             count = common_length(child.ids, ids[done:])
-            whole = count == len(child.ids)  # asked before: the caller may part the node
+            is_full_match = count == len(child.ids)  # before the yield: the caller may split the node
             yield child, count
-            if not whole:
+            if not is_full_match:
                 return
             node, done = child, done + count
 
     def _split(self, node: PrefixNode, count: int) -> PrefixNode:
-        """Part a node in two; returns the upper one."""
+        """Split a node in two and return the upper one."""
         assert node.parent is not None
         assert node.kv is not None
         upper = PrefixNode(

@@ -26,9 +26,9 @@ class KVShape:
 
 
 def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
-    """[layers, 2, rows, kv heads, capacity, head dim]. What lies beyond a row's length is masked, but
-    still multiplied by zero, so it must be finite from the start. On the CPU the pages come from
-    calloc: zero without being touched."""
+    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Values beyond a row's length are masked
+    but still multiplied by zero, so they must be finite. On the CPU the pages come from calloc: zero without
+    being touched."""
     size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
     if shape.device != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -37,7 +37,7 @@ def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
 
 
 class KVRows:
-    """Grows as needed; rows ``0 .. used-1`` are in use, kept together by moving the last one."""
+    """Rows that grow as needed. The used rows are ``0 .. used-1``; the last one is moved to close a gap."""
 
     def __init__(self, shape: KVShape, max_rows: int, max_tokens: int) -> None:
         self.shape = shape
@@ -47,11 +47,11 @@ class KVRows:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the allocated rows could hold."""
+        """The capacity of the allocated rows in tokens."""
         return self.kv.shape[2] * self.kv.shape[4]
 
     def grown_size(self, rows: int, length: int) -> tuple[int, int]:
-        """The size to allocate so that ``rows`` rows of ``length`` tokens fit."""
+        """Return the size to allocate for ``rows`` rows of ``length`` tokens."""
         have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
         new_length = max(have_length, -(-length // STEP) * STEP)
         if rows <= have_rows:
@@ -60,17 +60,17 @@ class KVRows:
         return (ample if rows <= ample and ample * new_length <= self._max_tokens else rows), new_length
 
     def can_fit(self, rows: int, length: int) -> bool:
-        """Whether there is, or may be made, room. One row always fits."""
+        """True if the rows fit after growing. One row always fits."""
         new_rows, new_length = self.grown_size(rows, length)
         return rows == 1 or new_rows * new_length <= self._max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Whether what is allocated is too much to keep for a first row of ``length`` tokens."""
+        """True if the allocated memory is too large to keep for a first row of ``length`` tokens."""
         rows, capacity = self.grown_size(1, length)
         return rows * capacity > self._max_tokens or self.tokens > 4 * self._max_rows * length
 
     def set_max_tokens(self, max_tokens: int) -> None:
-        """What is allocated already stays until it is empty."""
+        """Change the limit. Allocated memory stays until it is empty."""
         self._max_tokens = max_tokens
 
     def ensure(self, rows: int, length: int) -> None:
@@ -82,7 +82,7 @@ class KVRows:
         self.kv[:, :, :have_rows, :, :have_length].copy_(old)
 
     def reset(self) -> None:
-        """Give everything back; nothing is in use."""
+        """Free all memory. No row may be in use."""
         self.kv = allocate_kv(self.shape, 0, 0)
 
     def row(self, index: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""One vectorised draw for all rows of a step."""
+"""Vectorised sampling for all rows of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Index i speaks of row i. ``behavior`` is None for rows drawn from the full softmax at temperature 1."""
+    """One entry per row. ``behavior`` is None for rows sampled from the full softmax at temperature 1."""
 
     ids: list[int]
     logprobs: list[float]
@@ -27,7 +27,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Keeps its large buffers: fresh ones of this size cost more in page faults than the arithmetic."""
+    """Keeps its large buffers, because page faults of new ones would cost more than the arithmetic."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -53,7 +53,7 @@ class Sampler:
         # One transfer, hence one wait for the device, per step. Ids are exact in float64.
         drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
         if any(math.isnan(row[1]) for row in drawn):
-            raise EngineError("the model's logits are not finite")
+            raise EngineError("The model's logits are not finite.")
         return SampledTokens(
             ids=[int(row[0]) for row in drawn],
             logprobs=[row[1] for row in drawn],
@@ -70,16 +70,16 @@ class Sampler:
         ids: Tensor,
         behavior: Tensor,
     ) -> None:
-        """Rows with a temperature only, then those with top_k or top_p: drawn again, their own way."""
-        warm = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
-        cut = [i for i in warm if params[i].top_p < 1 or params[i].top_k > 0]
-        plain = [i for i in warm if i not in set(cut)]
-        for chosen in (plain, cut):
+        """Sample again the rows with only a temperature, then those with top_k or top_p."""
+        tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
+        truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
+        plain = [i for i in tempered if i not in set(truncated)]
+        for chosen in (plain, truncated):
             if not chosen:
                 continue
             index = torch.tensor(chosen, device=self._device)
-            heat = torch.tensor([[params[i].temperature] for i in chosen], device=self._device)
-            scaled = logits[index] / heat
+            temperature = torch.tensor([[params[i].temperature] for i in chosen], device=self._device)
+            scaled = logits[index] / temperature
             if chosen is plain:
                 top, total, drawn = _inverse_cdf(scaled, torch.empty_like(scaled), uniform[index])
                 logprobs = scaled.gather(1, drawn) - top - total.log()
@@ -91,7 +91,7 @@ class Sampler:
         return slice(None) if len(chosen) == rows else torch.tensor(chosen, device=self._device)
 
     def _buffers(self, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """Whole blocks wide; the columns beyond the vocabulary are -inf, so they are never drawn."""
+        """Return buffers padded to full blocks with -inf, which is never sampled."""
         width = -(-vocab // BLOCK) * BLOCK
         if self._logits.shape[0] < rows or self._logits.shape[1] != width:
             size = (max(rows, self._logits.shape[0]), width)
@@ -101,23 +101,23 @@ class Sampler:
 
 
 def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
-    """The logprob of ``ids[i]`` in row i."""
+    """Return the logprob of ``ids[i]`` in row i."""
     index = torch.from_numpy(ids.astype(np.int64))[:, None].to(logits_N_V.device)
     parts: list[Tensor] = []
     for logits, chosen in zip(logits_N_V.split(BLOCK), index.split(BLOCK), strict=True):
         wide = logits.float()
         parts.append(wide.gather(1, chosen)[:, 0] - wide.logsumexp(-1))
-    found = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
-    if np.isnan(found).any():
-        raise EngineError("the model's logits are not finite")
-    return found
+    logprobs = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
+    if np.isnan(logprobs).any():
+        raise EngineError("The model's logits are not finite.")
+    return logprobs
 
 
 def _inverse_cdf(
     logits: Tensor, weights: Tensor, uniform: Tensor, *, skip: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(largest logit, sum of exp(logit - largest), drawn id), each [rows, 1]. The cumulative sum is
-    taken over blocks first and then within the block drawn. ``skip`` draws nothing: ids are 0."""
+    """Return (largest logit, sum of exp(logit - largest), sampled id), each [rows, 1]. The cumulative sum is
+    taken over blocks first and then within the sampled block. With ``skip`` all ids are 0."""
     top = logits.amax(-1, keepdim=True)
     torch.sub(logits, top, out=weights).exp_()
     blocks = weights.view(len(weights), -1, BLOCK)
@@ -126,7 +126,7 @@ def _inverse_cdf(
     if skip:
         return top, total, torch.zeros_like(total, dtype=torch.long)
     target = _below(uniform * total, total)
-    # Clamped for the sake of logits that are not finite: the caller finds those by their logprob.
+    # Clamped because of logits that are not finite: the caller detects those by their logprob.
     block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     inner = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(-1)
@@ -135,13 +135,13 @@ def _inverse_cdf(
 
 
 def _below(target: Tensor, limit: Tensor) -> Tensor:
-    """Rounding may carry the target up to the sum, past the last id of any weight."""
+    """Keep the target below the limit: rounding may raise it to the sum, past the last possible id."""
     return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))
 
 
 def _truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log probabilities after top_k, then top_p: the smallest set of likeliest tokens that
-    reaches top_p of what top_k left."""
+    """Return ids and logprobs after top_k, then top_p: the smallest set of the likeliest tokens that reaches
+    top_p of the remaining probability."""
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)

@@ -1,8 +1,8 @@
-"""Continuous batching: which tokens each step computes, and what becomes of them. Single-threaded.
+"""Continuous batching: which tokens each step computes. Single-threaded.
 
-Rows ``0 .. decoding-1`` hold replies that sample one token a step; the rows after them hold
-requests whose prompt is still being computed, piece by piece. Of some of those the logprobs of the prompt
-itself are wanted, and no reply: they leave when it is computed.
+Rows ``0 .. decoding-1`` hold replies that sample one token per step. The rows after them hold requests whose
+prompt is still being computed, in pieces. Some of those only need the logprobs of their prompt: they end when
+it is computed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
 MIN_SAVED_TOKENS = 16
-"""A request waits for another one's prefill if that saves it at least so many tokens."""
+"""A request waits for another one's prefill if that saves at least this many tokens."""
 BLOCK_OVERHEAD = 2048
-"""Row × key cells of attention that cost as much as starting another block."""
+"""The number of row × key cells of attention that cost as much as starting another block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,23 +43,23 @@ class SchedulerRequest:
     stop: StopRule
     rng: Random
     length_limit: int
-    """Most tokens, prompt and reply, that it may come to."""
+    """The maximum number of tokens of prompt and reply."""
     sampled: list[int] = field(default_factory=list[int])
     computed: int = 0
-    """Tokens whose keys and values are in its row."""
+    """The number of tokens whose keys and values are in its row."""
     row: int = -1
     admission_order: int = 0
-    """Order of admission."""
     has_mixed_versions: bool = False
-    """Its keys and values were computed under more than one version: not for others to read."""
+    """True if its keys and values were computed under several versions, so that others must not reuse
+    them."""
     weights_epoch: int = 0
-    """What its prompt was computed under: the number of changes before, or one of its own if mixed."""
+    """The number of weight changes before its prompt was computed, or a unique value if mixed."""
     finished: bool = False
     scores: Floats | None = None
-    """Takes the logprobs of the prompt's own tokens, where these are wanted in the place of a reply."""
+    """Receives the logprobs of the prompt's tokens; set for requests that need these instead of a reply."""
 
     def computed_ids(self) -> Ids:
-        """The ids whose keys and values are in its row."""
+        """Return the ids whose keys and values are in its row."""
         return np.concatenate([self.prompt, np.asarray(self.sampled, np.int32)])[: self.computed]
 
 
@@ -84,7 +84,7 @@ class Scheduler:
         self._admitted = 0
         self._generated = self._prompted = self._reused = 0
 
-    # --- what the engine calls between steps ---
+    # --- called by the engine between steps ---
 
     @property
     def is_busy(self) -> bool:
@@ -111,16 +111,15 @@ class Scheduler:
         request.finished = True
 
     def apply(self, change: PolicyUpdate) -> None:
-        """Serve other weights. What was computed under the old ones serves only the rows it is in."""
+        """Change the weights. Keys and values computed under the old ones stay only in their own rows."""
         self._model.apply(change)
         self._version = change.version
         self._prefixes.clear()
         for request in self._running:
             request.has_mixed_versions = request.computed > 0
         for request in self._running[self._decoding :]:
-            request.weights_epoch = (
-                -request.admission_order
-            )  # the rest of its prompt is computed under others
+            # The rest of its prompt is computed under the new weights.
+            request.weights_epoch = -request.admission_order
             if request.scores is not None:
                 request.computed = 0
         self._changes += 1
@@ -135,7 +134,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def step(self) -> list[Emission]:
-        """Admit, run the model once, sample. Returns the tokens made, in no order between requests."""
+        """Admit requests, run the model once, sample. Returns the new tokens in no particular order."""
         self._admit()
         if not self._running:
             return []
@@ -153,8 +152,8 @@ class Scheduler:
         )
         for request in sampling[self._decoding :]:
             self._finish_prefill(request)
-        made = [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
-        return made + [self._end_scoring(request) for request in scored]
+        emissions = [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
+        return emissions + [self._end_scoring(request) for request in scored]
 
     # --- admission ---
 
@@ -166,7 +165,7 @@ class Scheduler:
             if not self._rows.can_fit(len(self._running) + 1, length):
                 self._waiting.appendleft(request)
                 break
-            # The last prompt token is always computed: its logits are what the reply begins from.
+            # The last prompt token is always computed: the reply begins from its logits.
             reusable = request.prompt[:-1] if request.scores is None else request.prompt[:0]
             if self._would_share(reusable):
                 deferred.append(request)
@@ -175,8 +174,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(deferred))
 
     def _would_share(self, ids: Ids) -> bool:
-        """Whether a prompt being computed will leave a longer prefix than is cached: one that is only scored
-        leaves none."""
+        """True if a prompt in progress will cache a longer prefix. Scored prompts cache none."""
         cached = self._prefixes.match_length(ids)
         return any(
             not other.has_mixed_versions
@@ -205,8 +203,8 @@ class Scheduler:
     # --- one step ---
 
     def _plan(self) -> tuple[StepPlan, torch.Tensor, torch.Tensor, list[SchedulerRequest]]:
-        """The plan, the token ids, which of them need logits, and for whom a token is sampled. The logits of
-        prompts that are scored come last."""
+        """Return the plan, the token ids, the indices that need logits, and the requests that sample. The
+        logits of scored prompts come last."""
         decoding = self._running[: self._decoding]
         ids = [r.sampled[-1] for r in decoding]
         rows = list(range(self._decoding))
@@ -215,7 +213,7 @@ class Scheduler:
         spans: list[tuple[int, int, int, int]] = []
         scored_at: list[int] = []
         budget = self._prefill_tokens
-        # In the order they came, which moving rows about does not keep.
+        # In the order of admission, which the rows do not keep when they move.
         for request in sorted(self._running[self._decoding :], key=lambda r: r.admission_order):
             count = min(len(request.prompt) - request.computed, budget)
             if count == 0:
@@ -227,7 +225,7 @@ class Scheduler:
             rows.extend([request.row] * count)
             positions.extend(range(request.computed, end))
             if request.scores is not None:
-                last = len(ids) - (end == len(request.prompt))  # what would follow the prompt is not asked
+                last = len(ids) - (end == len(request.prompt))  # nothing is scored after the prompt
                 scored_at.extend(range(len(ids) - count, last))
             elif end == len(request.prompt):
                 sampled_at.append(len(ids) - 1)
@@ -243,19 +241,19 @@ class Scheduler:
         return plan, ids_T, sampled_N, sampling
 
     def _share(self, plan: StepPlan) -> None:
-        """Find the beginning that decoding rows have in common."""
+        """Find the prefix that decoding rows have in common."""
         decoding = self._running[: self._decoding]
         if not self._can_share or len(decoding) < MIN_SHARED_ROWS:
             return
-        found = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
-        if found is not None:
-            plan.shared_length, groups = found
+        shared = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
+        if shared is not None:
+            plan.shared_length, groups = shared
             plan.prefixes = [SharedPrefix(torch.tensor(rows), rows[0]) for rows in groups]
 
     def _blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[DecodeBlock]:
         blocks: list[DecodeBlock] = []
         for start, stop in split_rows(positions):
-            # Whole multiples of 8 keys, which the masks of GPU kernels want.
+            # A multiple of 8 keys, which the masks of GPU kernels require.
             length = -(-(max(positions[start:stop]) + 1) // 8) * 8
             keys = torch.arange(length, device=positions_T.device)
             unseen = keys > positions_T[start:stop, None]
@@ -271,7 +269,7 @@ class Scheduler:
         return PrefillPiece(start, stop, row, length, mask)
 
     def _finish_prefill(self, request: SchedulerRequest) -> None:
-        """The prompt is computed: share it, and join the decoding rows."""
+        """Cache the computed prompt and move the request to the decoding rows."""
         self._keep(request)
         first = self._running[self._decoding]
         if first is not request:
@@ -281,7 +279,7 @@ class Scheduler:
         self._decoding += 1
 
     def _score(self, plan: StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
-        """Put down what the step tells of the prompts that are scored; returns those that are done."""
+        """Store the logprobs of scored prompts; return the requests that are complete."""
         done: list[SchedulerRequest] = []
         start = 0
         for piece in plan.pieces:
@@ -290,8 +288,8 @@ class Scheduler:
                 continue
             first = piece.length - (piece.stop - piece.start) + 1
             targets = request.prompt[first : piece.length + 1]
-            found = gather_logprobs(logits[start : start + len(targets)], targets)
-            request.scores[first : first + len(targets)] = found
+            logprobs = gather_logprobs(logits[start : start + len(targets)], targets)
+            request.scores[first : first + len(targets)] = logprobs
             start += len(targets)
             if piece.length == len(request.prompt):
                 done.append(request)
@@ -322,13 +320,13 @@ class Scheduler:
         return request, chunk
 
     def _keep(self, request: SchedulerRequest) -> None:
-        """Put a row's keys and values where later requests find them."""
+        """Cache a row's keys and values for later requests."""
         if not request.has_mixed_versions:
             self._prefixes.insert(request.computed_ids(), self._rows.row(request.row))
             self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
 
     def _release(self, request: SchedulerRequest) -> None:
-        """Free a row; the last decoding row and the last row of all close the gaps."""
+        """Free a row; move the last decoding row and the last row to close the gaps."""
         hole = request.row
         request.row = -1
         if hole < self._decoding:
@@ -338,7 +336,7 @@ class Scheduler:
         self._running.pop()
 
     def _fill(self, hole: int, last: int) -> int:
-        """Move the row ``last`` into the hole; returns where the hole is then."""
+        """Move the row ``last`` into the hole and return the new hole."""
         if hole != last:
             moved = self._running[last]
             self._rows.move(last, hole, moved.computed)
@@ -348,8 +346,8 @@ class Scheduler:
 
 
 def split_rows(positions: list[int]) -> list[tuple[int, int]]:
-    """Neighbouring rows grouped so that short ones are not padded far to the longest: greedy, a block
-    ends where padding would cost more than starting another."""
+    """Group adjacent rows greedily so that short ones are not padded too much: a block ends where padding
+    would cost more than starting another."""
     spans: list[tuple[int, int]] = []
     start, longest, padding = 0, 0, 0
     for i, position in enumerate(positions):

@@ -235,7 +235,7 @@ async def test_loads_full_weights_and_goes_back(engine: LocalEngine, tiny: Path,
     wider = make_tiny_model(tmp_path / "wider", hidden=128)
     with pytest.raises(EngineError, match="another architecture"):
         await engine.load(Policy("p", 3, Artifact("weights", str(wider))))
-    with pytest.raises(EngineError, match="cannot read"):
+    with pytest.raises(EngineError, match="cannot be read"):
         await engine.load(Policy("p", 3, Artifact("weights", str(tmp_path / "nowhere"))))
     assert (await engine.status()).version == 2
 
@@ -254,7 +254,7 @@ async def test_refuses_adapters_it_would_compute_wrongly(
     save_adapter(tiny, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
     with pytest.raises(EngineError, match=named):
         await engine.load(adapter_policy(tmp_path))
-    with pytest.raises(EngineError, match="cannot read"):
+    with pytest.raises(EngineError, match="cannot be read"):
         await engine.load(adapter_policy(tmp_path / "missing"))
     assert (await engine.status()).version == 0
 

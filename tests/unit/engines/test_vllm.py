@@ -294,7 +294,7 @@ def test_every_process_has_its_own_part() -> None:
     assert [part.engine.type for part in own] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
     assert [part.engine.servers for part in own[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
     assert [engine_python(part) for part in own] == ["p", "p", None, None, None]
-    with pytest.raises(ValueError, match="there are 2"):
+    with pytest.raises(ValueError, match="must be the number of `servers`, 2"):
         VllmEngineConfig.model_validate({"servers": servers, "count": 3})
 
 
