@@ -107,7 +107,7 @@ async def test_a_reply_ends_under_its_version_and_then_the_adapter_goes(
 async def test_refuses_what_the_server_cannot(engine: Engine, url: str, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="not weights"):
         await engine.load(Policy("p", 1, Artifact("weights", str(tiny))))
-    with pytest.raises(EngineError, match="The adapter in .* cannot be read"):
+    with pytest.raises(EngineError, match=r"The adapter in .* cannot be read"):
         await engine.load(Policy("p", 1, Artifact("adapter", str(tmp_path))))
     assert (await engine.status()).version == 0
     for settings, named in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):

@@ -127,7 +127,7 @@ async def test_an_unreadable_policy_changes_nothing(engine: Engine, tiny: Path, 
     (other / "model.safetensors").write_bytes(b"nonsense")
     (tmp_path / "adapter").mkdir()
     for kind, path in (("weights", other), ("adapter", tmp_path / "adapter")):
-        with pytest.raises(EngineError, match="cannot read"):
+        with pytest.raises(EngineError, match="cannot be read"):
             await engine.load(Policy("p", 7, Artifact(kind, str(path))))  # type: ignore[arg-type]
         assert (await engine.status()).version == 0
     assert ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
