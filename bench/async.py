@@ -1,18 +1,20 @@
-"""Async against sync: the same agents, samples, engine and trainer, and what the modes make of them.
+"""Compare `trainer.mode: async` with `sync`, using the same agents, samples, engine and trainer.
 
     python bench/async.py [--device cpu|gpu] [--json] [--out FILE] [--only sync|async] [--steps N] [--scale S]
 
-Two whole runs of `instar train`, whose YAML differs in `trainer.mode` and `trainer.max_staleness` alone.
-The agents play bench/workloads/agents.jsonl (its README says where that comes from) in shortened time. `mode:
-sync` launches all sessions of a step at once and trains when the last one has ended; `async` runs ahead.
+The bench starts `instar train` twice, with YAML files that differ only in `trainer.mode` and
+`trainer.max_staleness`. The agents replay bench/workloads/agents.jsonl (see the README there) in shortened
+time. `mode: sync` starts all sessions of a step at once and trains when the last one has ended; `async` keeps
+sampling while the trainer works.
 
 gpu: vLLM and the trainer on one GPU, SmolLM2. cpu: the local engine and a tiny model with random weights.
 
-`samples_per_hour` counts from the moment the trainer is up to the end of the last step: the beginning, when
-there is nothing to train on yet, and the end, when nothing is left to run ahead with, are in it. `bound` is
-what `instar simulate --from` the async run says that no schedule could get past with the same engine, trainer
-and number of sessions at once; `of_bound` is what async got of it. `predicted` is what the simulator makes of
-each run from what was measured in it. `reward_sync` and `reward_async` are of held-out tasks, after training.
+`samples_per_hour` counts from the moment the trainer is ready to the end of the last step. This includes the
+start, when there is nothing to train on yet, and the end, when no further sessions are started. `bound` is
+the upper limit that `instar simulate --from` computes from the async run for any schedule with the same
+engine, trainer and number of concurrent sessions; `of_bound` is the share of it that async reached.
+`predicted` is the simulator's result for each run, based on what was measured in that run. `reward_sync` and
+`reward_async` are the rewards on held-out tasks after training.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_parts.runs import Mode, Plan, run, scaled
+from async_parts.runs import Mode, RunPlan, run_training, scale_workload
 from rich.console import Console
 from rich.table import Table
 
@@ -40,12 +42,12 @@ from instar.simulate.pipeline import simulate
 from instar.simulate.sessions import read_workload, write_workload
 
 WORKLOAD = Path(__file__).resolve().parent / "workloads" / "agents.jsonl"
-NOISE = 3.0
-"""Standard errors that two rewards may differ by."""
+REWARD_NOISE_FACTOR = 3.0
+"""The number of standard errors by which two rewards may differ and still count as equal."""
 
 console = Console(stderr=True)
 
-GPU = Plan(
+GPU = RunPlan(
     engine={"type": "vllm", "policy": "merged", "max_batch": 32, "gpu_memory": 0.4},
     model={"name": "smollm2-135m", "dtype": "bf16"},
     backend={"type": "local", "lora": {"rank": 16, "alpha": 32}},
@@ -62,7 +64,7 @@ GPU = Plan(
     eval_tasks=128,
     limit=570.0,
 )
-CPU = Plan(
+CPU = RunPlan(
     engine={"type": "local", "threads": 1, "max_batch": 64},
     model={"name": "", "dtype": "fp32", "device": "cpu"},
     backend={"type": "local", "threads": 1, "lora": {"rank": 8, "alpha": 16}},
@@ -85,7 +87,7 @@ def log(text: str) -> None:
     console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
 
 
-def plan_of(arguments: argparse.Namespace, folder: Path) -> Plan:
+def plan_from_arguments(arguments: argparse.Namespace, folder: Path) -> RunPlan:
     plan = GPU if arguments.device == "gpu" else CPU
     if arguments.device == "cpu":
         model = make_tiny_model(folder / "model", hidden=32, context=plan.context)
@@ -94,76 +96,78 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> Plan:
         plan = replace(plan, model={**plan.model, "name": arguments.model})
     if arguments.engine:
         plan = replace(plan, engine={**plan.engine, **json.loads(arguments.engine)})
-    given = {
+    overrides = {
         name: value
         for name in ("steps", "scale", "concurrency", "max_staleness", "speed", "limit")
         if (value := getattr(arguments, name)) is not None
     }
-    return replace(plan, **given)
+    return replace(plan, **overrides)
 
 
-def predict(folder: Path, mode: Mode) -> dict[str, Any]:
-    """What the simulator makes of a run, from what was measured in it."""
+def predict_run(folder: Path, mode: Mode) -> dict[str, Any]:
+    """Return the simulator's result for a run, based on what was measured in it."""
     config = load_config(folder / f"{mode}.yaml")
-    work = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
-    plant = cluster_from_config(config)
-    return result_json(simulate(work, plant, seed=config.seed), upper_bound(work, plant), None, plant)
+    workload = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
+    cluster = cluster_from_config(config)
+    return result_json(
+        simulate(workload, cluster, seed=config.seed), upper_bound(workload, cluster), None, cluster
+    )
 
 
-def measure(plan: Plan, folder: Path, only: str | None, seed: int, out: Path | None) -> dict[str, Any]:
+def measure(plan: RunPlan, folder: Path, only: str | None, seed: int, out: Path | None) -> dict[str, Any]:
     workload = folder / "workload.jsonl"
-    write_workload(workload, scaled(read_workload(WORKLOAD), plan))
-    found = earlier(out) if only else {}
+    write_workload(workload, scale_workload(read_workload(WORKLOAD), plan))
+    runs = load_previous_runs(out) if only else {}
     modes: tuple[Mode, ...] = ("sync", "async")
     for mode in modes:
         if only not in (None, mode):
             continue
         log(f"{mode}: {plan.steps} steps of {plan.groups_per_step} groups of {plan.group_size} sessions")
-        found[mode] = run(plan, mode, folder, workload, seed)
-        found[mode]["predicted"] = predict(folder, mode)
-        log(f"{mode}: {found[mode]['samples']} samples in {found[mode]['seconds']:.1f} s")
+        runs[mode] = run_training(plan, mode, folder, workload, seed)
+        runs[mode]["predicted"] = predict_run(folder, mode)
+        log(f"{mode}: {runs[mode]['samples']} samples in {runs[mode]['seconds']:.1f} s")
         if out is not None:
-            out.write_text(json.dumps({"runs": found}))  # a later failure leaves what is known
-    return found
+            out.write_text(json.dumps({"runs": runs}))  # keeps this run's figures if the next one fails
+    return runs
 
 
-def earlier(out: Path | None) -> dict[str, Any]:
-    """The runs in the file, where one of them is measured after the other."""
+def load_previous_runs(out: Path | None) -> dict[str, Any]:
+    """Return the runs in the output file, so that `--only` can measure one mode after the other."""
     return json.loads(out.read_text())["runs"] if out is not None and out.is_file() else {}
 
 
-def headline(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures that are asked for."""
-    result: dict[str, Any] = {"runs": found}
-    ahead, strict = found.get("async"), found.get("sync")
-    if ahead:
-        limit = ahead["predicted"]["bound"]
+def summarize(runs: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures that compare the two runs, with the runs themselves under `runs`."""
+    result: dict[str, Any] = {"runs": runs}
+    async_run, sync_run = runs.get("async"), runs.get("sync")
+    if async_run:
+        bound = async_run["predicted"]["bound"]
         result |= {
-            "bound": limit,
-            "bound_by": ahead["predicted"]["bound_by"],
-            "of_bound": ahead["samples_per_hour"] / limit,
-            "reward_async": ahead["reward"],
+            "bound": bound,
+            "bound_by": async_run["predicted"]["bound_by"],
+            "of_bound": async_run["samples_per_hour"] / bound,
+            "reward_async": async_run["reward"],
         }
-    if strict:
-        result["reward_sync"] = strict["reward"]
-    if ahead and strict:
-        noise = NOISE * math.hypot(ahead["reward_error"], strict["reward_error"])
+    if sync_run:
+        result["reward_sync"] = sync_run["reward"]
+    if async_run and sync_run:
+        noise = REWARD_NOISE_FACTOR * math.hypot(async_run["reward_error"], sync_run["reward_error"])
         result |= {
-            "speedup": ahead["samples_per_hour"] / strict["samples_per_hour"],
+            "speedup": async_run["samples_per_hour"] / sync_run["samples_per_hour"],
             "reward_noise": noise,
-            "reward_same": abs(ahead["reward"] - strict["reward"]) <= noise,
-            "samples_same": ahead["samples"] / strict["samples"],
+            "reward_same": abs(async_run["reward"] - sync_run["reward"]) <= noise,
+            "samples_same": async_run["samples"] / sync_run["samples"],
             "prediction_error": {
-                mode: found[mode]["predicted"]["samples_per_hour"] / found[mode]["samples_per_hour"] - 1
+                mode: runs[mode]["predicted"]["samples_per_hour"] / runs[mode]["samples_per_hour"] - 1
                 for mode in ("sync", "async")
             },
         }
     return result
 
 
-def show(result: dict[str, Any]) -> None:
-    found = result["runs"]
-    table = Table("", *found)
+def show_tables(result: dict[str, Any]) -> None:
+    runs = result["runs"]
+    table = Table("", *runs)
     rows = {
         "samples per hour": "samples_per_hour",
         "seconds": "seconds",
@@ -176,52 +180,52 @@ def show(result: dict[str, Any]) -> None:
         "reward after": "reward",
     }
     for name, key in rows.items():
-        values = [found[mode][key] for mode in found]
+        values = [runs[mode][key] for mode in runs]
         table.add_row(name, *("–" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values))
-    predicted = [f"{found[mode]['predicted']['samples_per_hour']:,.0f}" for mode in found]
+    predicted = [f"{runs[mode]['predicted']['samples_per_hour']:,.0f}" for mode in runs]
     table.add_row("predicted samples per hour", *predicted)
     console.print(table)
     if "speedup" in result:
         console.print(
-            f"async is {result['speedup']:.2f} times sync, and {result['of_bound']:.0%} of what any schedule "
-            f"could get ({result['bound']:,.0f} samples per hour, {result['bound_by']})",
+            f"async is {result['speedup']:.2f} times as fast as sync and reaches {result['of_bound']:.0%} of "
+            f"the upper bound ({result['bound']:,.0f} samples per hour, limited by {result['bound_by']})",
             highlight=False,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure async against sync.")
+    parser = argparse.ArgumentParser(description="Compare the async and sync training modes.")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
     parser.add_argument("--out", type=Path, help="file for the figures, written after each run")
     parser.add_argument(
         "--only",
         choices=("sync", "async"),
-        help="one of the runs; the other's figures are taken from --out, where they are there",
+        help="measure one mode; the figures of the other are read from --out if the file has them",
     )
-    parser.add_argument("--folder", type=Path, help="keep the runs here")
+    parser.add_argument("--folder", type=Path, help="folder in which the runs are kept")
     parser.add_argument("--model", help="folder or name of another model")
-    parser.add_argument("--engine", help="further settings of the engine, as JSON")
+    parser.add_argument("--engine", help="additional engine settings, as JSON")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--scale", type=float, help="of the workload's times")
-    parser.add_argument("--speed", type=float, help="tokens per second of a reply here")
+    parser.add_argument("--scale", type=float, help="factor applied to the workload's times")
+    parser.add_argument("--speed", type=float, help="tokens per second of a reply on this engine")
     parser.add_argument("--concurrency", type=int)
     parser.add_argument("--max-staleness", type=int)
-    parser.add_argument("--limit", type=float, help="seconds that one run may take")
+    parser.add_argument("--limit", type=float, help="time limit of one run in seconds")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        plan = plan_of(arguments, folder)
+        plan = plan_from_arguments(arguments, folder)
         try:
-            found = measure(plan, folder, arguments.only, arguments.seed, arguments.out)
+            runs = measure(plan, folder, arguments.only, arguments.seed, arguments.out)
         except RuntimeError as error:
             sys.exit(f"error: {error}")
-        result = headline(found)
+        result = summarize(runs)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result))
-    show(result)
+    show_tables(result)
     if arguments.json:
         print(json.dumps(result))
 

@@ -1,11 +1,12 @@
-"""What the served protocols cost over the backend in this process, in one run.
+"""Measure the overhead of the served training protocols over the local backend.
 
     python bench/backends.py [--quick] [--mint PYTHON] [--device cuda] [--json]
 
-Every backend is a process of its own that holds one batch and runs ``forward_backward`` on it when told to:
-the local one, and each SDK's adapter against a protocol server on this machine, over the same local backend.
-They take turns, so that all of them meet the same machine. ``overhead`` is on the default model (4k tokens,
-16k on a GPU), ``overhead_ms`` on a model of one layer with the same batch.
+Every backend runs in its own process, which holds one batch and runs ``forward_backward`` on it on request:
+the local backend, and the adapter of each SDK against a protocol server on this machine that uses the same
+local backend. The processes take turns, so that other load on the machine affects all of them. ``overhead``
+is measured on the default model (4k tokens, 16k on a GPU), ``overhead_ms`` on a one-layer model with the same
+batch.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ RANK = 16
 console = Console(stderr=True)
 
 
-class Client:
-    """One backend in a process of its own."""
+class BackendClient:
+    """A process that runs one backend."""
 
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
         self.process = process
         self.seconds: list[float] = []
-        self._read()  # ready
+        self._read_line()  # the line "ready"
 
     def measure(self) -> float:
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
-        return float(self._read())
+        return float(self._read_line())
 
-    def _read(self) -> str:
+    def _read_line(self) -> str:
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise SystemExit(f"{self.name}: the client ended; see above")
+            raise SystemExit(f"{self.name}: the client process ended unexpectedly; see its output above")
         return line
 
 
 @contextmanager
-def client(
+def start_client(
     name: str,
     model: ModelConfig,
     section: dict[str, Any],
@@ -67,7 +68,7 @@ def client(
     folder: Path,
     python: str,
     env: dict[str, str],
-) -> Generator[Client]:
+) -> Generator[BackendClient]:
     job = folder / f"{name}.json"
     config = {"model": model.model_dump(mode="json"), "backend": section}
     job.write_text(json.dumps({"config": config, "load": load}))
@@ -79,7 +80,7 @@ def client(
         env=os.environ | env,
     )
     try:
-        yield Client(name, process)
+        yield BackendClient(name, process)
     finally:
         process.kill()
         process.wait()
@@ -88,33 +89,38 @@ def client(
 def measure(
     model: ModelConfig, load: dict[str, int], rounds: int, pythons: dict[str, str], folder: Path
 ) -> dict[str, list[float]]:
-    """Seconds of each round, per backend."""
+    """Return the seconds of each round, per backend."""
     with ExitStack() as stack:
         section = {"type": "local", "lora": {"rank": RANK, "alpha": 32.0}}
-        clients = [stack.enter_context(client("local", model, section, load, folder, sys.executable, {}))]
+        clients = [
+            stack.enter_context(start_client("local", model, section, load, folder, sys.executable, {}))
+        ]
         for name, python in pythons.items():
             server = stack.enter_context(run_server(PROTOCOLS[name], model, folder / name))
             section = {"type": name, "rank": RANK, "base_url": server.url}
             env = {SERVICES[name].key_env: server.key}
-            clients.append(stack.enter_context(client(name, model, section, load, folder, python, env)))
-        found: dict[str, list[float]] = {each.name: [] for each in clients}
-        for each in clients:
-            each.measure()  # compiles, allocates, connects
+            clients.append(stack.enter_context(start_client(name, model, section, load, folder, python, env)))
+        seconds_by_backend: dict[str, list[float]] = {running_client.name: [] for running_client in clients}
+        for running_client in clients:
+            running_client.measure()  # compiles, allocates, connects
         for number in range(rounds):
-            for each in clients:
-                found[each.name].append(each.measure())
+            for running_client in clients:
+                seconds_by_backend[running_client.name].append(running_client.measure())
             console.print(
-                f"  round {number + 1}: " + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in found.items())
+                f"  round {number + 1}: "
+                + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in seconds_by_backend.items())
             )
-    return found
+    return seconds_by_backend
 
 
-def differences(found: dict[str, list[float]]) -> dict[str, float]:
-    """Per protocol, the median over the rounds of what it took longer than the local backend beside it."""
-    local = found["local"]
+def compute_overheads(seconds_by_backend: dict[str, list[float]]) -> dict[str, float]:
+    """Return each protocol's median difference from the local backend in the same round, in seconds."""
+    local = seconds_by_backend["local"]
     return {
-        name: statistics.median(there - here for there, here in zip(seconds, local, strict=True))
-        for name, seconds in found.items()
+        name: statistics.median(
+            remote - in_process for remote, in_process in zip(seconds, local, strict=True)
+        )
+        for name, seconds in seconds_by_backend.items()
         if name != "local"
     }
 
@@ -124,12 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small batches and few rounds: only shows that it runs"
+        "--quick", action="store_true", help="small batches and few rounds, to check that the bench runs"
     )
-    parser.add_argument("--mint", metavar="PYTHON", help="interpreter with MinT; without it MinT is left out")
+    parser.add_argument("--mint", metavar="PYTHON", help="interpreter with MinT; MinT is skipped without it")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=0, help="of the default model")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--rounds", type=int, default=0, help="number of rounds on the default model")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
     options = parser.parse_args(arguments)
     pythons = {"tinker": sys.executable, "weaver": sys.executable}
     if options.mint:
@@ -138,35 +144,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = {"sequences": tokens // 512, "length": 512, "vocab": 300}
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as scratch:
         folder = Path(scratch)
-        big = ModelConfig(
+        full_config = ModelConfig(
             name=str(resolve_model(ModelConfig().name)), device=options.device, max_context=1024
         )
         if options.quick:
-            big = ModelConfig(name=str(make_tiny_model(folder / "big")), dtype="fp32", device=options.device)
+            full_config = ModelConfig(
+                name=str(make_tiny_model(folder / "big")), dtype="fp32", device=options.device
+            )
         console.print(f"{tokens} tokens, the default model")
         (folder / "a").mkdir()
-        # A GPU is quick, and so what is looked for is small beside how much its rounds differ.
+        # On a GPU a call is short, so the overhead is small compared with the variance between rounds.
         rounds = options.rounds or (2 if options.quick else 15 if options.device == "cuda" else 7)
-        whole = measure(big, load, rounds, pythons, folder / "a")
+        full_model = measure(full_config, load, rounds, pythons, folder / "a")
         small = make_tiny_model(folder / "small", layers=1, context=1024)
-        one_layer = ModelConfig(name=str(small), dtype="fp32", device=options.device, max_context=1024)
+        one_layer_config = ModelConfig(name=str(small), dtype="fp32", device=options.device, max_context=1024)
         console.print(f"{tokens} tokens, one layer")
         (folder / "b").mkdir()
-        thin = measure(one_layer, load, 3 if options.quick else 20, pythons, folder / "b")
-    report(whole, thin, tokens, as_json=options.json)
+        one_layer_seconds = measure(one_layer_config, load, 3 if options.quick else 20, pythons, folder / "b")
+    report(full_model, one_layer_seconds, tokens, as_json=options.json)
 
 
 def report(
-    whole: dict[str, list[float]], thin: dict[str, list[float]], tokens: int, *, as_json: bool
+    full_model: dict[str, list[float]],
+    one_layer_seconds: dict[str, list[float]],
+    tokens: int,
+    *,
+    as_json: bool,
 ) -> None:
-    base = statistics.median(whole["local"])
-    shares = {name: extra / base for name, extra in differences(whole).items()}
-    milliseconds = {name: extra * 1000 for name, extra in differences(thin).items()}
+    local_seconds = statistics.median(full_model["local"])
+    shares = {name: extra / local_seconds for name, extra in compute_overheads(full_model).items()}
+    milliseconds = {name: extra * 1000 for name, extra in compute_overheads(one_layer_seconds).items()}
     table = Table("backend", f"{tokens} tokens, s", "overhead", "one layer, ms", "overhead, ms")
-    for name in whole:
-        row = [name, f"{statistics.median(whole[name]):.3f}"]
+    for name in full_model:
+        row = [name, f"{statistics.median(full_model[name]):.3f}"]
         row += [f"{shares[name]:+.1%}" if name in shares else ""]
-        row += [f"{statistics.median(thin[name]) * 1000:.1f}"]
+        row += [f"{statistics.median(one_layer_seconds[name]) * 1000:.1f}"]
         row += [f"{milliseconds[name]:+.1f}" if name in milliseconds else ""]
         table.add_row(*row)
     Console().print(table)
@@ -179,7 +191,7 @@ def report(
                     "overheads": shares,
                     "overheads_ms": milliseconds,
                     "tokens": tokens,
-                    "local_seconds": base,
+                    "local_seconds": local_seconds,
                 }
             )
         )

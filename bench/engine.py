@@ -1,11 +1,11 @@
-"""The local engine against what transformers offers, in one run, with a LoRA adapter loaded.
+"""Compare the local engine with generation in transformers, with a LoRA adapter loaded.
 
     python bench/engine.py [--quick] [--json]
 
-Throughput: requests of mixed length from concurrent clients. Static batches go through
-``model.generate`` and each runs to its longest reply; only requested tokens count. No side stops
-at an end-of-sequence token. Time to first token: a second turn that extends a session, against the
-same prompt with nothing cached.
+Throughput: concurrent clients send requests of mixed length. Static batches go through ``model.generate`` and
+each runs until its longest reply is complete; only requested tokens count. Neither side stops at an
+end-of-sequence token. Time to first token: a second turn that extends a session is compared with the same
+prompt and an empty cache.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ WORDS = ["the", "sum", "of", "two", "numbers", "is", "what", "you", "get", "when
 
 
 @dataclass(frozen=True)
-class Load:
+class RequestLoad:
     prompts: list[list[int]]
     lengths: list[int]
     clients: int
-    session: int
+    session_tokens: int
     repeats: int
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    def first(self, count: int) -> Load:
+    def take(self, count: int) -> RequestLoad:
         return replace(self, prompts=self.prompts[:count], lengths=self.lengths[:count])
 
 
-def make_load(tokenizer: Any, quick: bool) -> Load:
+def make_load(tokenizer: Any, quick: bool) -> RequestLoad:
     rng = random.Random(0)
     requests, longest = (8, 12) if quick else (64, 256)
     texts = [" ".join(rng.choices(WORDS, k=rng.randint(24, 120))) for _ in range(requests)]
-    return Load(
+    return RequestLoad(
         prompts=[tokenizer.encode(text) for text in texts],
         lengths=[rng.randint(4 if quick else 16, longest) for _ in range(requests)],
         clients=4 if quick else 16,
-        session=100 if quick else 1000,
+        session_tokens=100 if quick else 1000,
         repeats=1 if quick else 5,
     )
 
 
 def make_adapter(folder: Path, target: Path) -> None:
-    """Rank 16 on every linear layer, small random numbers."""
+    """Save an adapter of rank 16 on every linear layer, with small random weights."""
     torch.manual_seed(0)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
@@ -80,8 +80,8 @@ def make_adapter(folder: Path, target: Path) -> None:
     model.save_pretrained(str(target))
 
 
-async def run_ours(engine: LocalEngine, load: Load) -> float:
-    """Seconds for all requests, a fixed number of clients each taking the next one."""
+async def run_local_engine(engine: LocalEngine, load: RequestLoad) -> float:
+    """Return the seconds for all requests, with a fixed number of clients that each take the next one."""
     waiting = list(reversed(list(zip(load.prompts, load.lengths, strict=True))))
 
     async def client() -> None:
@@ -97,7 +97,7 @@ async def run_ours(engine: LocalEngine, load: Load) -> float:
     return time.perf_counter() - start
 
 
-async def first_token(engine: LocalEngine, prompt: list[int]) -> float:
+async def time_to_first_token(engine: LocalEngine, prompt: list[int]) -> float:
     start = time.perf_counter()
     stream = engine.generate(prompt, SamplingParams(max_tokens=4))
     await anext(stream)
@@ -107,47 +107,47 @@ async def first_token(engine: LocalEngine, prompt: list[int]) -> float:
     return seconds
 
 
-async def run_turns(engine: LocalEngine, load: Load, policy: Policy) -> tuple[float, float]:
-    """Median seconds to the first token of a second turn: warm, and with the cache dropped."""
+async def measure_second_turns(engine: LocalEngine, load: RequestLoad, policy: Policy) -> tuple[float, float]:
+    """Return the median seconds to the first token of a second turn, with a warm and with an empty cache."""
     warm: list[float] = []
     cold: list[float] = []
     for n in range(load.repeats):
-        history = [(17 * i + n) % 20000 + 100 for i in range(load.session - 32)]
+        history = [(17 * i + n) % 20000 + 100 for i in range(load.session_tokens - 32)]
         reply = [c.token_ids[0] async for c in engine.generate(history, SamplingParams(max_tokens=32))]
         turn = history + reply + [(31 * i + n) % 20000 + 100 for i in range(24)]
-        warm.append(await first_token(engine, turn))
+        warm.append(await time_to_first_token(engine, turn))
         await engine.load(policy)
-        cold.append(await first_token(engine, turn))
+        cold.append(await time_to_first_token(engine, turn))
     return statistics.median(warm), statistics.median(cold)
 
 
 def sampling_config() -> GenerationConfig:
-    """Temperature 1, whole vocabulary, no end-of-sequence token."""
+    """Return the settings for temperature 1, the full vocabulary and no end-of-sequence token."""
     return GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
     )
 
 
-def run_static(model: Any, load: Load) -> float:
-    """Seconds for all requests in batches of as many as there are clients, left-padded."""
+def run_static(model: Any, load: RequestLoad) -> float:
+    """Return the seconds for all requests in left-padded batches with one request per client."""
     config = sampling_config()
     seconds = 0.0
-    for first in range(0, len(load.prompts), load.clients):
-        say(f"model.generate: requests {first + 1} to {first + load.clients} of {len(load.prompts)}")
-        prompts = load.prompts[first : first + load.clients]
+    for start in range(0, len(load.prompts), load.clients):
+        log(f"model.generate: requests {start + 1} to {start + load.clients} of {len(load.prompts)}")
+        prompts = load.prompts[start : start + load.clients]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-        config.max_new_tokens = max(load.lengths[first : first + load.clients])
-        start = time.perf_counter()
+        config.max_new_tokens = max(load.lengths[start : start + load.clients])
+        started_at = time.perf_counter()
         with torch.inference_mode():
             model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        seconds += time.perf_counter() - start
+        seconds += time.perf_counter() - started_at
     return seconds
 
 
-def run_transformers_continuous(model: Any, load: Load) -> float:
-    """Seconds for all requests through transformers' own continuous batching."""
+def run_transformers_continuous(model: Any, load: RequestLoad) -> float:
+    """Return the seconds for all requests with the continuous batching of transformers."""
     config = sampling_config()
     config.max_new_tokens, config.eos_token_id = max(load.lengths), -1
     batching = ContinuousBatchingConfig(
@@ -165,7 +165,7 @@ def run_transformers_continuous(model: Any, load: Load) -> float:
         tokens = 0
         for _ in load.prompts:
             result = manager.get_result(timeout=300)
-            assert result is not None, "transformers' continuous batching stopped"
+            assert result is not None, "the continuous batching of transformers stopped"
             assert result.error is None, result.error
             tokens += len(result.generated_tokens)
         seconds = time.perf_counter() - start
@@ -173,8 +173,7 @@ def run_transformers_continuous(model: Any, load: Load) -> float:
     return seconds
 
 
-def say(text: str) -> None:
-    """What is going on: this takes minutes."""
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -190,34 +189,34 @@ def measure(quick: bool) -> dict[str, float]:
     }
     with tempfile.TemporaryDirectory() as scratch:
         make_adapter(folder, Path(scratch))
-        say("the local engine")
-        figures |= asyncio.run(measure_ours(config, load, Path(scratch)))
+        log("measuring the local engine")
+        figures |= asyncio.run(measure_local_engine(config, load, Path(scratch)))
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
-        # The adapter in the precision of the base: peft's default, fp32, is slower.
+        # The adapter uses the precision of the base model: peft's default, fp32, is slower.
         model: Any = PeftModel.from_pretrained(base, scratch, autocast_adapter_dtype=False)
     figures["static_tokens_per_second"] = load.tokens / run_static(model, load)
     try:
-        # A quarter of the requests: slow on a CPU, and only a point of reference.
-        say("transformers' continuous batching")
-        part = load.first(max(load.clients, len(load.prompts) // 4))
-        seconds = run_transformers_continuous(model.get_base_model(), part)
-        figures["transformers_cb_tokens_per_second"] = part.tokens / seconds
+        # Only a quarter of the requests: this is slow on a CPU and only a point of reference.
+        log("measuring the continuous batching of transformers")
+        subset = load.take(max(load.clients, len(load.prompts) // 4))
+        seconds = run_transformers_continuous(model.get_base_model(), subset)
+        figures["transformers_cb_tokens_per_second"] = subset.tokens / seconds
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
-        # The API moves between transformers releases; the comparison that counts does not need it.
-        warnings.warn(f"transformers' continuous batching did not run: {error}", stacklevel=1)
+        # This API changes between transformers releases, and the main comparison does not need it.
+        warnings.warn(f"the continuous batching of transformers did not run: {error}", stacklevel=1)
     figures["ratio_static"] = figures["tokens_per_second"] / figures["static_tokens_per_second"]
     figures["ratio_warm_turn"] = figures["cold_turn_seconds"] / figures["warm_turn_seconds"]
     return figures
 
 
-async def measure_ours(config: ModelConfig, load: Load, adapter: Path) -> dict[str, float]:
+async def measure_local_engine(config: ModelConfig, load: RequestLoad, adapter: Path) -> dict[str, float]:
     engine = LocalEngine(config, LocalEngineConfig(), stop_at_eos=False)
     policy = Policy("bench", 1, Artifact("adapter", str(adapter)))
     await engine.load(policy)
-    await first_token(engine, load.prompts[0])
+    await time_to_first_token(engine, load.prompts[0])
     await engine.load(policy)
-    seconds = await run_ours(engine, load)
-    warm, cold = await run_turns(engine, load, policy)
+    seconds = await run_local_engine(engine, load)
+    warm, cold = await measure_second_turns(engine, load, policy)
     await engine.close()
     return {
         "tokens_per_second": load.tokens / seconds,
@@ -251,7 +250,9 @@ def show(figures: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the local engine.")
-    parser.add_argument("--quick", action="store_true", help="a few short requests, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short requests, to check that the bench runs"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
     arguments = parser.parse_args()
     figures = measure(arguments.quick)

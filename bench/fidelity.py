@@ -1,18 +1,20 @@
-"""How much of what agents do becomes exact training data: clients × dialects × model families.
+"""Measure how much of what agents do becomes exact training data, by client, dialect and model family.
 
     python bench/fidelity.py [--json] [--clients openai,langgraph,codex] [--families SmolLM2,Qwen3]
 
-Every client holds conversations with tools through a live gateway, whose scripted engine writes in the model
-family's own format by its real tokenizer: once in a session opened for it, and once as a live agent, whose
-calls the gateway has to put together. Counted are
+Every client holds conversations with tool calls through a running gateway, whose scripted engine replies in
+the format of the model family, encoded by its real tokenizer. Each conversation is held twice: in a session
+that was opened for it, and by a live agent, whose calls the gateway has to group into sessions. The bench
+counts
 
-    linked        calls recorded in their conversation's session
-    exact prefix  of the turns that extend their history, those whose prompt begins with the earlier prompt
-                  and the tokens sampled for it. A turn that says otherwise what was said extends nothing
-    trained       of the sampled tokens, those under the mask of a training sample
+    linked        calls that were recorded in their conversation's session
+    exact prefix  turns whose prompt begins with the previous prompt and the tokens sampled for it, as a share
+                  of the turns that extend their history. A turn that changes earlier messages extends nothing
+    trained       sampled tokens that a training sample's mask includes, as a share of all sampled tokens
 
-Python clients are installed once under .cache/clients, tokenizers under .cache/tokenizers; command-line
-agents are measured where .cache/agents has them (`python -m tests.integration.agents.cli` gets them).
+Python clients are installed once under .cache/clients, tokenizers under .cache/tokenizers. Command-line
+agents are measured if they are installed in .cache/agents (`python -m tests.integration.agents.cli` installs
+them).
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fidelity_parts.families import FAMILIES, Family, NotAvailable
-from fidelity_parts.gateway import RUN, running
-from fidelity_parts.score import Score, score, total
-from fidelity_parts.talks import Talk, hold_cli, hold_python
+from fidelity_parts.conversations import ClientConversation, run_cli_agent, run_python_client
+from fidelity_parts.families import FAMILIES, Family, TokenizerUnavailable
+from fidelity_parts.gateway import RUN, start_gateway
+from fidelity_parts.score import Score, add_scores, score
 from rich.console import Console
 from rich.table import Table
 
@@ -49,10 +51,10 @@ class Row:
     family: str
     score: Score
 
-    def facts(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         counts = {**asdict(self.score), "reasons": dict(self.score.reasons)}
-        where = {"client": self.client, "dialect": self.dialect, "family": self.family}
-        return {**where, **self.score.shares, "counts": counts}
+        key = {"client": self.client, "dialect": self.dialect, "family": self.family}
+        return {**key, **self.score.shares, "counts": counts}
 
 
 def log(text: str) -> None:
@@ -60,40 +62,41 @@ def log(text: str) -> None:
 
 
 async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Row]:
-    """All clients, one after the other, at one gateway."""
+    """Measure all clients, one after the other, against one gateway."""
     script = f"fidelity_parts.script:{family.script}"
-    async with running(family, script, folder / "store.db") as gateway:
-        talks: list[Talk] = []
+    async with start_gateway(family, script, folder / "store.db") as gateway:
+        conversations: list[ClientConversation] = []
         for i, client in enumerate(client for client in CLIENTS if client.name in names):
             log(f"{family.name}: {client.name} {', '.join(client.ways)}")
-            talks += await hold_python(gateway, client, 100 * (i + 1), folder)
+            conversations += await run_python_client(gateway, client, 100 * (i + 1), folder)
         for agent in AGENTS.values():
             if agent.name in names:
                 log(f"{family.name}: {agent.name}")
-                talks += await hold_cli(gateway, agent, folder)
-        found = await recorded(gateway.store, RUN)
+                conversations += await run_cli_agent(gateway, agent, folder)
+        all_sessions = await recorded(gateway.store, RUN)
         rows: dict[tuple[str, str], Row] = {}
-        for talk in talks:
-            where = talk.client, talk.dialect
-            row = rows.setdefault(where, Row(*where, family.name, Score()))
-            if talk.failed:
-                row.score.reasons[f"did not work: {talk.failed}"] += 1
+        for conversation in conversations:
+            key = conversation.client, conversation.dialect
+            row = rows.setdefault(key, Row(*key, family.name, Score()))
+            if conversation.failed:
+                row.score.reasons[f"the client failed: {conversation.failed}"] += 1
                 continue
-            own = asking([one for one in found if belongs(one, talk)], talk.asked, gateway.decode)
+            candidates = [session for session in all_sessions if may_contain_calls(session, conversation)]
+            sessions = asking(candidates, conversation.prompt_marker, gateway.decode)
             row.score += score(
-                own,
-                session=talk.place.session,
+                sessions,
+                session=conversation.endpoint.session,
                 drops_reasoning=family.drops_reasoning,
-                prompts=talk.dialect == "completions",
+                is_text_completion=conversation.dialect == "completions",
             )
         return list(rows.values())
 
 
-def belongs(one: Recorded, talk: Talk) -> bool:
-    """Whether a session may hold calls of the conversation: a live one by its key, opened ones all."""
-    if talk.place.session:
-        return one.session.channel is Channel.TRAIN
-    return one.session.agent_id == talk.place.agent_id
+def may_contain_calls(candidate: Recorded, conversation: ClientConversation) -> bool:
+    """True for the sessions of the live agent's key, or for every session that was opened explicitly."""
+    if conversation.endpoint.session:
+        return candidate.session.channel is Channel.TRAIN
+    return candidate.session.agent_id == conversation.endpoint.agent_id
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -105,34 +108,36 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def chosen(names: str | None, known: Sequence[str]) -> list[str]:
-    wanted = names.split(",") if names else list(known)
-    if unknown := set(wanted) - set(known):
-        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    return wanted
+def parse_names(names: str | None, available: Sequence[str]) -> list[str]:
+    selected = names.split(",") if names else list(available)
+    if unknown := set(selected) - set(available):
+        raise SystemExit(f"unknown name: {', '.join(sorted(unknown))}; available: {', '.join(available)}")
+    return selected
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="end with the figures as one line of JSON")
-    parser.add_argument("--clients", help="some of them, with commas between")
-    parser.add_argument("--families", help="some of them, with commas between")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
+    parser.add_argument("--clients", help="comma-separated names of the clients to measure; default: all")
+    parser.add_argument("--families", help="comma-separated names of the model families; default: all")
     options = parser.parse_args()
-    at_hand = [agent.name for agent in AGENTS.values() if agent.folder.exists()]
-    names = chosen(options.clients, [*dict.fromkeys(client.name for client in CLIENTS), *at_hand])
-    families = chosen(options.families, [family.name for family in FAMILIES])
+    installed_agents = [agent.name for agent in AGENTS.values() if agent.folder.exists()]
+    names = parse_names(
+        options.clients, [*dict.fromkeys(client.name for client in CLIENTS), *installed_agents]
+    )
+    families = parse_names(options.families, [family.name for family in FAMILIES])
     rows: list[Row] = []
     for family in FAMILIES:
         if family.name in families:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     rows += asyncio.run(measure(family, names, Path(folder)))
-                except NotAvailable as why:
-                    log(f"{family.name} is left out: {why}")
+                except TokenizerUnavailable as error:
+                    log(f"{family.name} is skipped: {error}")
     show(rows)
     if options.json:
-        overall = total(row.score for row in rows).shares
-        print(json.dumps({**overall, "rows": [row.facts() for row in rows]}))
+        overall = add_scores(row.score for row in rows).shares
+        print(json.dumps({**overall, "rows": [row.to_json() for row in rows]}))
     if any(row.score.unexplained for row in rows):
         raise SystemExit(1)
 

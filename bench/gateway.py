@@ -1,18 +1,18 @@
-"""The gateway against its peers, in one run, each as one process in front of the same stub.
+"""Compare the gateway with its peers, each as one process in front of the same stub.
 
     python bench/gateway.py [--quick] [--json] [--only rates|turns|memory] [--peers litellm,rllm,metaclaw]
 
-Needs nginx with its Lua module, and wrk: apt-get install nginx libnginx-mod-http-lua wrk. The peers are
-installed into environments of their own under .cache/bench the first time, which takes some minutes.
+Requires nginx with its Lua module, and wrk: apt-get install nginx libnginx-mod-http-lua wrk. The peers are
+installed into their own environments under .cache/bench on the first run, which takes some minutes.
 
-Rates: nginx answers at once with a fixed reply, wrk sends requests that are all different, of 1 KB and of
-400 KB (turn 100 of a session, which extends what was recorded before). *proxy* is the gateway in front
-of nginx; *exact* renders the messages to tokens and asks a scripted engine, which replies with 32 tokens. The
-floor is a bare forwarder that commits one row per call. Within a cell the servers take turns, so that what
-else the machine does hits all of them.
+Rates: nginx responds at once with a fixed reply; wrk sends unique requests of 1 KB and of 400 KB (turn 100 of
+a session, which extends a recorded call). *proxy* is the gateway in front of nginx; *exact* renders the
+messages to tokens and calls a scripted engine, which replies with 32 tokens. The floor is a minimal forwarder
+that commits one row per call. Within a cell the servers take turns, so that other load on the machine affects
+all of them.
 
-Turns: sessions of 100 turns; CPU time of the gateway's process for their 100th turn and for their 10th, each
-less the floor's for the same bodies. Memory: many sessions open, many calls recorded.
+Turns: in sessions of 100 turns, the CPU time of the gateway's process for the 100th turn and for the 10th,
+each minus the floor's for the same bodies. Memory: with many open sessions and many recorded calls.
 """
 
 from __future__ import annotations
@@ -27,36 +27,47 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway_parts.load import LARGE, SMALL, Cell, Kind, Target, begin, check, measure, median, wrk
-from gateway_parts.peers import PEERS, install, started
-from gateway_parts.processes import DidNotStart, usage
-from gateway_parts.servers import exact_engine, floor, gateway, proxy_engine
+from gateway_parts.load import (
+    LARGE,
+    SMALL,
+    Cell,
+    RequestKind,
+    Target,
+    check_reply,
+    find_wrk,
+    measure_cell,
+    median_cell,
+    start_long_sessions,
+)
+from gateway_parts.peers import PEERS, install_peer, start_peer
+from gateway_parts.processes import MeasurementError, process_usage
+from gateway_parts.servers import exact_engine, proxy_engine, start_floor, start_gateway
 from gateway_parts.sessions import measure_memory, measure_turns
-from gateway_parts.stub import stub
+from gateway_parts.stub import start_stub
 from rich.console import Console
 from rich.table import Table
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
-HEADLINES = (Kind(SMALL, 32, False), Kind(LARGE, 32, False))
+HEADLINES = (RequestKind(SMALL, 32, False), RequestKind(LARGE, 32, False))
 PARTS = ("rates", "turns", "memory")
 
 console = Console(stderr=True)
-Cells = dict[str, dict[Kind, Cell]]
+Cells = dict[str, dict[RequestKind, Cell]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GatewayPlan:
     seconds: float
     rounds: int
-    """Of the cells that the ratios come from; the others are measured once."""
+    """The number of rounds for the cells used in the ratios; the others are measured once."""
     concurrency: tuple[int, ...]
     turn_sessions: int
     sessions: int
     calls: int
 
 
-FULL = Plan(2.0, 4, (1, 32, 256), 200, 10_000, 100_000)
-QUICK = Plan(1.0, 1, (1, 32), 4, 50, 200)
+FULL = GatewayPlan(2.0, 4, (1, 32, 256), 200, 10_000, 100_000)
+QUICK = GatewayPlan(1.0, 1, (1, 32), 4, 50, 200)
 
 
 def log(text: str) -> None:
@@ -67,38 +78,39 @@ def log(text: str) -> None:
 
 
 @contextlib.contextmanager
-def servers(
+def start_servers(
     folder: Path, stub_url: str, peers: Sequence[str], failed: dict[str, str]
 ) -> Generator[list[Target]]:
-    """All that can be started; what cannot is in ``failed`` with the reason."""
+    """Start all servers. Those that cannot be started are added to ``failed`` with the reason."""
     with contextlib.ExitStack() as stack:
 
         def proxy() -> Target:
-            return stack.enter_context(gateway(folder / "proxy", proxy_engine(stub_url))).target("proxy")
+            gateway = stack.enter_context(start_gateway(folder / "proxy", proxy_engine(stub_url)))
+            return gateway.target("proxy")
 
         def exact() -> Target:
-            return stack.enter_context(gateway(folder / "exact", exact_engine())).target("exact")
+            return stack.enter_context(start_gateway(folder / "exact", exact_engine())).target("exact")
 
         starts: dict[str, Callable[[], Target]] = {
-            "floor": lambda: stack.enter_context(floor(folder / "floor", stub_url)),
+            "floor": lambda: stack.enter_context(start_floor(folder / "floor", stub_url)),
             "proxy": proxy,
             "exact": exact,
         }
         for peer in PEERS:
             if peer.name in peers:
                 starts[peer.name] = lambda peer=peer: stack.enter_context(
-                    started(peer, CACHE / peer.name, folder / peer.name, stub_url)
+                    start_peer(peer, CACHE / peer.name, folder / peer.name, stub_url)
                 )
-        up: list[Target] = []
+        targets: list[Target] = []
         for name, start in starts.items():
             if name in failed:
                 continue
             log(f"starting {name}")
             try:
-                up.append(start())
-            except DidNotStart as error:
+                targets.append(start())
+            except MeasurementError as error:
                 failed[name] = str(error)
-        yield up
+        yield targets
 
 
 def install_peers(peers: Sequence[str]) -> dict[str, str]:
@@ -106,123 +118,127 @@ def install_peers(peers: Sequence[str]) -> dict[str, str]:
     for peer in PEERS:
         if peer.name in peers:
             try:
-                install(peer, CACHE / peer.name, log)
-            except DidNotStart as error:
+                install_peer(peer, CACHE / peer.name, log)
+            except MeasurementError as error:
                 failed[peer.name] = str(error)
     return failed
 
 
-def measure_rates(folder: Path, targets: Sequence[Target], plan: Plan, failed: dict[str, str]) -> Cells:
+def measure_rates(
+    folder: Path, targets: Sequence[Target], plan: GatewayPlan, failed: dict[str, str]
+) -> Cells:
     cells: Cells = {target.name: {} for target in targets}
     for size in (SMALL, LARGE):
         for stream in (False, True):
-            ready = [target for target in targets if answers(target, size, stream, failed)]
+            ready = [target for target in targets if can_answer(target, size, stream, failed)]
             for concurrency in plan.concurrency:
-                kind = Kind(size, concurrency, stream)
+                kind = RequestKind(size, concurrency, stream)
                 log(kind.name)
                 rounds = plan.rounds if kind in HEADLINES else 1
                 measured: dict[str, list[Cell]] = {target.name: [] for target in ready}
                 for turn in range(rounds):
                     for target in ready:
-                        seconds = long_enough(plan.seconds, kind, cells[target.name])
+                        seconds = choose_seconds(plan.seconds, kind, cells[target.name])
                         seed = f"{kind.name}-{turn}-"
-                        measured[target.name].append(measure(target, kind, seconds, folder, seed))
-                        settle(target.pid)
-                for name, several in measured.items():
-                    cells[name][kind] = median(several)
+                        measured[target.name].append(measure_cell(target, kind, seconds, folder, seed))
+                        wait_until_idle(target.pid)
+                for name, rounds_measured in measured.items():
+                    cells[name][kind] = median_cell(rounds_measured)
     return cells
 
 
-def answers(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
+def can_answer(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
     try:
-        if size == LARGE and not stream and target.knows_sessions:
-            begin(target)
-        check(target, size, stream)
-    except DidNotStart as error:
+        if size == LARGE and not stream and target.has_sessions:
+            start_long_sessions(target)
+        check_reply(target, size, stream)
+    except MeasurementError as error:
         failed[f"{target.name} {size // 1000} KB{', streamed' if stream else ''}"] = str(error)
         return False
     return True
 
 
-def long_enough(seconds: float, kind: Kind, before: dict[Kind, Cell]) -> float:
-    """A slow server gets time to answer every connection twice, to be measured at all."""
-    slower = [c.rate for k, c in before.items() if k.size == kind.size and k.stream == kind.stream and c.rate]
-    return min(20.0, max(seconds, 2 * kind.concurrency / slower[-1])) if slower else seconds
+def choose_seconds(seconds: float, kind: RequestKind, before: dict[RequestKind, Cell]) -> float:
+    """Give a slow server enough time to answer every connection twice, so that it can be measured at all."""
+    rates = [c.rate for k, c in before.items() if k.size == kind.size and k.stream == kind.stream and c.rate]
+    return min(20.0, max(seconds, 2 * kind.concurrency / rates[-1])) if rates else seconds
 
 
-def settle(pid: int, limit: float = 20.0) -> None:
-    """Until the server is done with requests that were cut off, which would slow down the next one."""
+def wait_until_idle(pid: int, limit: float = 20.0) -> None:
+    """Wait until the server has finished the requests that wrk aborted, so that they do not slow others."""
     deadline = time.monotonic() + limit
-    before = usage(pid).cpu_s
+    before = process_usage(pid).cpu_s
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        now = usage(pid).cpu_s
-        if now - before <= 0.03:
+        cpu_s = process_usage(pid).cpu_s
+        if cpu_s - before <= 0.03:
             return
-        before = now
+        before = cpu_s
 
 
-def ratios(cells: Cells) -> dict[str, float | None]:
+def compute_ratios(cells: Cells) -> dict[str, float | None]:
     small, large = HEADLINES
 
-    def over(ours: str, other: str, kind: Kind) -> float | None:
+    def ratio(ours: str, other: str, kind: RequestKind) -> float | None:
         pair = [cells.get(name, {}).get(kind) for name in (ours, other)]
         if not all(cell and cell.rate and not cell.error for cell in pair):
             return None
         return pair[0].rate / pair[1].rate  # pyright: ignore[reportOptionalMemberAccess]
 
     return {
-        "ratio_litellm": over("proxy", "litellm", small),
-        "ratio_litellm_exact": over("exact", "litellm", small),
-        "ratio_rllm": over("proxy", "rllm", small),
-        "ratio_metaclaw": over("proxy", "metaclaw", small),
-        "share_of_floor": over("proxy", "floor", small),
-        "ratio_litellm_400k": over("proxy", "litellm", large),
+        "ratio_litellm": ratio("proxy", "litellm", small),
+        "ratio_litellm_exact": ratio("exact", "litellm", small),
+        "ratio_rllm": ratio("proxy", "rllm", small),
+        "ratio_metaclaw": ratio("proxy", "metaclaw", small),
+        "share_of_floor": ratio("proxy", "floor", small),
+        "ratio_litellm_400k": ratio("proxy", "litellm", large),
     }
 
 
-# --- the whole ----------------------------------------------------------------------------------
+# --- all parts ----------------------------------------------------------------------------------
 
 
-def run(plan: Plan, parts: Sequence[str], peers: Sequence[str]) -> dict[str, Any]:
-    wrk()
+def run_bench(plan: GatewayPlan, parts: Sequence[str], peers: Sequence[str]) -> dict[str, Any]:
+    find_wrk()
     CACHE.mkdir(parents=True, exist_ok=True)
     failed = install_peers(peers) if "rates" in parts else {}
     figures: dict[str, Any] = {}
-    # Beside the environments: a temporary folder in memory would make every commit free.
+    # Next to the environments: in a temporary folder in memory, commits would cost nothing.
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="run-") as name:
         folder = Path(name)
-        with stub(folder / "stub") as stub_url:
+        with start_stub(folder / "stub") as stub_url:
             if "rates" in parts:
-                with servers(folder, stub_url, peers, failed) as targets:
+                with start_servers(folder, stub_url, peers, failed) as targets:
                     cells = measure_rates(folder, targets, plan, failed)
                 show_rates(targets, cells)
-                figures |= ratios(cells)
+                figures |= compute_ratios(cells)
                 figures["cells"] = {
                     name: {kind.name: asdict(cell) for kind, cell in by_kind.items()}
                     for name, by_kind in cells.items()
                 }
             for part in ("turns", "memory"):
                 if part in parts:
-                    figures |= in_sessions(part, folder / part, stub_url, plan, failed)
+                    figures |= measure_sessions(part, folder / part, stub_url, plan, failed)
     figures["failed"] = failed
     return figures
 
 
-def in_sessions(part: str, folder: Path, stub_url: str, plan: Plan, failed: dict[str, str]) -> dict[str, Any]:
-    """One of the parts that hold conversations, with a gateway of its own."""
+def measure_sessions(
+    part: str, folder: Path, stub_url: str, plan: GatewayPlan, failed: dict[str, str]
+) -> dict[str, Any]:
+    """Measure one of the parts that hold conversations, with its own gateway."""
     try:
-        with gateway(folder / "gateway", exact_engine()) as served:
+        with start_gateway(folder / "gateway", exact_engine()) as gateway:
             if part == "memory":
-                return measure_memory(served, plan.sessions, plan.calls, log)
-            with floor(folder / "floor", stub_url) as bare:
-                return measure_turns(served, bare, plan.turn_sessions, log)
-    except DidNotStart as error:
+                return measure_memory(gateway, plan.sessions, plan.calls, log)
+            with start_floor(folder / "floor", stub_url) as floor:
+                return measure_turns(gateway, floor, plan.turn_sessions, log)
+    except MeasurementError as error:
         failed[part] = str(error)
         return {}
 
 
-# --- for people ---------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
 def show_rates(targets: Sequence[Target], cells: Cells) -> None:
@@ -239,12 +255,12 @@ def show_rates(targets: Sequence[Target], cells: Cells) -> None:
             for kind in chosen:
                 for target in targets:
                     if cell := cells[target.name].get(kind):
-                        table.add_row(target.label, str(kind.concurrency), *row(cell))
+                        table.add_row(target.label, str(kind.concurrency), *format_row(cell))
                 table.add_section()
             console.print(table)
 
 
-def row(cell: Cell) -> list[str]:
+def format_row(cell: Cell) -> list[str]:
     rate = f"[red]invalid: {cell.error}[/red]" if cell.error else f"{cell.rate:,.0f}"
     times = [f"{cell.p50_ms:.2f}", f"{cell.p99_ms:.2f}", f"{cell.cpu_ms:.2f}"]
     return [rate, *times, f"{cell.rss_mb:.0f}"]
@@ -272,23 +288,29 @@ def show_figures(figures: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the gateway against its peers.")
-    parser.add_argument("--quick", action="store_true", help="small and short, without peers unless named")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run, without peers unless --peers names them"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
-    parser.add_argument("--only", choices=PARTS, help="one part alone")
-    parser.add_argument("--peers", help="some of " + ",".join(peer.name for peer in PEERS) + ", or none")
-    parser.add_argument("--seconds", type=int, help="of one measurement")
+    parser.add_argument("--only", choices=PARTS, help="measure only this part")
+    parser.add_argument(
+        "--peers", help="comma-separated: " + ",".join(peer.name for peer in PEERS) + "; or none"
+    )
+    parser.add_argument("--seconds", type=int, help="duration of one measurement")
     arguments = parser.parse_args()
-    known = [peer.name for peer in PEERS]
-    asked = arguments.peers if arguments.peers is not None else "none" if arguments.quick else ",".join(known)
-    peers = [name for name in asked.split(",") if name not in ("", "none")]
-    if unknown := set(peers) - set(known):
-        parser.error(f"--peers: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    peer_names = [peer.name for peer in PEERS]
+    peer_option = arguments.peers
+    if peer_option is None:
+        peer_option = "none" if arguments.quick else ",".join(peer_names)
+    peers = [name for name in peer_option.split(",") if name not in ("", "none")]
+    if unknown := set(peers) - set(peer_names):
+        parser.error(f"--peers: unknown {', '.join(sorted(unknown))}; available: {', '.join(peer_names)}")
     plan = QUICK if arguments.quick else FULL
     if arguments.seconds:
-        plan = Plan(**{**asdict(plan), "seconds": arguments.seconds})
+        plan = GatewayPlan(**{**asdict(plan), "seconds": arguments.seconds})
     try:
-        figures = run(plan, [arguments.only] if arguments.only else PARTS, peers)
-    except DidNotStart as error:
+        figures = run_bench(plan, [arguments.only] if arguments.only else PARTS, peers)
+    except MeasurementError as error:
         parser.exit(1, f"{error}\n")
     show_figures(figures)
     if arguments.json:

@@ -1,14 +1,14 @@
-"""Scoring in the background, against what the judge's endpoint could do at most.
+"""Measure scoring in the background against the capacity of the judge's endpoint.
 
     python bench/rewards.py [--sessions 10000] [--slots 16] [--service 0.1] [--faults 0.2] [--kills 0]
         [--json]
 
-Sessions of one short call are put into an SQLite store. A judge's endpoint in a process of its own answers
-``--slots`` questions at once, each in ``--service`` seconds, and a part of them badly: not at all, by 429, by
-garbage, by a connection that breaks off. The runner scores every session in another process, which is killed
-``--kills`` times on the way. ``ratio_limit`` is the share of the endpoint's capacity that was used between
-the first question and the last answer; ``mib_early`` and ``mib_late`` are the runner's memory once its
-process has scored a fifth of all sessions, and at its end.
+An SQLite store is filled with sessions of one short call each. A judge's endpoint in its own process answers
+``--slots`` requests at once, each in ``--service`` seconds; a share of them fails: no response, status 429,
+an invalid reply or a broken connection. The runner scores every session in another process, which is killed
+``--kills`` times. ``ratio_limit`` is the share of the endpoint's capacity that was used between the first
+request and the last response; ``mib_early`` and ``mib_late`` are the runner's memory after its process has
+scored a fifth of all sessions, and at its end.
 """
 
 from __future__ import annotations
@@ -35,22 +35,24 @@ from instar.types import Call, Channel, Session, SessionStatus
 
 PARTS = Path(__file__).resolve().parent / "rewards_parts"
 RUN = "bench"
-AT_ONCE = 500
+INSERT_BATCH = 500
 console = Console(stderr=True)
 
 
-async def fill(path: Path, sessions: int) -> None:
-    """Completed live sessions, no two of them alike."""
+async def fill_store(path: Path, sessions: int) -> None:
+    """Add completed live sessions, all of them different."""
     store = SqliteStore(path)
     await store.put_run(Run(RUN, RUN, {}))
 
-    async def add(number: int) -> None:
+    async def add_session(number: int) -> None:
         name = f"session-{number:06d}"
         await store.add_calls([make_call(name)], opening=Session(name, RUN, "agent", RUN, Channel.LIVE))
         await store.end_session(name, SessionStatus.COMPLETED)
 
-    for start in range(0, sessions, AT_ONCE):
-        await asyncio.gather(*(add(number) for number in range(start, min(start + AT_ONCE, sessions))))
+    for start in range(0, sessions, INSERT_BATCH):
+        await asyncio.gather(
+            *(add_session(number) for number in range(start, min(start + INSERT_BATCH, sessions)))
+        )
     await store.close()
 
 
@@ -74,7 +76,7 @@ def make_call(session: str) -> Call:
 
 
 @contextlib.contextmanager
-def endpoint(arguments: argparse.Namespace) -> Generator[str]:
+def start_endpoint(arguments: argparse.Namespace) -> Generator[str]:
     options = {"slots": arguments.slots, "service": arguments.service, "faults": arguments.faults}
     command = [sys.executable, str(PARTS / "endpoint.py")]
     for name, value in options.items():
@@ -87,33 +89,38 @@ def endpoint(arguments: argparse.Namespace) -> Generator[str]:
             process.kill()
 
 
-def score(store: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Until all is scored; the process is killed at equal parts of the way."""
+def run_scorer(store: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the scorer until all sessions are scored, killing it after equal shares of the sessions."""
     command = [sys.executable, str(PARTS / "scorer.py"), str(store), url, str(arguments.sessions)]
     command += ["--concurrency", str(arguments.concurrency or 2 * arguments.slots)]
-    ends = [arguments.sessions * part // (arguments.kills + 1) for part in range(1, arguments.kills + 1)]
-    first: dict[str, Any] | None = None
-    early: float | None = None
-    line: dict[str, Any] = {}
-    for end in [*ends, None]:
-        first = early = None
+    kill_counts = [
+        arguments.sessions * part // (arguments.kills + 1) for part in range(1, arguments.kills + 1)
+    ]
+    first_progress: dict[str, Any] | None = None
+    early_mib: float | None = None
+    progress: dict[str, Any] = {}
+    for kill_at in [*kill_counts, None]:
+        first_progress = early_mib = None
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for text in process.stdout:
-                line = json.loads(text)
-                first = first or line
-                if early is None and line["scored"] - first["scored"] >= arguments.sessions / 5:
-                    early = line["mib"]
-                if end is not None and line["scored"] >= end:
-                    console.print(f"killed at {line['scored']} scored")
+                progress = json.loads(text)
+                first_progress = first_progress or progress
+                if (
+                    early_mib is None
+                    and progress["scored"] - first_progress["scored"] >= arguments.sessions / 5
+                ):
+                    early_mib = progress["mib"]
+                if kill_at is not None and progress["scored"] >= kill_at:
+                    console.print(f"killed at {progress['scored']} scored")
                     process.kill()
                     break
-        if end is None and process.returncode != 0:
-            raise SystemExit(f"the scorer ended with {process.returncode}")
-    return {"mib_early": early, "mib_late": line["mib"]}
+        if kill_at is None and process.returncode != 0:
+            raise SystemExit(f"the scorer process ended with code {process.returncode}")
+    return {"mib_early": early_mib, "mib_late": progress["mib"]}
 
 
-async def outcome(store_path: Path) -> dict[str, int]:
+async def count_outcomes(store_path: Path) -> dict[str, int]:
     store = SqliteStore(store_path)
     states = await store.score_counts(RUN)
     await store.close()
@@ -124,24 +131,24 @@ async def outcome(store_path: Path) -> dict[str, int]:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     store = folder / "store.db"
-    asyncio.run(fill(store, arguments.sessions))
-    console.print(f"{arguments.sessions} sessions to be scored")
-    began = time.monotonic()
-    with endpoint(arguments) as url:
-        memory = score(store, url, arguments)
-        with urllib.request.urlopen(f"{url}/stats", timeout=10) as answer:
-            did = json.loads(answer.read())
+    asyncio.run(fill_store(store, arguments.sessions))
+    console.print(f"{arguments.sessions} sessions to score")
+    started_at = time.monotonic()
+    with start_endpoint(arguments) as url:
+        memory = run_scorer(store, url, arguments)
+        with urllib.request.urlopen(f"{url}/stats", timeout=10) as response:
+            endpoint_stats = json.loads(response.read())
     limit = arguments.slots / arguments.service
-    rate = did["served"] / did["seconds"]
+    rate = endpoint_stats["served"] / endpoint_stats["seconds"]
     return {
         "sessions": arguments.sessions,
-        **asyncio.run(outcome(store)),
+        **asyncio.run(count_outcomes(store)),
         "answers_s": rate,
         "limit_s": limit,
         "ratio_limit": rate / limit,
         **memory,
-        "seconds": time.monotonic() - began,
-        "endpoint": did,
+        "seconds": time.monotonic() - started_at,
+        "endpoint": endpoint_stats,
     }
 
 
@@ -153,9 +160,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--service", type=float, default=0.1)
     parser.add_argument("--faults", type=float, default=0.2)
-    parser.add_argument("--concurrency", type=int, help="questions at once; default: twice the slots")
+    parser.add_argument("--concurrency", type=int, help="concurrent judge requests; default: twice the slots")
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--dir", type=Path, help="where the store is left; default: nowhere")
+    parser.add_argument(
+        "--dir", type=Path, help="folder in which the store is kept; default: a temporary folder"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,15 +1,15 @@
-"""How fast the store records, lists and makes batches.
+"""Measure how fast the store records calls, lists sessions and makes batches.
 
     python bench/store.py [--json] [--calls 1000000] [--rounds 20] [--dir FOLDER]
 
-Recording: calls per second that are on disk, from 32 agents at once, of 4 KB and of 400 KB each, against bare
-inserts of the same rows into the same tables with the same pragmas and rows per transaction, a slice of each
-in turn, in a process set up as a gateway's is. ``ratio_raw`` is the lower of the two ratios.
-``ratio_heap`` is the same against tables that have neither an index nor a constraint: rows that nobody could
-find again.
+Recording: calls per second on disk from 32 concurrent agents, with calls of 4 KB and of 400 KB, compared with
+bare inserts of the same rows into the same tables with the same pragmas and rows per transaction. The two
+alternate in slices, in a process set up like a gateway's. ``ratio_raw`` is the lower of the two ratios.
+``ratio_heap`` is the same comparison with tables that have neither indexes nor constraints, so that rows
+could not be looked up.
 
-Reading, in a store of a million calls: ``page_ms``, the slowest page of `sessions ls` with any of several
-filters, and ``batch_s``, from a trainer's start to its first batch of 512 samples. Each is a median.
+Reading, in a store of a million calls: ``page_ms`` is the slowest page of `sessions ls` over several filters,
+and ``batch_s`` the time from a trainer's start to its first batch of 512 samples. Each is a median.
 """
 
 from __future__ import annotations
@@ -38,30 +38,34 @@ def log(text: str) -> None:
     console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
 
 
-async def record(folder: Path, rounds: int) -> list[recording.Rates]:
+async def measure_recording(folder: Path, rounds: int) -> list[recording.Rates]:
     rates: list[recording.Rates] = []
     for load in recording.LOADS:
-        for bare in recording.BARE:
-            log(f"recording calls of {load.name}, and bare inserts into {bare.name}")
-            rates.append(await recording.measure(load, bare, folder, rounds))
+        for insert_target in recording.INSERT_TARGETS:
+            log(f"recording calls of {load.name}, and bare inserts into {insert_target.name}")
+            rates.append(await recording.measure(load, insert_target, folder, rounds))
     return rates
 
 
-async def read(folder: Path, calls: int) -> dict[str, Any]:
+async def measure_reading(folder: Path, calls: int) -> dict[str, Any]:
     path = folder / "million.db"
-    log(f"making a store of {calls} calls")
-    shape = await million.make(path, calls)
+    log(f"creating a store of {calls} calls")
+    shape = await million.make_store(path, calls)
     log(f"{path.stat().st_size / 1e9:.2f} GB; listing and filtering")
     store = SqliteStore(path)
     try:
-        pages = await reading.pages(store, shape)
+        pages = await reading.page_milliseconds(store, shape)
         log("making batches")
-        return {"pages": pages, "batch_s": await reading.batch(store), "gigabytes": path.stat().st_size / 1e9}
+        return {
+            "pages": pages,
+            "batch_s": await reading.batch_seconds(store),
+            "gigabytes": path.stat().st_size / 1e9,
+        }
     finally:
         await store.close()
 
 
-def show(rates: list[recording.Rates], found: dict[str, Any]) -> None:
+def show(rates: list[recording.Rates], reading_figures: dict[str, Any]) -> None:
     out = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(
         "calls of", "against inserts into", "store calls/s", "inserts/s", "ratio", "rows per commit"
@@ -71,31 +75,41 @@ def show(rates: list[recording.Rates], found: dict[str, Any]) -> None:
         table.add_row(rate.load, rate.bare, *speeds)
     out.print(table)
     table = Table("page of 50 sessions", "ms")
-    for name, milliseconds in found["pages"].items():
+    for name, milliseconds in reading_figures["pages"].items():
         table.add_row(name, f"{milliseconds:.1f}")
     out.print(table)
-    out.print(f"batch of 512 samples: {found['batch_s']:.2f} s", highlight=False)
+    out.print(f"batch of 512 samples: {reading_figures['batch_s']:.2f} s", highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="end with the figures as one line of JSON")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
     parser.add_argument(
-        "--calls", type=int, default=1_000_000, help="in the store that is read (10000 at least)"
+        "--calls", type=int, default=1_000_000, help="calls in the store that is read; at least 10000"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="slices of each while recording")
-    parser.add_argument("--dir", type=Path, default=Path(".cache"), help="on the disk to be measured")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="number of slices in each recording measurement"
+    )
+    parser.add_argument("--dir", type=Path, default=Path(".cache"), help="folder on the disk to be measured")
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         tune_gc()
-        rates = uvloop.run(record(Path(folder), options.rounds))
-        found = uvloop.run(read(Path(folder), options.calls))
-    show(rates, found)
+        rates = uvloop.run(measure_recording(Path(folder), options.rounds))
+        reading_figures = uvloop.run(measure_reading(Path(folder), options.calls))
+    show(rates, reading_figures)
     if options.json:
-        ratios = {bare.key: min(r.ratio for r in rates if r.bare == bare.name) for bare in recording.BARE}
-        figures = {**ratios, "page_ms": max(found["pages"].values()), "batch_s": found["batch_s"]}
-        print(json.dumps({**figures, "recording": [asdict(rate) for rate in rates], "reading": found}))
+        ratios = {
+            target.key: min(rate.ratio for rate in rates if rate.bare == target.name)
+            for target in recording.INSERT_TARGETS
+        }
+        figures = {
+            **ratios,
+            "page_ms": max(reading_figures["pages"].values()),
+            "batch_s": reading_figures["batch_s"],
+        }
+        recorded = [asdict(rate) for rate in rates]
+        print(json.dumps({**figures, "recording": recorded, "reading": reading_figures}))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""How long new weights take into a running vLLM server, and what a live stream sees of it.
+"""Measure how long it takes to load new weights into a running vLLM server, and the pauses of live streams.
 
     python bench/weights.py [--shape 0.6B --shape 4B] [--python VLLM_PYTHON] [--updates 20] [--eager] [--json]
 
-For each shape a model with random weights is written, a trainer's backend with a LoRA adapter of rank 16 on
-all linear layers is made on the same device, and two servers are started: one that serves adapters, and one
-whose own weights are replaced. Every update follows a step of training. ``lora_seconds``: from the trained
-adapter to the server serving it, by files. ``full_seconds``: the same for all weights, the adapter merged in,
-without files (`sync.route: ipc`). The streams are read by a process of their own. ``pause_ms`` is the longest
-time between two tokens of a stream around an update, its median and maximum over the updates; ``gap_ms`` is
-the time between two tokens when nothing is updated. In the end the server's logprobs are compared with the
-trainer's: ``off`` is the mean difference, ``moved`` how far training has moved them.
+For each shape the bench writes a model with random weights, creates a training backend with a LoRA adapter of
+rank 16 on all linear layers on the same device, and starts two servers: one that serves adapters, and one
+whose own weights are replaced. Every update follows a training step. ``lora_seconds`` is the time from the
+trained adapter to the server serving it, through files. ``full_seconds`` is the same for all weights, with
+the adapter merged in and without files (`sync.route: ipc`). A separate process reads the streams.
+``pause_ms`` is the longest time between two tokens of a stream around an update, as median and maximum over
+the updates; ``gap_ms`` is the time between two tokens without an update. At the end the server's logprobs are
+compared with the trainer's: ``off`` is the mean difference, ``moved`` how far training has moved them.
 """
 
 from __future__ import annotations
@@ -46,55 +46,58 @@ from instar.types import Artifact, Floats, Policy, Sample
 
 PARTS = Path(__file__).parent / "weights_parts"
 QUIET_SECONDS = 4.0
-"""How long the streams are watched without an update."""
-AROUND = 0.3
-"""Seconds after an update that still belong to it."""
+"""The time in which the streams are observed without an update."""
+UPDATE_MARGIN = 0.3
+"""The seconds after an update that still count as part of it."""
 START_SECONDS = 420.0
 console = Console(stderr=True)
 
 
-class Failed(Exception):
-    """There is nothing to measure."""
+class MeasurementError(Exception):
+    """Raised if a server or the streams fail, so that nothing can be measured."""
 
 
 @dataclass
 class Update:
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
 
     @property
     def seconds(self) -> float:
-        return self.ended - self.began
+        return self.ended_at - self.started_at
 
 
 @dataclass
-class Updates:
-    """Of one kind, into one server."""
+class UpdateSeries:
+    """The updates of one kind, pushed to one server."""
 
-    first: float = 0.0
-    made: list[Update] = field(default_factory=list[Update])
+    first_seconds: float = 0.0
+    updates: list[Update] = field(default_factory=list[Update])
     replies: list[list[float]] = field(default_factory=list[list[float]])
     off: float = 0.0
 
     def _gaps(self) -> list[tuple[float, float]]:
         return [pair for times in self.replies for pair in pairwise(times)]
 
-    def pauses(self) -> list[float]:
+    def pause_seconds(self) -> list[float]:
         gaps = self._gaps()
         return [
-            max((b - a for a, b in gaps if b > update.began and a < update.ended + AROUND), default=0.0)
-            for update in self.made
+            max(
+                (b - a for a, b in gaps if b > update.started_at and a < update.ended_at + UPDATE_MARGIN),
+                default=0.0,
+            )
+            for update in self.updates
         ]
 
     def figures(self) -> dict[str, float]:
-        quiet = [b - a for a, b in self._gaps() if b < self.made[0].began]
-        pauses = self.pauses()
+        quiet = [b - a for a, b in self._gaps() if b < self.updates[0].started_at]
+        pause_seconds = self.pause_seconds()
         return {
-            "seconds": statistics.median(update.seconds for update in self.made),
-            "seconds_max": max(update.seconds for update in self.made),
-            "first_seconds": self.first,
-            "pause_ms_p50": 1e3 * statistics.median(pauses),
-            "pause_ms_max": 1e3 * max(pauses),
+            "seconds": statistics.median(update.seconds for update in self.updates),
+            "seconds_max": max(update.seconds for update in self.updates),
+            "first_seconds": self.first_seconds,
+            "pause_ms_p50": 1e3 * statistics.median(pause_seconds),
+            "pause_ms_max": 1e3 * max(pause_seconds),
             "gap_ms_p50": 1e3 * statistics.median(quiet),
             "gap_ms_max": 1e3 * max(quiet),
             "off": self.off,
@@ -102,40 +105,40 @@ class Updates:
 
 
 @dataclass(frozen=True)
-class Host:
+class EngineHost:
     url: str
     engine: RemoteEngine
 
 
 class Trainer:
-    """A backend that takes a step on one sample before each update."""
+    """A backend that trains one step on one sample before each update."""
 
     def __init__(self, config: RunConfig, vocab: int) -> None:
         assert isinstance(config.backend, LocalBackendConfig)
         self.backend = LocalBackend(config.model, config.backend)
-        self.versions = 0
+        self.version = 0
         ids = np.random.default_rng(0).integers(0, vocab, 96).astype(np.int32)
         mask = np.ones(len(ids), np.float32)
         mask[0] = 0
         self.sample = Sample(
             "s", "s", ids, mask, np.full(len(ids), np.nan, np.float32), mask / len(ids), np.zeros_like(ids)
         )
-        self.before: Floats | None = None
+        self.initial_logprobs: Floats | None = None
 
     async def step(self) -> None:
-        if self.before is None:
-            self.before = await self.logprobs()
+        if self.initial_logprobs is None:
+            self.initial_logprobs = await self.logprobs()
         await self.backend.forward_backward([self.sample], LossConfig(name="cross_entropy"))
         await self.backend.optim_step(AdamConfig(lr=1e-3))
-        self.versions += 1
+        self.version += 1
 
     async def logprobs(self) -> Floats:
-        (found,) = await self.backend.forward([self.sample])
-        return found[1:]
+        (logprobs,) = await self.backend.forward([self.sample])
+        return logprobs[1:]
 
-    async def moved(self) -> float:
-        assert self.before is not None
-        return float(np.abs(await self.logprobs() - self.before).mean())
+    async def logprob_change(self) -> float:
+        assert self.initial_logprobs is not None
+        return float(np.abs(await self.logprobs() - self.initial_logprobs).mean())
 
 
 async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -146,20 +149,24 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
     console.print(f"{shape}: starting two vLLM servers")
     async with contextlib.AsyncExitStack() as stack:
         hosts = await asyncio.gather(
-            *(stack.enter_async_context(_host(config, folder, kind)) for kind, config in configs.items())
+            *(
+                stack.enter_async_context(_start_host(config, folder, kind))
+                for kind, config in configs.items()
+            )
         )
         trainer = await asyncio.to_thread(Trainer, configs["merged"], SHAPES[shape].vocab)
         stack.push_async_callback(trainer.backend.close)
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for name, kind, host in zip(("lora", "full"), configs, hosts, strict=True):
             console.print(f"{shape}: {options.updates} updates of {name}")
             sync = await create_sync(configs[kind], trainer.backend, [host.engine])
             console.print(f"{shape}: {sync.description}")
-            updates = await _update(trainer, sync, host, options, folder, SHAPES[shape].vocab)
-            console.print(f"{shape}: pauses, ms: {' '.join(f'{1e3 * p:.0f}' for p in updates.pauses())}")
-            found |= {f"{name}_{key}": value for key, value in updates.figures().items()}
-        found["moved"] = await trainer.moved()
-    return found
+            updates = await _measure_updates(trainer, sync, host, options, folder, SHAPES[shape].vocab)
+            pauses = " ".join(f"{1e3 * pause:.0f}" for pause in updates.pause_seconds())
+            console.print(f"{shape}: pauses in ms: {pauses}")
+            figures |= {f"{name}_{key}": value for key, value in updates.figures().items()}
+        figures["moved"] = await trainer.logprob_change()
+    return figures
 
 
 def _config(model: Path, device: str, kind: str, options: argparse.Namespace) -> RunConfig:
@@ -169,7 +176,7 @@ def _config(model: Path, device: str, kind: str, options: argparse.Namespace) ->
     if options.eager:
         engine["eager"] = True
     if device == "cuda":
-        # Two servers and the trainer are on the GPU; a cache of a fixed size needs no look at what is free.
+        # Two servers and the trainer share the GPU; a cache of fixed size does not depend on the free memory.
         engine |= {"gpu_memory": 0.25, "args": ["--kv-cache-memory-bytes", str(4 * 2**30)]}
     else:
         engine["kv_gib"] = 0.25
@@ -184,7 +191,7 @@ def _config(model: Path, device: str, kind: str, options: argparse.Namespace) ->
 
 
 @contextlib.asynccontextmanager
-async def _host(config: RunConfig, folder: Path, kind: str) -> AsyncGenerator[Host]:
+async def _start_host(config: RunConfig, folder: Path, kind: str) -> AsyncGenerator[EngineHost]:
     job = folder / f"{kind}.json"
     job.write_text(config.model_dump_json())
     process = await asyncio.create_subprocess_exec(
@@ -197,9 +204,9 @@ async def _host(config: RunConfig, folder: Path, kind: str) -> AsyncGenerator[Ho
         async with asyncio.timeout(START_SECONDS):
             url = (await process.stdout.readline()).decode().strip()
         if not url:
-            raise Failed(f"the {kind} server did not come up:\n{_logs(folder, kind)}")
+            raise MeasurementError(f"the {kind} server did not start:\n{_read_logs(folder, kind)}")
         engine = await RemoteEngine.connect(url)
-        yield Host(url, engine)
+        yield EngineHost(url, engine)
     finally:
         if engine is not None:
             await engine.close()
@@ -207,18 +214,18 @@ async def _host(config: RunConfig, folder: Path, kind: str) -> AsyncGenerator[Ho
         await asyncio.wait_for(process.wait(), 60)
 
 
-def _logs(folder: Path, kind: str) -> str:
+def _read_logs(folder: Path, kind: str) -> str:
     texts = [path.read_text(errors="replace")[-4000:] for path in sorted(folder.glob(f"{kind}*.log"))]
     return "\n".join(texts)
 
 
-async def _update(
-    trainer: Trainer, sync: Sync, host: Host, options: argparse.Namespace, folder: Path, vocab: int
-) -> Updates:
-    updates, engine = Updates(), host.engine
+async def _measure_updates(
+    trainer: Trainer, sync: Sync, host: EngineHost, options: argparse.Namespace, folder: Path, vocab: int
+) -> UpdateSeries:
+    updates, engine = UpdateSeries(), host.engine
     await trainer.step()
-    updates.first = (await _one(trainer, sync, engine, folder)).seconds
-    listening = await asyncio.create_subprocess_exec(
+    updates.first_seconds = (await _push_update(trainer, sync, engine, folder)).seconds
+    listener = await asyncio.create_subprocess_exec(
         sys.executable,
         str(PARTS / "listen.py"),
         host.url,
@@ -227,86 +234,90 @@ async def _update(
         stdout=subprocess.PIPE,
         limit=2**28,
     )
-    assert listening.stdin is not None
-    await _until_running(engine, options.streams)
+    assert listener.stdin is not None
+    await _wait_for_streams(engine, options.streams)
     await asyncio.sleep(QUIET_SECONDS)
     for _ in range(options.updates):
         await trainer.step()
-        updates.made.append(await _one(trainer, sync, engine, folder))
-        await asyncio.sleep(max(AROUND, options.every))
-    told, _ = await listening.communicate(b"")
-    if listening.returncode:
-        raise Failed("the streams broke off; see above")
-    updates.replies = json.loads(told)
+        updates.updates.append(await _push_update(trainer, sync, engine, folder))
+        await asyncio.sleep(max(UPDATE_MARGIN, options.every))
+    output, _ = await listener.communicate(b"")
+    if listener.returncode:
+        raise MeasurementError("the streams failed; see the output above")
+    updates.replies = json.loads(output)
     served = await engine.logprobs(trainer.sample.token_ids)
     updates.off = float(np.abs(served[1:] - await trainer.logprobs()).mean())
     await sync.close()
     return updates
 
 
-async def _one(trainer: Trainer, sync: Sync, engine: RemoteEngine, folder: Path) -> Update:
-    version, began = trainer.versions, time.monotonic()
+async def _push_update(trainer: Trainer, sync: Sync, engine: RemoteEngine, folder: Path) -> Update:
+    version, started_at = trainer.version, time.monotonic()
     if sync.live:
         artifact = Artifact("live")
     else:
         artifact = await trainer.backend.publish(folder / "policies" / f"v{version}")
     (failure,) = await sync.push(Policy("bench", version, artifact), [engine])
-    update = Update(began, time.monotonic())
+    update = Update(started_at, time.monotonic())
     if failure is not None:
-        raise Failed(f"version {version} did not get there: {failure}")
+        raise MeasurementError(f"version {version} was not loaded by the server: {failure}")
     assert (await engine.status()).version == version
     return update
 
 
-async def _until_running(engine: RemoteEngine, streams: int) -> None:
+async def _wait_for_streams(engine: RemoteEngine, streams: int) -> None:
     async with asyncio.timeout(60):
         while (await engine.status()).running < streams:  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.1)
 
 
-def scratch(shapes: Sequence[str]) -> Path | None:
-    """Memory, where there is room: disks would be measured otherwise."""
-    shared = Path("/dev/shm")
-    room = 2**30 * (24 if "4B" in shapes else 6)
-    return shared if shared.is_dir() and shutil.disk_usage(shared).free > room else None
+def scratch_folder(shapes: Sequence[str]) -> Path | None:
+    """Return a folder in memory if it has enough space; otherwise the disk would be measured."""
+    shared_memory = Path("/dev/shm")
+    needed_bytes = 2**30 * (24 if "4B" in shapes else 6)
+    if shared_memory.is_dir() and shutil.disk_usage(shared_memory).free > needed_bytes:
+        return shared_memory
+    return None
 
 
-def show(found: dict[str, dict[str, float]]) -> None:
+def show(figures_by_shape: dict[str, dict[str, float]]) -> None:
     table = Table(title="New weights into a running vLLM server")
     for title in ("shape", "weights", "seconds", "max", "pause p50 / max, ms", "gap p50 / max, ms", "off"):
         table.add_column(title, justify="left" if title in ("shape", "weights") else "right")
-    for shape, figures in found.items():
+    for shape, figures in figures_by_shape.items():
         for name in ("lora", "full"):
-            one = {key.removeprefix(f"{name}_"): value for key, value in figures.items()}
+            row = {key.removeprefix(f"{name}_"): value for key, value in figures.items()}
             table.add_row(
                 shape,
                 name,
-                f"{one['seconds']:.3f}",
-                f"{one['seconds_max']:.3f}",
-                f"{one['pause_ms_p50']:.0f} / {one['pause_ms_max']:.0f}",
-                f"{one['gap_ms_p50']:.1f} / {one['gap_ms_max']:.0f}",
-                f"{one['off']:.3f}",
+                f"{row['seconds']:.3f}",
+                f"{row['seconds_max']:.3f}",
+                f"{row['pause_ms_p50']:.0f} / {row['pause_ms_max']:.0f}",
+                f"{row['gap_ms_p50']:.1f} / {row['gap_ms_max']:.0f}",
+                f"{row['off']:.3f}",
             )
     console.print(table)
 
 
 async def main(options: argparse.Namespace) -> int:
-    found: dict[str, dict[str, float]] = {}
+    figures_by_shape: dict[str, dict[str, float]] = {}
     for shape in options.shape:
-        with tempfile.TemporaryDirectory(prefix="instar-weights-", dir=scratch(options.shape)) as folder:
-            found[shape] = await measure(shape, options, Path(folder))
-    show(found)
-    wrong = [
+        with tempfile.TemporaryDirectory(
+            prefix="instar-weights-", dir=scratch_folder(options.shape)
+        ) as folder:
+            figures_by_shape[shape] = await measure(shape, options, Path(folder))
+    show(figures_by_shape)
+    mismatches = [
         f"{shape}: {name}"
-        for shape, figures in found.items()
+        for shape, figures in figures_by_shape.items()
         for name in ("lora", "full")
         if figures[f"{name}_off"] > max(0.1, figures["moved"] / 4)
     ]
     if options.json:
-        print(json.dumps(found))
-    if wrong:
-        console.print(f"[red]the server does not serve what was trained: {', '.join(wrong)}")
-    return int(bool(wrong))
+        print(json.dumps(figures_by_shape))
+    if mismatches:
+        console.print(f"[red]the server's logprobs differ from the trainer's: {', '.join(mismatches)}")
+    return int(bool(mismatches))
 
 
 if __name__ == "__main__":
@@ -318,14 +329,14 @@ if __name__ == "__main__":
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--every", type=float, default=0.7, help="seconds between two updates")
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=256, help="of one reply")
-    parser.add_argument("--eager", action="store_true", help="servers start sooner and sample slower")
-    parser.add_argument("--json", action="store_true", help="end with the figures as one line")
-    given = parser.parse_args()
-    given.shape = given.shape or ["0.6B", "4B"]
-    given.python = given.python and str(Path(given.python).absolute())
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per reply")
+    parser.add_argument("--eager", action="store_true", help="servers start faster but sample more slowly")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
+    arguments = parser.parse_args()
+    arguments.shape = arguments.shape or ["0.6B", "4B"]
+    arguments.python = arguments.python and str(Path(arguments.python).absolute())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        sys.exit(asyncio.run(main(given)))
-    except Failed as error:
+        sys.exit(asyncio.run(main(arguments)))
+    except MeasurementError as error:
         sys.exit(str(error))

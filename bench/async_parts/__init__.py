@@ -1,1 +1,1 @@
-"""Parts of bench/async.py."""
+"""Modules of bench/async.py."""

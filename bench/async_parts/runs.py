@@ -1,4 +1,4 @@
-"""One run of the bench: its YAML, `instar train` on it, and what came of it."""
+"""One run of the bench: write its YAML, run `instar train` on it and compute its figures."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from instar.types import Channel
 
 BENCH = Path(__file__).resolve().parent.parent
 Mode = Literal["async", "sync"]
-DECODE = 40.2
-"""Tokens per second of the models that the workload was recorded with."""
-PROMPTS = 0.25
-"""What is left of the prompts beside: a cached context of tens of thousands of tokens is no model's here."""
+DECODE_SPEED = 40.2
+"""The tokens per second of the models with which the workload was recorded."""
+PROMPT_SHARE = 0.25
+"""An additional factor for prompts: no model used here has a context of tens of thousands of tokens."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What both runs have in common."""
+class RunPlan:
+    """The settings that both runs share."""
 
     engine: dict[str, Any]
     model: dict[str, Any]
     backend: dict[str, Any]
     kind: str
-    """Of characters that are rewarded: some of them are written before training, and not all."""
+    """The kind of characters that is rewarded: the untrained model writes some, but not all of them."""
     lr: float
     steps: int
     group_size: int
@@ -45,34 +45,33 @@ class Plan:
     concurrency: int
     max_staleness: int
     scale: float
-    """Of all times of the workload."""
+    """The factor applied to all times of the workload."""
     speed: float
-    """Tokens per second of a reply on this engine; replies are scaled so that they take their scaled time."""
+    """Tokens per second of a reply on this engine. Replies are scaled so that they take their scaled time."""
     context: int
     eval_tasks: int
     limit: float
-    """Seconds that a run may take."""
+    """The time limit of a run in seconds."""
 
 
-def scaled(sessions: list[SimulatedSession], plan: Plan) -> list[SimulatedSession]:
-    """The workload in the bench's time. The agent ends a session that outgrows the model's context."""
-    share = plan.scale * plan.speed / DECODE
-    return [_shorter(session, share, plan) for session in sessions]
+def scale_workload(sessions: list[SimulatedSession], plan: RunPlan) -> list[SimulatedSession]:
+    """Return the workload in shortened time. The agent ends a session that outgrows the model's context."""
+    share = plan.scale * plan.speed / DECODE_SPEED
+    return [_scale_session(session, share, plan) for session in sessions]
 
 
-def _shorter(session: SimulatedSession, share: float, plan: Plan) -> SimulatedSession:
+def _scale_session(session: SimulatedSession, share: float, plan: RunPlan) -> SimulatedSession:
     turns: list[SimulatedTurn] = []
     for turn in session.turns:
         tokens = min(plan.context // 4, max(1, round(share * turn.generated)))
         turns.append(
-            SimulatedTurn(round(PROMPTS * share * turn.prompt), tokens, plan.scale * turn.tool_seconds)
+            SimulatedTurn(round(PROMPT_SHARE * share * turn.prompt), tokens, plan.scale * turn.tool_seconds)
         )
     return SimulatedSession(tuple(turns))
 
 
-def settings(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:
-    """The run's YAML. The two modes differ in `trainer.mode` and `trainer.max_staleness`, and in nothing
-    else."""
+def make_run_settings(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:
+    """Return the run's settings. The modes differ only in `trainer.mode` and `trainer.max_staleness`."""
     staleness = {"max_staleness": plan.max_staleness} if mode == "async" else {}
     groups = plan.steps * plan.groups_per_step
     args = {
@@ -99,10 +98,10 @@ def settings(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) ->
             "tensorboard": False,
         },
         "rollout": {
-            "tasks": {"type": "python", "function": "async_parts.play:tasks", "args": args},
+            "tasks": {"type": "python", "function": "async_parts.agent:make_tasks", "args": args},
             "agent": {
                 "type": "function",
-                "function": "async_parts.play:play",
+                "function": "async_parts.agent:agent",
                 "args": {"context": plan.context, "kind": plan.kind},
             },
             "group_size": plan.group_size,
@@ -113,7 +112,7 @@ def settings(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) ->
         "eval": {
             "tasks": {
                 "type": "python",
-                "function": "async_parts.play:heldout",
+                "function": "async_parts.agent:make_heldout_tasks",
                 "args": {"size": plan.eval_tasks},
             },
             "modes": {"sampled": {"temperature": 1.0}},
@@ -121,10 +120,11 @@ def settings(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) ->
     }
 
 
-def run(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:
-    """`instar train`, to its end; returns its figures. RuntimeError where it fails or takes too long."""
-    file = folder / f"{mode}.yaml"
-    file.write_text(yaml.safe_dump(settings(plan, mode, folder, workload, seed), sort_keys=False))
+def run_training(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:
+    """Run `instar train` to its end and return the figures; raise RuntimeError if it fails or times out."""
+    config_path = folder / f"{mode}.yaml"
+    settings = make_run_settings(plan, mode, folder, workload, seed)
+    config_path.write_text(yaml.safe_dump(settings, sort_keys=False))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")]),
@@ -132,7 +132,7 @@ def run(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict
     log = folder / f"{mode}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"],
+            [sys.executable, "-m", "instar.cli.main", "train", str(config_path), "--json"],
             stdout=subprocess.PIPE,
             stderr=out,
             env=environment,
@@ -141,19 +141,21 @@ def run(plan: Plan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict
         try:
             printed, _ = process.communicate(timeout=plan.limit)
         except subprocess.TimeoutExpired:
-            stop(process)
-            raise RuntimeError(f"{mode}: no end after {plan.limit:.0f} s; see {log}") from None
-        except BaseException:  # Ctrl-C too: the run would go on
-            stop(process)
+            stop_process(process)
+            raise RuntimeError(f"{mode}: the run did not end within {plan.limit:.0f} s; see {log}") from None
+        except BaseException:  # includes Ctrl-C, after which the run would continue
+            stop_process(process)
             raise
     if process.returncode != 0:
-        said = log.read_text(errors="replace").strip().splitlines()[-15:]
-        raise RuntimeError(f"{mode}: exit code {process.returncode}; see {log}\n" + "\n".join(said))
-    return figures(folder / mode, json.loads(printed.decode().strip().splitlines()[-1]))
+        last_lines = log.read_text(errors="replace").strip().splitlines()[-15:]
+        raise RuntimeError(
+            f"{mode}: the run ended with code {process.returncode}; see {log}\n" + "\n".join(last_lines)
+        )
+    return compute_figures(folder / mode, json.loads(printed.decode().strip().splitlines()[-1]))
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Its roles end with it."""
+def stop_process(process: subprocess.Popen[bytes]) -> None:
+    """Terminate `instar train`, which ends the roles that it started."""
     process.terminate()
     try:
         process.wait(20)
@@ -162,14 +164,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
 
 
-def figures(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """From the moment that the trainer was up to the end of the last step."""
+def compute_figures(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures from the moment the trainer was ready to the end of the last step."""
     steps = read_steps(run_dir)
     began = float((run_dir / "began").read_text())
     seconds = steps[-1]["time"] - began
     samples = sum(step["samples"] for step in steps)
     evaluated = {r["label"]: r["accuracy"] for r in read_metrics(run_dir) if r["kind"] == "eval"}
-    after = rewards_after(run_dir)
+    after = load_final_rewards(run_dir)
     step_seconds = [step["step_seconds"] for step in steps]
     return {
         "seconds": seconds,
@@ -191,8 +193,8 @@ def figures(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rewards_after(run_dir: Path) -> list[float]:
-    """Of the held-out tasks, each tried once after training."""
+def load_final_rewards(run_dir: Path) -> list[float]:
+    """Return the rewards of the held-out tasks, each of which was attempted once after training."""
 
     async def read() -> list[float]:
         async with open_run_store(run_dir, read_only=True) as (config, store):

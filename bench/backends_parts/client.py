@@ -1,9 +1,9 @@
-"""A process with one backend that trains on the same batch whenever it is told to.
+"""A process with one backend that trains on the same batch on request.
 
     python bench/backends_parts/client.py JOB
 
-JOB is a JSON file: the run's settings, and the length and number of the sequences. A line on stdin is one
-``forward_backward``; its seconds are answered on stdout. The end of stdin ends the process.
+JOB is a JSON file with the run's settings and the length and number of the sequences. Each line on stdin
+requests one ``forward_backward``; its duration in seconds is written to stdout. The process ends with stdin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instar.types import Sample
 
 
 def make_batch(sequences: int, length: int, vocab: int, prompt: int = 16) -> list[Sample]:
-    """Sequences that share nothing, trained on after a short prompt."""
+    """Return sequences without shared prefixes, which are trained on after a short prompt."""
     rng = np.random.default_rng(0)
     samples: list[Sample] = []
     for number in range(sequences):
@@ -50,9 +50,9 @@ async def serve(config: RunConfig, load: dict[str, Any]) -> None:
     batch = make_batch(**load)
     print("ready", flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         await backend.forward_backward(batch, LossConfig())
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
         await backend.optim_step(AdamConfig(lr=1e-6))
         print(seconds, flush=True)
     await backend.close()

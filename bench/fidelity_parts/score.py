@@ -1,4 +1,4 @@
-"""From what was recorded to the three shares."""
+"""Compute the three shares from the recorded calls."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UNEXPLAINED = "UNEXPLAINED"
 
 @dataclass
 class Score:
-    """Counts, which add up, and why they fall short."""
+    """Counts that can be added up, and the reasons for which they are incomplete."""
 
     calls: int = 0
     linked: int = 0
     turns: int = 0
-    """Which extend their history."""
+    """The turns that extend their history."""
     exact: int = 0
     sampled: int = 0
     trained: int = 0
     rewritten: int = 0
-    """Turns that go on from another and say otherwise what was said."""
+    """The turns that continue a conversation but change its earlier messages."""
     reasons: Counter[str] = field(default_factory=Counter[str])
 
     def __add__(self, other: Score) -> Score:
@@ -58,42 +58,49 @@ class Score:
         return UNEXPLAINED in self.reasons
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None
 
 
-def total(scores: Iterable[Score]) -> Score:
+def add_scores(scores: Iterable[Score]) -> Score:
     return sum(scores, Score())
 
 
-def score(own: Sequence[Recorded], *, session: str, drops_reasoning: bool, prompts: bool = False) -> Score:
-    """Of one conversation. ``own``: the sessions that hold calls of it. ``session``: the right one, where it
-    is known; else the one with the most of them. ``prompts``: each continues the text of the one before."""
-    found = Score(calls=sum(len(one.calls) for one in own))
-    right = max(own, key=lambda one: (one.session.session_id == session, len(one.calls)), default=None)
-    if right is not None and session in ("", right.session.session_id):
-        found.linked = len(right.calls)
-    if found.linked < found.calls:
-        found.reasons[UNEXPLAINED] += 1
-    calls = sorted((call for one in own for call in one.calls), key=lambda call: call.started_at)
+def score(
+    sessions: Sequence[Recorded], *, session: str, drops_reasoning: bool, is_text_completion: bool = False
+) -> Score:
+    """Return the score of one conversation, whose calls are in ``sessions``.
+
+    ``session`` is the id of the session that should hold all calls; if empty, it is the one with the most
+    calls. With ``is_text_completion`` each prompt continues the text of the previous one.
+    """
+    result = Score(calls=sum(len(recorded.calls) for recorded in sessions))
+    main = max(sessions, key=lambda r: (r.session.session_id == session, len(r.calls)), default=None)
+    if main is not None and session in ("", main.session.session_id):
+        result.linked = len(main.calls)
+    if result.linked < result.calls:
+        result.reasons[UNEXPLAINED] += 1
+    calls = sorted(
+        (call for recorded in sessions for call in recorded.calls), key=lambda call: call.started_at
+    )
     for i, call in enumerate(calls[1:], start=1):
-        parent = calls[i - 1] if prompts else continued(call, calls[:i])
+        parent = calls[i - 1] if is_text_completion else continued(call, calls[:i])
         if parent is None:
-            found.rewritten += 1
+            result.rewritten += 1
             continue
-        found.turns += 1
+        result.turns += 1
         if is_exact(call, parent):
-            found.exact += 1
-        elif drops_reasoning and _asks_anew(call, parent):
-            found.reasons["the format drops earlier reasoning when the user asks anew"] += 1
+            result.exact += 1
+        elif drops_reasoning and _has_new_user_message(call, parent):
+            result.reasons["the format drops earlier reasoning after a new user message"] += 1
         else:
-            found.reasons[UNEXPLAINED] += 1
-    found.sampled = sampled_tokens(calls)
-    found.trained = sum(map(trained_tokens, own))
-    if found.trained < found.sampled:
-        found.reasons[UNEXPLAINED] += 1
-    return found
+            result.reasons[UNEXPLAINED] += 1
+    result.sampled = sampled_tokens(calls)
+    result.trained = sum(map(trained_tokens, sessions))
+    if result.trained < result.sampled:
+        result.reasons[UNEXPLAINED] += 1
+    return result
 
 
-def _asks_anew(call: Call, parent: Call) -> bool:
+def _has_new_user_message(call: Call, parent: Call) -> bool:
     return any(message["role"] == "user" for message in call.messages[len(parent.messages) + 1 :])

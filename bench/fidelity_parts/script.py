@@ -1,5 +1,5 @@
-"""Replies for the scripted engine in each family's format: to the Python clients' questions, and to the task
-of the command-line agents, which is to read a file and edit it."""
+"""Replies of the scripted engine in each family's format: to the questions of the Python clients, and to the
+task of the command-line agents, which is to read a file and edit it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from tests.integration.clients import script as clients
 from tests.integration.clients.script import WriteCall
 
 TASK = re.compile(r"Change the word world to moon in (/\S+?greeting\.txt)")
-"""The file lies in a folder of the agent's name."""
+"""The file is in a folder named after the agent."""
 
-Play = Callable[[str, int | None], str]
+ReplyFunction = Callable[[str, int | None], str]
 
 
-def player(play: Play, call: WriteCall, think: str = "") -> Play:
-    """``play``: what replies to the Python clients."""
+def make_script(reply_to_client: ReplyFunction, write_call: WriteCall, thinking: str = "") -> ReplyFunction:
+    """Return a script that handles the edit task and leaves other prompts to ``reply_to_client``."""
 
     def reply(prompt: str, seed: int | None) -> str:
-        asked = TASK.search(prompt)
-        return play(prompt, seed) if asked is None else think + edit(prompt, asked.group(1), call)
+        match = TASK.search(prompt)
+        if match is None:
+            return reply_to_client(prompt, seed)
+        return thinking + reply_to_edit_task(prompt, match.group(1), write_call)
 
     return reply
 
 
-def edit(prompt: str, path: str, call: WriteCall) -> str:
-    """The first step that was not taken yet: read, edit, and say so."""
+def reply_to_edit_task(prompt: str, path: str, write_call: WriteCall) -> str:
+    """Return the first step that the prompt does not contain yet: read the file, edit it, report success."""
     hands = HANDS[Path(path).parent.name]
     name = re.escape(hands.edit[0])
     if not re.search(rf'^{name}\(|"name": "{name}"', prompt, re.M):
         return "A title"
-    steps = [call(*hands.reading(path)), call(*hands.editing(path))]
+    steps = [write_call(*hands.reading(path)), write_call(*hands.editing(path))]
     return next((step for step in steps if step not in prompt), "Done.")
 
 
-smollm2 = player(clients.smollm2, clients.tagged)
-qwen2_5 = player(clients.qwen2_5, clients.tagged)
-qwen3 = player(clients.qwen3, clients.tagged, clients.THINKING)
-llama3 = player(clients.llama3, clients.bare)
-deepseek_v3 = player(clients.deepseek_v3, clients.tagged)
+smollm2 = make_script(clients.smollm2, clients.tagged)
+qwen2_5 = make_script(clients.qwen2_5, clients.tagged)
+qwen3 = make_script(clients.qwen3, clients.tagged, clients.THINKING)
+llama3 = make_script(clients.llama3, clients.bare)
+deepseek_v3 = make_script(clients.deepseek_v3, clients.tagged)

@@ -2,8 +2,9 @@
 
     python floor.py PORT UPSTREAM STORE ROW_BYTES
 
-The row is the request's last ROW_BYTES, which is what is new in a long session: as many as the gateway
-commits for such a call. One thread writes, with the pragmas of its store; calls that wait share a commit.
+The row holds the last ROW_BYTES of the request, which is the new part in a long session and as much as the
+gateway commits for such a call. One thread writes, with the same pragmas as the gateway's store; calls that
+wait at the same time share a commit.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ PORT, UPSTREAM, STORE, ROW_BYTES = int(sys.argv[1]), sys.argv[2], sys.argv[3], i
 queue: SimpleQueue = SimpleQueue()
 
 
-def write() -> None:
+def write_rows() -> None:
     db = sqlite3.connect(STORE, isolation_level=None)
     db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; CREATE TABLE calls (body)")
     while True:
@@ -32,44 +33,44 @@ def write() -> None:
         db.execute("BEGIN IMMEDIATE")
         db.executemany("INSERT INTO calls VALUES (?)", [row for row, _ in batch])
         db.execute("COMMIT")
-        waiting = [written for _, written in batch]
-        waiting[0].get_loop().call_soon_threadsafe(release, waiting)
+        futures = [future for _, future in batch]
+        futures[0].get_loop().call_soon_threadsafe(resolve, futures)
 
 
-def release(waiting: list[asyncio.Future[None]]) -> None:
-    for written in waiting:
-        if not written.done():
-            written.set_result(None)
+def resolve(futures: list[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 async def commit(body: bytes) -> None:
-    written = asyncio.get_running_loop().create_future()
-    queue.put(((body[-ROW_BYTES:],), written))
-    await written
+    future = asyncio.get_running_loop().create_future()
+    queue.put(((body[-ROW_BYTES:],), future))
+    await future
 
 
 async def forward(request: Request) -> Response:
     body, headers = await request.body(), {"content-type": "application/json"}
-    answer = await request.app.state.client.post(f"{UPSTREAM}/chat/completions", data=body, headers=headers)
-    if answer.content_type == "text/event-stream":
-        return StreamingResponse(pieces(answer, body), media_type=answer.content_type)
-    reply = await answer.read()
+    response = await request.app.state.client.post(f"{UPSTREAM}/chat/completions", data=body, headers=headers)
+    if response.content_type == "text/event-stream":
+        return StreamingResponse(forward_stream(response, body), media_type=response.content_type)
+    reply = await response.read()
     await commit(body)
-    return Response(reply, answer.status, media_type="application/json")
+    return Response(reply, response.status, media_type="application/json")
 
 
-async def pieces(answer: aiohttp.ClientResponse, body: bytes):
-    """As they come; the last one once the row is written."""
-    held = b""
-    async for piece in answer.content.iter_any():
-        yield held
-        held = piece
+async def forward_stream(response: aiohttp.ClientResponse, body: bytes):
+    """Yield the chunks of the stream, and the last one only after the row is committed."""
+    previous = b""
+    async for chunk in response.content.iter_any():
+        yield previous
+        previous = chunk
     await commit(body)
-    yield held
+    yield previous
 
 
 async def main() -> None:
-    threading.Thread(target=write, daemon=True).start()
+    threading.Thread(target=write_rows, daemon=True).start()
     app = Starlette(routes=[Route("/v1/chat/completions", forward, methods=["POST"])])
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as app.state.client:
         config = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""The peers: how each is installed into an environment of its own, and started in front of the stub."""
+"""The peers: how each is installed into its own environment and started in front of the stub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 from gateway_parts.load import Target
-from gateway_parts.processes import DidNotStart, free_port, last_words, running, until_up
+from gateway_parts.processes import MeasurementError, free_port, log_tail, start_process, wait_until_up
 from packaging.requirements import Requirement
 
 Log = Callable[[str], None]
@@ -21,7 +21,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a peer in a folder of its own, and how to talk to it."""
+    """The command that starts a peer in its own folder, and how to send requests to it."""
 
     command: Sequence[str | Path]
     health: str
@@ -35,29 +35,29 @@ class Peer:
     name: str
     label: str
     steps: Sequence[Sequence[str]]
-    """Arguments of `pip install`, one step after the other."""
+    """The arguments of `pip install`, one entry per step."""
     launch: Callable[[Path, Path, str, int], Launch]
-    """Given its environment's bin, a folder, the stub's base URL and a port."""
-    extras_of: tuple[str, str, str] | None = None
-    """(package, extra, pin): install what the package asks for with this extra, but with the pin."""
+    """A function of the environment's bin folder, a working folder, the stub's base URL and a port."""
+    extra_requirements: tuple[str, str, str] | None = None
+    """(package, extra, pin): install the requirements of the package with this extra, but use the pin."""
 
 
 @contextlib.contextmanager
-def started(peer: Peer, environment: Path, folder: Path, stub_url: str) -> Generator[Target]:
+def start_peer(peer: Peer, environment: Path, folder: Path, stub_url: str) -> Generator[Target]:
     folder.mkdir(parents=True)
     port = free_port()
     launch = peer.launch(environment / "bin", folder, stub_url, port)
     url, log = f"http://127.0.0.1:{port}", folder / "log"
     env = {"HOME": str(folder), "PYTHONWARNINGS": "ignore", **launch.env}
-    with running(launch.command, log=log, env=env, cwd=folder) as process:
-        until_up(process, url + launch.health, log)
+    with start_process(launch.command, log=log, env=env, cwd=folder) as process:
+        wait_until_up(process, url + launch.health, log)
         sessions = [(launch.session_path.format(session=f"bench-{n}"), launch.key) for n in range(256)]
         yield Target(peer.name, peer.label, url, sessions, process.pid)
 
 
-def install(peer: Peer, environment: Path, log: Log) -> None:
-    """Into its own virtual environment, once: a later run finds the recipe it was made with."""
-    recipe = repr((peer.steps, peer.extras_of))
+def install_peer(peer: Peer, environment: Path, log: Log) -> None:
+    """Install the peer into its own virtual environment, unless an earlier run did so in the same way."""
+    recipe = repr((peer.steps, peer.extra_requirements))
     marker = environment / "installed"
     if marker.is_file() and marker.read_text() == recipe:
         return
@@ -67,34 +67,39 @@ def install(peer: Peer, environment: Path, log: Log) -> None:
     _run([sys.executable, "-m", "venv", "--clear", environment], output)
     for step in peer.steps:
         _pip(environment, step, output, log)
-    if peer.extras_of:
-        _pip(environment, _requirements(environment, *peer.extras_of), output, log)
+    if peer.extra_requirements:
+        _pip(environment, _requirements(environment, *peer.extra_requirements), output, log)
     marker.write_text(recipe)
 
 
 def _pip(environment: Path, arguments: Sequence[str], output: Path, log: Log) -> None:
-    shown = arguments if len(arguments) < 5 else [*arguments[:3], f"and {len(arguments) - 3} more"]
-    log(f"  pip install {' '.join(shown)}")
+    shortened = arguments if len(arguments) < 5 else [*arguments[:3], f"and {len(arguments) - 3} more"]
+    log(f"  pip install {' '.join(shortened)}")
     _run([environment / "bin" / "pip", "install", "--quiet", *arguments], output)
 
 
 def _requirements(environment: Path, package: str, extra: str, pin: str) -> list[str]:
-    """What an installed package asks for, less what the pin is there to replace."""
+    """Return the requirements of an installed package, with the pin in place of its own version."""
     site = next((environment / "lib").glob("python*/site-packages"))
     (distribution,) = importlib.metadata.distributions(name=package, path=[str(site)])
-    asked = [Requirement(line) for line in distribution.requires or ()]
+    requirements = [Requirement(line) for line in distribution.requires or ()]
     pinned = Requirement(pin).name
-    wanted = [r for r in asked if r.name != pinned and (not r.marker or r.marker.evaluate({"extra": extra}))]
-    for requirement in wanted:
+    selected = [
+        requirement
+        for requirement in requirements
+        if requirement.name != pinned
+        and (not requirement.marker or requirement.marker.evaluate({"extra": extra}))
+    ]
+    for requirement in selected:
         requirement.marker = None
-    return [pin, *map(str, wanted)]
+    return [pin, *map(str, selected)]
 
 
 def _run(command: Sequence[str | Path], output: Path) -> None:
     with output.open("ab") as sink:
         code = subprocess.run(list(map(str, command)), stdout=sink, stderr=sink, check=False).returncode
     if code != 0:
-        raise DidNotStart(f"not installed: {last_words(output)} (log: {output})")
+        raise MeasurementError(f"the installation failed: {log_tail(output)} (log: {output})")
 
 
 # --- the peers ----------------------------------------------------------------------------------
@@ -102,15 +107,25 @@ def _run(command: Sequence[str | Path], output: Path) -> None:
 
 def _litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     key = f"sk-{secrets.token_urlsafe(24)}"
-    behind = {"model": "openai/bench", "api_base": stub_url, "api_key": "none"}
+    litellm_params = {"model": "openai/bench", "api_base": stub_url, "api_key": "none"}
     settings = {
-        "model_list": [{"model_name": "bench", "litellm_params": behind}],
+        "model_list": [{"model_name": "bench", "litellm_params": litellm_params}],
         "general_settings": {"master_key": key},
     }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(settings))
+    config_path = folder / "config.yaml"
+    config_path.write_text(yaml.safe_dump(settings))
     return Launch(
-        [bin / "litellm", "--config", file, "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"],
+        [
+            bin / "litellm",
+            "--config",
+            config_path,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--num_workers",
+            "1",
+        ],
         health="/health/liveliness",
         key=key,
         env={"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
@@ -126,10 +141,10 @@ def _rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
         "sync_traces": True,
         "log_level": "WARNING",
     }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(settings))
+    config_path = folder / "config.yaml"
+    config_path.write_text(yaml.safe_dump(settings))
     return Launch(
-        [bin / "rllm-model-gateway", "--config", file],
+        [bin / "rllm-model-gateway", "--config", config_path],
         health="/health",
         session_path="/sessions/{session}/v1/chat/completions",
     )
@@ -154,9 +169,9 @@ PEERS = [
     Peer(
         "litellm",
         "LiteLLM proxy 1.108.4",
-        # It wants a certifi that the registry may not have yet.
+        # It requires a certifi release that the registry may not have yet.
         steps=[["--no-deps", "litellm==1.108.4"]],
-        extras_of=("litellm", "proxy", "certifi==2026.10.18"),
+        extra_requirements=("litellm", "proxy", "certifi==2026.10.18"),
         launch=_litellm,
     ),
     Peer("rllm", "rLLM gateway 0.1.0", steps=[["rllm-model-gateway==0.1.0"]], launch=_rllm),

@@ -1,4 +1,4 @@
-"""Programs that a measurement starts: waiting for them, ending them, and what they cost."""
+"""Processes that a measurement starts: waiting until they respond, ending them, and their resource usage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class DidNotStart(Exception):
-    """A program of the measurement could not be installed or started; the reason is for the table."""
+class MeasurementError(Exception):
+    """Raised if a program cannot be installed, started or measured; the table shows the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Usage:
     rss_mb: float
 
 
-def usage(pid: int) -> Usage:
-    """CPU time so far and memory of one process, its threads included."""
-    clock = (~pid << 3) | 2  # as clock_getcpuclockid(3) makes it: to the nanosecond, where /proc has ticks
+def process_usage(pid: int) -> Usage:
+    """Return the CPU time so far and the memory of one process, including its threads."""
+    clock = (~pid << 3) | 2  # like clock_getcpuclockid(3): nanoseconds, where /proc only has ticks
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return Usage(time.clock_gettime(clock), pages * PAGE / 2**20)
 
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(
+def start_process(
     command: Sequence[str | Path],
     *,
     log: Path,
@@ -49,7 +49,7 @@ def running(
     cwd: Path | None = None,
     stdout: int | None = None,
 ) -> Generator[subprocess.Popen[bytes]]:
-    """The program, in a process group of its own that is ended on leaving."""
+    """Run the program in its own process group, and end the group on exit."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -74,12 +74,12 @@ def running(
             process.stdout.close()
 
 
-def until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout: float = 120.0) -> None:
-    """Wait until the address answers with anything but an error of the server."""
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout: float = 120.0) -> None:
+    """Wait until the URL responds with anything but a server error."""
     deadline = time.monotonic() + timeout
     while True:
         if process.poll() is not None:
-            raise DidNotStart(f"ended with exit code {process.returncode}: {last_words(log)}")
+            raise MeasurementError(f"the process ended with code {process.returncode}: {log_tail(log)}")
         try:
             with urllib.request.urlopen(url, timeout=2):
                 return
@@ -89,11 +89,11 @@ def until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout: flo
         except OSError:
             pass
         if time.monotonic() > deadline:
-            raise DidNotStart(f"did not answer within {timeout:.0f} s: {last_words(log)}")
+            raise MeasurementError(f"no response within {timeout:.0f} s: {log_tail(log)}")
         time.sleep(0.1)
 
 
-def last_words(log: Path) -> str:
-    """The end of what a program said, on one line."""
+def log_tail(log: Path) -> str:
+    """Return the end of a program's output, on one line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-4:])[-300:] or "no output"

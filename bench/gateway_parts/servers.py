@@ -1,4 +1,4 @@
-"""What is measured beside the peers: the gateway in its two modes, and the floor."""
+"""The servers that are compared with the peers: the gateway in its two modes, and the floor."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from typing import Any
 
 import yaml
 from gateway_parts.load import Target
-from gateway_parts.processes import DidNotStart, free_port, last_words, running, until_up
+from gateway_parts.processes import MeasurementError, free_port, log_tail, start_process, wait_until_up
 from gateway_parts.stub import REPLY
 
 MODEL = "smollm2-135m"
 ROW_BYTES = 2048
-"""Of the floor's row: a small request whole, of a long one what is new in it."""
+"""The size of the floor's row: a complete small request, or the new part of a long one."""
 SESSIONS = 256
 
 
 @contextlib.contextmanager
-def floor(folder: Path, stub_url: str) -> Generator[Target]:
+def start_floor(folder: Path, stub_url: str) -> Generator[Target]:
     folder.mkdir(parents=True)
     port, log = free_port(), folder / "log"
     script = Path(__file__).with_name("floor.py")
     command = [sys.executable, script, str(port), stub_url, folder / "store.db", str(ROW_BYTES)]
-    with running(command, log=log) as process:
+    with start_process(command, log=log) as process:
         url = f"http://127.0.0.1:{port}"
-        until_up(process, url, log)
+        wait_until_up(process, url, log)
         sessions = [("/v1/chat/completions", "none")] * SESSIONS
         yield Target("floor", "floor, one durable row", url, sessions, process.pid)
 
 
-class Gateway:
-    """A gateway that `instar serve` runs, in front of the stub or of a scripted engine."""
+class GatewayProcess:
+    """A gateway run by `instar serve`, in front of the stub or of a scripted engine."""
 
-    def __init__(self, facts: dict[str, str]) -> None:
-        self.url = facts["base_url"].removesuffix("/v1")
-        self.admin_key = facts["admin_key"]
-        self.store = Path(facts["run_dir"]) / "store.db"
-        self.pid = self._pid()
+    def __init__(self, announcement: dict[str, str]) -> None:
+        self.url = announcement["base_url"].removesuffix("/v1")
+        self.admin_key = announcement["admin_key"]
+        self.store = Path(announcement["run_dir"]) / "store.db"
+        self.pid = self._read_pid()
 
-    def _pid(self) -> int:
-        """Of the gateway's own process, as it announces itself in the store."""
-        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as db:
-            row = db.execute("SELECT pid FROM endpoints WHERE role = 'gateway'").fetchone()
+    def _read_pid(self) -> int:
+        """Return the id of the gateway's own process, as registered in the store."""
+        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
+            row = database.execute("SELECT pid FROM endpoints WHERE role = 'gateway'").fetchone()
         if row is None:
-            raise DidNotStart(f"the gateway is not announced in {self.store}")
+            raise MeasurementError(f"the gateway is not registered in {self.store}")
         return int(row[0])
 
-    def calls(self) -> int:
-        """Calls on disk."""
-        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as db:
-            return int(db.execute("SELECT count(*) FROM calls").fetchone()[0])
+    def count_calls(self) -> int:
+        """Return the number of calls on disk."""
+        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
+            return int(database.execute("SELECT count(*) FROM calls").fetchone()[0])
 
     def post(self, path: str, body: Any) -> Any:
         headers = {"Authorization": f"Bearer {self.admin_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)
 
     def stats(self) -> dict[str, float]:
         request = urllib.request.Request(
             f"{self.url}/stats", headers={"Authorization": f"Bearer {self.admin_key}"}
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.load(response)
 
     def target(self, name: str) -> Target:
         sessions = [("/v1/chat/completions", self.post("/sessions", {})["api_key"]) for _ in range(SESSIONS)]
-        return Target(name, f"Instar, {name}", self.url, sessions, self.pid, knows_sessions=True)
+        return Target(name, f"Instar, {name}", self.url, sessions, self.pid, has_sessions=True)
 
 
 @contextlib.contextmanager
-def gateway(folder: Path, engine: dict[str, Any]) -> Generator[Gateway]:
+def start_gateway(folder: Path, engine: dict[str, Any]) -> Generator[GatewayProcess]:
     folder.mkdir(parents=True)
     settings = {
         "name": "bench",
@@ -86,16 +86,16 @@ def gateway(folder: Path, engine: dict[str, Any]) -> Generator[Gateway]:
         "engine": engine,
         "gateway": {"max_in_flight": 1024},
     }
-    file, log = folder / "run.yaml", folder / "log"
-    file.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "instar.cli.main", "serve", file, "--json"]
-    with running(command, log=log, stdout=subprocess.PIPE) as process:
+    config_path, log = folder / "run.yaml", folder / "log"
+    config_path.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "instar.cli.main", "serve", config_path, "--json"]
+    with start_process(command, log=log, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             process.wait(10)
-            raise DidNotStart(f"instar serve ended: {last_words(log)}")
-        yield Gateway(json.loads(line))
+            raise MeasurementError(f"instar serve ended unexpectedly: {log_tail(log)}")
+        yield GatewayProcess(json.loads(line))
 
 
 def proxy_engine(stub_url: str) -> dict[str, Any]:

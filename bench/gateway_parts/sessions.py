@@ -1,4 +1,4 @@
-"""Long and many sessions, in exact mode: what a late turn costs, and what the process holds."""
+"""Long sessions and many sessions in exact mode: the cost of a late turn, and the memory of the process."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import urllib.error
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway_parts.conversations import Conversation, open_conversations, run_turns
 from gateway_parts.load import Target
-from gateway_parts.processes import DidNotStart, usage
-from gateway_parts.servers import Gateway
-from gateway_parts.talk import Talk, hold, open_talks
+from gateway_parts.processes import MeasurementError, process_usage
+from gateway_parts.servers import GatewayProcess
 
 TURN_BYTES = 3_800
-"""Of a turn's new message: with the reply, a session's 100th request has 200 messages and 400 KB."""
+"""The size of a turn's new message; with the replies, the 100th request has 200 messages and 400 KB."""
 SMALL_TURN_BYTES = 400
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Turns over which CPU time is averaged."""
+    """The turns over which CPU time is averaged."""
 
     name: str
     first: int
@@ -30,59 +30,63 @@ EARLY, LATE = Phase("10", 8, 12), Phase("100", 96, 100)
 
 
 def measure_turns(
-    gateway: Gateway, floor: Target, count: int, log: Callable[[str], None]
+    gateway: GatewayProcess, floor: Target, count: int, log: Callable[[str], None]
 ) -> dict[str, float]:
-    """CPU time of the 100th turn over that of the 10th, each less the floor's for the same bodies."""
+    """Compare the CPU time of the 100th turn with the 10th, each minus the floor's for the same bodies."""
     figures: dict[str, float] = {}
-    talks = asyncio.run(open_talks(gateway, count, TURN_BYTES))
-    twins = [Talk(talk.number, talk.size) for talk in talks]
+    conversations = asyncio.run(open_conversations(gateway, count, TURN_BYTES))
+    floor_conversations = [
+        Conversation(conversation.number, conversation.size) for conversation in conversations
+    ]
     for phase in (EARLY, LATE):
         log(f"{count} sessions up to turn {phase.last}")
-        asyncio.run(hold(gateway.url, talks, phase.first - 1 - talks[0].turn))
-        for twin in twins:
-            twin.skip_to(phase.first - 1)
+        asyncio.run(run_turns(gateway.url, conversations, phase.first - 1 - conversations[0].turn))
+        for floor_conversation in floor_conversations:
+            floor_conversation.skip_to(phase.first - 1)
         turns = phase.last - phase.first + 1
-        ours = _cpu_ms(gateway.pid, gateway.url, talks, turns)
-        bare = _cpu_ms(floor.pid, floor.url, twins, turns)
-        figures[f"turn_{phase.name}_cpu_ms"] = ours
-        figures[f"turn_{phase.name}_floor_cpu_ms"] = bare
-        figures[f"turn_{phase.name}_bytes"] = len(talks[0].said)
+        gateway_cpu_ms = _cpu_ms(gateway.pid, gateway.url, conversations, turns)
+        floor_cpu_ms = _cpu_ms(floor.pid, floor.url, floor_conversations, turns)
+        figures[f"turn_{phase.name}_cpu_ms"] = gateway_cpu_ms
+        figures[f"turn_{phase.name}_floor_cpu_ms"] = floor_cpu_ms
+        figures[f"turn_{phase.name}_bytes"] = len(conversations[0].messages)
     early = figures["turn_10_cpu_ms"] - figures["turn_10_floor_cpu_ms"]
     late = figures["turn_100_cpu_ms"] - figures["turn_100_floor_cpu_ms"]
     figures["turn_100_over_10"] = late / early
     return figures
 
 
-def _cpu_ms(pid: int, url: str, talks: list[Talk], turns: int) -> float:
-    before = usage(pid).cpu_s
-    asyncio.run(hold(url, talks, turns))
-    return 1000 * (usage(pid).cpu_s - before) / (len(talks) * turns)
+def _cpu_ms(pid: int, url: str, conversations: list[Conversation], turns: int) -> float:
+    cpu_before = process_usage(pid).cpu_s
+    asyncio.run(run_turns(url, conversations, turns))
+    return 1000 * (process_usage(pid).cpu_s - cpu_before) / (len(conversations) * turns)
 
 
 def measure_memory(
-    gateway: Gateway, sessions: int, calls: int, log: Callable[[str], None]
+    gateway: GatewayProcess, sessions: int, calls: int, log: Callable[[str], None]
 ) -> dict[str, float | None]:
-    """Memory and loop lag after so many calls. Every session is left alone for a while and comes back, so
-    that those no longer at hand are read from the store again."""
+    """Return memory and event loop lag after the calls. Each session pauses halfway, so that those evicted
+    from memory are read from the store again."""
     log(f"{sessions} sessions, {calls} calls")
-    before = gateway.calls()
-    talks = asyncio.run(open_talks(gateway, sessions, SMALL_TURN_BYTES))
-    each = calls // sessions
-    for turns in (each // 2, each - each // 2):
-        asyncio.run(hold(gateway.url, talks, turns))
-    recorded = gateway.calls() - before
-    if recorded != each * sessions:
-        raise DidNotStart(f"{recorded} calls are on disk, {each * sessions} were answered")
+    calls_before = gateway.count_calls()
+    conversations = asyncio.run(open_conversations(gateway, sessions, SMALL_TURN_BYTES))
+    calls_per_session = calls // sessions
+    for turns in (calls_per_session // 2, calls_per_session - calls_per_session // 2):
+        asyncio.run(run_turns(gateway.url, conversations, turns))
+    recorded = gateway.count_calls() - calls_before
+    if recorded != calls_per_session * sessions:
+        raise MeasurementError(
+            f"{recorded} calls are on disk, but {calls_per_session * sessions} were answered"
+        )
     return {
-        "rss_mb": usage(gateway.pid).rss_mb,
+        "rss_mb": process_usage(gateway.pid).rss_mb,
         "loop_lag_p99_ms": _loop_lag(gateway),
         "open_sessions": sessions,
         "recorded_calls": recorded,
     }
 
 
-def _loop_lag(gateway: Gateway) -> float | None:
-    """As the gateway itself saw it; None where it does not say."""
+def _loop_lag(gateway: GatewayProcess) -> float | None:
+    """Return the event loop lag that the gateway measured, or None if it does not report it."""
     try:
         return gateway.stats()["loop_lag_p99_ms"]
     except urllib.error.HTTPError:

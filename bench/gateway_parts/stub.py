@@ -1,4 +1,4 @@
-"""The stub behind every proxy: nginx, which reads the whole request and answers at once."""
+"""The stub behind every proxy: nginx, which reads the complete request and responds at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
-from gateway_parts.processes import DidNotStart, free_port, running, until_up
+from gateway_parts.processes import MeasurementError, free_port, start_process, wait_until_up
 
 DEBIAN = "apt-get install nginx libnginx-mod-http-lua wrk"
 MODULES = Path("/usr/lib/nginx/modules")
@@ -16,7 +16,7 @@ REPLY = (
     "One by one the numbers are added, first the small ones and then the large, "
     "and the sum of them is what was asked for at the start."
 )
-"""31 tokens of the default model, and one for its end."""
+"""31 tokens of the default model, plus one end-of-sequence token."""
 WORDS = REPLY.split()
 
 CONFIG = """
@@ -45,7 +45,7 @@ http {{
       file:close()
       return text
     end
-    whole, events = read("whole.json"), read("events.sse")
+    completion, events = read("completion.json"), read("events.sse")
   }}
   server {{
     listen 127.0.0.1:{port} backlog=2048;
@@ -53,7 +53,7 @@ http {{
     location /v1/chat/completions {{
       content_by_lua_block {{
         ngx.req.read_body()
-        -- The setting stands before or behind the messages, whoever wrote the body.
+        -- Clients put the setting before or after the messages.
         local body = ngx.req.get_body_data() or ""
         local ends = body:sub(1, 600) .. body:sub(-600)
         if ends:find('"stream"%s*:%s*true') then
@@ -61,8 +61,8 @@ http {{
           ngx.print(events)
         else
           ngx.header.content_type = "application/json"
-          ngx.header.content_length = #whole
-          ngx.print(whole)
+          ngx.header.content_length = #completion
+          ngx.print(completion)
         end
       }}
     }}
@@ -72,23 +72,23 @@ http {{
 
 
 @contextlib.contextmanager
-def stub(folder: Path) -> Generator[str]:
-    """The stub's base URL, ending in ``/v1``."""
+def start_stub(folder: Path) -> Generator[str]:
+    """Run the stub and return its base URL, which ends in ``/v1``."""
     program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if program is None or not (MODULES / "ngx_http_lua_module.so").is_file():
-        raise DidNotStart(f"nginx with its Lua module is missing: {DEBIAN}")
+        raise MeasurementError(f"nginx with its Lua module is not installed; run {DEBIAN}")
     folder.mkdir(parents=True)
     port = free_port()
-    (folder / "whole.json").write_text(json.dumps(whole_answer()))
-    (folder / "events.sse").write_text(event_stream())
+    (folder / "completion.json").write_text(json.dumps(make_completion()))
+    (folder / "events.sse").write_text(make_event_stream())
     (folder / "nginx.conf").write_text(CONFIG.format(folder=folder, port=port, modules=MODULES))
     log = folder / "log"
-    with running([program, "-p", folder, "-c", folder / "nginx.conf"], log=log) as process:
-        until_up(process, f"http://127.0.0.1:{port}/", log)
+    with start_process([program, "-p", folder, "-c", folder / "nginx.conf"], log=log) as process:
+        wait_until_up(process, f"http://127.0.0.1:{port}/", log)
         yield f"http://127.0.0.1:{port}/v1"
 
 
-def whole_answer() -> dict[str, object]:
+def make_completion() -> dict[str, object]:
     return {
         "id": "chatcmpl-stub",
         "object": "chat.completion",
@@ -101,8 +101,8 @@ def whole_answer() -> dict[str, object]:
     }
 
 
-def event_stream() -> str:
-    """The same answer as events, a word each."""
+def make_event_stream() -> str:
+    """Return the same completion as a stream with one event per word."""
     deltas = [{"role": "assistant", "content": ""}]
     deltas += [{"content": word if n == 0 else f" {word}"} for n, word in enumerate(WORDS)]
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]

@@ -1,1 +1,1 @@
-"""Parts of `bench/rewards.py`, each a process of its own."""
+"""Modules of `bench/rewards.py`, each of which runs as its own process."""

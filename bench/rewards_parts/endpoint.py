@@ -1,10 +1,9 @@
-"""A judge's endpoint with a limit: so many questions at once, each for so long; the others wait at the door.
+"""A judge's endpoint with limited capacity: a number of concurrent requests, each with a fixed duration.
 
     python bench/rewards_parts/endpoint.py --slots 16 --service 0.1 --faults 0.2
 
-Prints its port. Of all questions, ``--faults`` are answered badly: by nothing at all, by 429, by garbage, or
-by a connection that breaks off; the latter two after the time of a good answer. ``GET /stats`` tells what it
-did.
+Prints its port. A share of ``--faults`` of the requests fails: no response, status 429, an invalid reply or a
+broken connection; the latter two take as long as a valid reply. ``GET /stats`` returns the counts.
 """
 
 from __future__ import annotations
@@ -21,49 +20,50 @@ from aiohttp import web
 SILENT_SECONDS = 3600.0
 
 
-class Judge:
+class JudgeEndpoint:
     def __init__(self, slots: int, service: float, faults: float) -> None:
         self.slots = asyncio.Semaphore(slots)
         self.service = service
         self.faults = faults
         self.random = random.Random(7)
-        self.did: Counter[str] = Counter()
-        self.first = self.last = 0.0
+        self.outcome_counts: Counter[str] = Counter()
+        self.first_request_at = self.last_reply_at = 0.0
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def handle_completion(self, request: web.Request) -> web.StreamResponse:
         await request.read()
-        self.first = self.first or time.monotonic()
+        self.first_request_at = self.first_request_at or time.monotonic()
         fault = ""
         if self.random.random() < self.faults:
             fault = self.random.choice(["silent", "busy", "garbage", "broken"])
         if fault == "silent":
-            self.did["silent"] += 1
+            self.outcome_counts["silent"] += 1
             await asyncio.sleep(SILENT_SECONDS)
         if fault == "busy":
-            self.did["busy"] += 1
+            self.outcome_counts["busy"] += 1
             return web.json_response(
                 {"error": {"message": "busy"}}, status=429, headers={"Retry-After": "0.2"}
             )
         async with self.slots:
             await asyncio.sleep(self.service)
-        self.last = time.monotonic()
-        self.did[fault or "good"] += 1
+        self.last_reply_at = time.monotonic()
+        self.outcome_counts[fault or "good"] += 1
         if fault == "broken":
             assert request.transport is not None
             request.transport.abort()
-        said = "well, who knows" if fault == "garbage" else json.dumps({"reasons": "-", "score": 0.5})
-        message = {"role": "assistant", "content": said}
+        content = "well, who knows" if fault == "garbage" else json.dumps({"reasons": "-", "score": 0.5})
+        message = {"role": "assistant", "content": content}
         return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
 
-    async def stats(self, request: web.Request) -> web.Response:
-        served = sum(self.did[kind] for kind in ("good", "garbage", "broken"))
-        return web.json_response({**self.did, "served": served, "seconds": self.last - self.first})
+    async def handle_stats(self, request: web.Request) -> web.Response:
+        served = sum(self.outcome_counts[kind] for kind in ("good", "garbage", "broken"))
+        seconds = self.last_reply_at - self.first_request_at
+        return web.json_response({**self.outcome_counts, "served": served, "seconds": seconds})
 
 
-async def serve(judge: Judge) -> None:
+async def serve(judge: JudgeEndpoint) -> None:
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", judge.answer)
-    app.router.add_get("/stats", judge.stats)
+    app.router.add_post("/v1/chat/completions", judge.handle_completion)
+    app.router.add_get("/stats", judge.handle_stats)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
@@ -81,7 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     async def run() -> None:
-        await serve(Judge(arguments.slots, arguments.service, arguments.faults))
+        await serve(JudgeEndpoint(arguments.slots, arguments.service, arguments.faults))
 
     asyncio.run(run())
 

@@ -1,8 +1,8 @@
-"""The scoring runner over a store, until every session of it has its score.
+"""Run the scoring runner over a store until every session has a score.
 
     python bench/rewards_parts/scorer.py STORE URL SESSIONS --concurrency 32
 
-Prints a line of JSON now and then: sessions scored so far in the store, and this process's memory in MiB.
+Prints a JSON line at intervals: the number of sessions scored so far, and this process's memory in MiB.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instar.rewards.runner import ScoringRunner
 from instar.store.sqlite import SqliteStore
 
 RUN = "bench"
-EVERY = 0.25
+REPORT_INTERVAL = 0.25
 
 
 def memory_mib() -> float:
@@ -33,24 +33,24 @@ def memory_mib() -> float:
 
 async def run(arguments: argparse.Namespace) -> None:
     store = SqliteStore(arguments.store)
-    most = arguments.concurrency
+    concurrency = arguments.concurrency
     judge = create_judge(
         JudgeRewardConfig(
-            type="judge", endpoint=f"{arguments.url}/v1", model="m", timeout=1.0, concurrency=most
+            type="judge", endpoint=f"{arguments.url}/v1", model="m", timeout=1.0, concurrency=concurrency
         )
     )
     await judge.start(ScoringContext(RUN, store))
-    config = ScoringConfig(concurrency=most, deadline=10.0, retries=arguments.retries)
+    config = ScoringConfig(concurrency=concurrency, deadline=10.0, retries=arguments.retries)
     runner = ScoringRunner(store, RUN, [judge], config, live_scorers=[judge])
-    running = asyncio.create_task(runner.run())
-    while not running.done():
-        done = sum(n for states in (await store.score_counts(RUN)).values() for n in states.values())
-        print(json.dumps({"scored": done, "mib": memory_mib()}), flush=True)
-        if done >= arguments.sessions:
+    runner_task = asyncio.create_task(runner.run())
+    while not runner_task.done():
+        scored = sum(n for states in (await store.score_counts(RUN)).values() for n in states.values())
+        print(json.dumps({"scored": scored, "mib": memory_mib()}), flush=True)
+        if scored >= arguments.sessions:
             runner.drain()
             break
-        await asyncio.sleep(EVERY)
-    await running
+        await asyncio.sleep(REPORT_INTERVAL)
+    await runner_task
     await judge.close()
     await store.close()
 

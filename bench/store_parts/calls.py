@@ -1,4 +1,4 @@
-"""Calls of a given size, as a gateway would record them."""
+"""Calls of a fixed size, in the form in which a gateway records them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ RUN = "bench"
 WORDS = "the cat sat on a mat and looked at what there was to see from it today "
 
 
-def a_session(**fields: object) -> Session:
+def make_session(**fields: object) -> Session:
     return Session(new_id("sess"), RUN, "agent", RUN, Channel.TRAIN, **fields)  # type: ignore[arg-type]
 
 
-def turns(session: Session, size: int, count: int, version: int = 0) -> Iterator[Call]:
-    """A conversation in which every call brings about ``size`` bytes: an eighth of them sampled tokens with
+def make_turns(session: Session, size: int, count: int, version: int = 0) -> Iterator[Call]:
+    """Yield a conversation in which every call adds about ``size`` bytes: an eighth are sampled tokens with
     their logprobs, a quarter prompt tokens, and the rest text."""
     sampled, prompt = max(1, size // 64), max(1, size // 16)
     text = (WORDS * (size // len(WORDS) + 1))[: max(8, size // 2)]
     rng = np.random.default_rng(size)
-    before: Call | None = None
+    previous: Call | None = None
     for _ in range(count):
-        before = _turn(session, before, rng, prompt, sampled, text, version)
-        yield before
+        previous = _make_call(session, previous, rng, prompt, sampled, text, version)
+        yield previous
 
 
-def _turn(
+def _make_call(
     session: Session,
-    before: Call | None,
+    previous: Call | None,
     rng: np.random.Generator,
     prompt: int,
     sampled: int,
     text: str,
     version: int,
 ) -> Call:
-    new = rng.integers(0, 150_000, prompt, dtype=np.int32)
-    asked: Message = {"role": "user", "content": text}
+    new_ids = rng.integers(0, 150_000, prompt, dtype=np.int32)
+    user_message: Message = {"role": "user", "content": text}
     call_id = new_id("call")
     return Call(
         call_id=call_id,
@@ -47,18 +47,18 @@ def _turn(
         agent_id=session.agent_id,
         policy_id=session.policy_id,
         request_id=call_id,
-        prompt_ids=new if before is None else np.concatenate([before.sequence, new]),
+        prompt_ids=new_ids if previous is None else np.concatenate([previous.sequence, new_ids]),
         sampled_ids=rng.integers(0, 150_000, sampled, dtype=np.int32),
         logprobs=-rng.random(sampled, dtype=np.float32),
         versions=np.full(sampled, version, np.int32),
-        messages=(asked,) if before is None else (*before.messages, before.reply, asked),
+        messages=(user_message,) if previous is None else (*previous.messages, previous.reply, user_message),
         reply={"role": "assistant", "content": text[: 4 * sampled]},
         finish_reason="stop",
-        parent_id=before and before.call_id,
-        link=Link.EXTENDS if before else Link.ROOT,
-        base_id=before and before.call_id,
-        base_tokens=len(before.sequence) if before else 0,
-        base_messages=len(before.messages) + 1 if before else 0,
+        parent_id=previous and previous.call_id,
+        link=Link.EXTENDS if previous else Link.ROOT,
+        base_id=previous and previous.call_id,
+        base_tokens=len(previous.sequence) if previous else 0,
+        base_messages=len(previous.messages) + 1 if previous else 0,
         started_at=1.0,
         ended_at=2.0,
     )

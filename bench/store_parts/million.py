@@ -1,4 +1,4 @@
-"""A store of a million calls, made fast: real rows, encoded once and written in bulk under new ids."""
+"""A store of a million calls, created quickly: real rows, encoded once and inserted in bulk under new ids."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from instar.types import (
     SessionStatus,
     Task,
 )
-from store_parts.calls import RUN, a_session, turns
+from store_parts.calls import RUN, make_session, make_turns
 
 TURNS, GROUP_SIZE = 4, 8
 CALL_BYTES = 400
-"""What a call brings: a million of them then take a gigabyte."""
+"""The bytes that a call adds; a million calls then take one gigabyte."""
 WAITING = 96
-"""Groups that are ready, and that no step has taken."""
+"""The groups that are ready and not yet claimed by a step."""
 STEP_GROUPS = 64
 KINDS = 16
-"""Conversations that differ; the others repeat them."""
+"""The number of different conversations; all others repeat them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StoreShape:
     calls: int
 
     @property
@@ -49,17 +49,17 @@ class Shape:
         return self.sessions // GROUP_SIZE
 
 
-async def make(path: Path, calls: int) -> Shape:
-    """Sessions in groups, each scored; nearly all groups were trained on. A few sessions failed and a few are
-    tagged, the oldest among them."""
-    shape = Shape(calls)
+async def make_store(path: Path, calls: int) -> StoreShape:
+    """Create sessions in groups, each with a reward; nearly all groups are consumed. A few sessions failed,
+    and a few are tagged, including the oldest."""
+    shape = StoreShape(calls)
     await SqliteStore(path).close()
     database = sqlite3.connect(path, isolation_level=None)
     database.execute("PRAGMA journal_mode = OFF")
     database.execute("PRAGMA synchronous = OFF")
     database.execute("PRAGMA cache_size = -400000")
-    made = [sql.split()[2 + sql.startswith("CREATE UNIQUE")] for sql in INDEXES]
-    for name in made:
+    index_names = [sql.split()[2 + sql.startswith("CREATE UNIQUE")] for sql in INDEXES]
+    for name in index_names:
         database.execute(f"DROP INDEX {name}")
     database.execute("BEGIN")
     _insert(database, GROUPS, _groups(shape), ("consumed", "claimed_epoch"))
@@ -77,9 +77,12 @@ async def make(path: Path, calls: int) -> Shape:
 
 
 def _insert(
-    database: sqlite3.Connection, table: Table, rows: Iterator[dict[str, Any]], more: tuple[str, ...] = ()
+    database: sqlite3.Connection,
+    table: Table,
+    rows: Iterator[dict[str, Any]],
+    extra_columns: tuple[str, ...] = (),
 ) -> None:
-    names = (*table.insert_columns, *more)
+    names = (*table.insert_columns, *extra_columns)
     sql = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' for _ in names)})"
     database.executemany(sql, ([row[name] for name in names] for row in rows))
 
@@ -92,24 +95,24 @@ def _group_id(number: int) -> str:
     return f"group-{number:019x}"
 
 
-def _value(number: int) -> float:
-    """Rewards rise as the run goes on, and differ within a group."""
+def _reward_value(number: int) -> float:
+    """Return a reward that rises during the run and differs within a group."""
     return -1.0 if number < 1000 else float(number % 3 == 0)
 
 
-def _groups(shape: Shape) -> Iterator[dict[str, Any]]:
+def _groups(shape: StoreShape) -> Iterator[dict[str, Any]]:
     group = Group(
         "", RUN, Channel.TRAIN, 0, GROUP_SIZE, Task("t", {"q": 1}), GroupStatus.READY, created_at=1.0
     )
     row = encode_group(group)
     for number in range(shape.groups):
-        taken = number < shape.groups - WAITING
+        is_consumed = number < shape.groups - WAITING
         ids = {"group_id": _group_id(number), "idx": number, "task_id": f"t{number % 500}"}
-        yield row | ids | {"consumed": int(taken), "claimed_epoch": 0 if taken else -1}
+        yield row | ids | {"consumed": int(is_consumed), "claimed_epoch": 0 if is_consumed else -1}
 
 
-def _sessions(shape: Shape) -> Iterator[dict[str, Any]]:
-    row = encode_session(a_session(status=SessionStatus.COMPLETED), None)
+def _sessions(shape: StoreShape) -> Iterator[dict[str, Any]]:
+    row = encode_session(make_session(status=SessionStatus.COMPLETED), None)
     for number in range(shape.sessions):
         yield row | {
             "session_id": _session_id(number),
@@ -119,33 +122,33 @@ def _sessions(shape: Shape) -> Iterator[dict[str, Any]]:
             "status": "failed" if number % 5000 == 17 else "completed",
             "created_at": 1.0 + number,
             "ended_at": 2.0 + number,
-            "reward": _value(number),
+            "reward": _reward_value(number),
         }
 
 
-def _calls(shape: Shape) -> Iterator[dict[str, Any]]:
-    """Call n of a conversation stands on call n - 1 of the same one."""
-    kinds = [
+def _calls(shape: StoreShape) -> Iterator[dict[str, Any]]:
+    """Yield conversations in which each call extends the previous one."""
+    conversations = [
         [
             dict(zip(CALLS.insert_columns, encode_call(call).values, strict=True))
-            for call in turns(a_session(), CALL_BYTES + kind, TURNS)
+            for call in make_turns(make_session(), CALL_BYTES + number, TURNS)
         ]
-        for kind in range(KINDS)
+        for number in range(KINDS)
     ]
     for number in range(shape.sessions):
-        before = None
-        for turn, row in enumerate(kinds[number % KINDS]):
+        previous_call_id = None
+        for turn, row in enumerate(conversations[number % KINDS]):
             call_id = f"call-{number * TURNS + turn:020x}"
             ids = {"call_id": call_id, "request_id": call_id, "session_id": _session_id(number)}
-            yield row | ids | {"base_id": before, "parent_id": before}
-            before = call_id
+            yield row | ids | {"base_id": previous_call_id, "parent_id": previous_call_id}
+            previous_call_id = call_id
 
 
-def _rewards(shape: Shape) -> Iterator[dict[str, Any]]:
+def _rewards(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = encode_reward(Reward("", 0.0, RewardSource.RULE, scorer="math", created_at=1.0))
     row |= {"run_id": RUN, "agent_id": "agent", "policy_id": RUN}
     for number in range(shape.sessions):
-        yield row | {"session_id": _session_id(number), "value": _value(number)}
+        yield row | {"session_id": _session_id(number), "value": _reward_value(number)}
         if number < 1000:
             yield row | {
                 "session_id": _session_id(number),
@@ -155,7 +158,7 @@ def _rewards(shape: Shape) -> Iterator[dict[str, Any]]:
             }
 
 
-def _claims(shape: Shape) -> Iterator[dict[str, Any]]:
+def _claims(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = encode_claim(Claim(RUN, 0, "", "", None, ClaimOutcome.TRAINED, reward=0.0, advantage=0.0), 1)
     for number in range((shape.groups - WAITING) * GROUP_SIZE):
         group = number // GROUP_SIZE
@@ -167,7 +170,7 @@ def _claims(shape: Shape) -> Iterator[dict[str, Any]]:
         }
 
 
-def _tags(shape: Shape) -> Iterator[dict[str, Any]]:
+def _tags(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = {"run_id": RUN, "value": "", "reason": "", "author": "bench", "created_at": 1.0}
     for number in range(0, shape.sessions, 2):
         yield row | {"session_id": _session_id(number), "name": "quality", "value": "good"}

@@ -1,4 +1,4 @@
-"""How long it takes to list, to filter and to make a batch."""
+"""Measure the time to list sessions, to filter them and to make a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar.store.base import SessionFilter
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, RewardSource, SessionStatus
 from store_parts.calls import RUN
-from store_parts.million import GROUP_SIZE, STEP_GROUPS, TURNS, Shape
+from store_parts.million import GROUP_SIZE, STEP_GROUPS, TURNS, StoreShape
 
 PAGE = 50
 REPEATS = 15
@@ -34,29 +34,33 @@ PAGES: dict[str, SessionFilter] = {
 }
 
 
-async def pages(store: SqliteStore, shape: Shape) -> dict[str, float]:
-    """Milliseconds of a page with its rewards and tags, as `sessions ls` reads it: the median."""
-    found: dict[str, float] = {}
-    for name, where in PAGES.items():
-        found[name] = await _milliseconds(lambda where=where: _page(store, where, None))
+async def page_milliseconds(store: SqliteStore, shape: StoreShape) -> dict[str, float]:
+    """Return the median milliseconds per filter for a page of `sessions ls`, with rewards and tags."""
+    milliseconds: dict[str, float] = {}
+    for name, session_filter in PAGES.items():
+        milliseconds[name] = await _median_milliseconds(
+            lambda session_filter=session_filter: _read_page(store, session_filter, None)
+        )
     middle = shape.sessions // 2
-    found["all, from the middle"] = await _milliseconds(lambda: _page(store, SessionFilter(), middle))
-    return found
+    milliseconds["all, from the middle"] = await _median_milliseconds(
+        lambda: _read_page(store, SessionFilter(), middle)
+    )
+    return milliseconds
 
 
-async def _page(store: SqliteStore, where: SessionFilter, before: int | None) -> None:
-    rows = await store.sessions(RUN, where=where, before=before, limit=PAGE)
+async def _read_page(store: SqliteStore, session_filter: SessionFilter, before: int | None) -> None:
+    rows = await store.sessions(RUN, where=session_filter, before=before, limit=PAGE)
     ids = [row.session.session_id for row in rows]
     await store.rewards_by_session(ids)
     await store.tags(ids)
 
 
-async def _milliseconds(read: Callable[[], Awaitable[None]]) -> float:
+async def _median_milliseconds(read: Callable[[], Awaitable[None]]) -> float:
     times: list[float] = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         await read()
-        times.append(1000 * (time.perf_counter() - began))
+        times.append(1000 * (time.perf_counter() - started_at))
     return statistics.median(times)
 
 
@@ -71,16 +75,16 @@ def batch_config() -> RunConfig:
     return RunConfig.model_validate({"name": RUN, "trainer": trainer, "rollout": rollout, "reward": reward})
 
 
-async def batch(store: SqliteStore) -> float:
-    """Seconds until a trainer that has just started has a batch of 512 samples: the median of several."""
+async def batch_seconds(store: SqliteStore) -> float:
+    """Return the median seconds until a trainer that has just started has a batch of 512 samples."""
     times: list[float] = []
     for _ in range(3):
         batcher = Batcher(store, RUN, batch_config())
-        began = time.perf_counter()
-        made = await batcher.next_batch(10_000, 0, 0, timeout=60.0)
-        times.append(time.perf_counter() - began)
-        assert made is not None
-        samples = len(made.samples)
+        started_at = time.perf_counter()
+        batch = await batcher.next_batch(10_000, 0, 0, timeout=60.0)
+        times.append(time.perf_counter() - started_at)
+        assert batch is not None
+        samples = len(batch.samples)
         assert samples == STEP_GROUPS * GROUP_SIZE, f"{samples} samples"
-        assert all(len(sample.spans) == TURNS for sample in made.samples)
+        assert all(len(sample.spans) == TURNS for sample in batch.samples)
     return statistics.median(times)

@@ -1,8 +1,8 @@
-"""Calls recorded per second, beside bare inserts of the same rows.
+"""Measure calls recorded per second, compared with bare inserts of the same rows.
 
-A round is a slice of each in turn, so that what else the machine does falls on both. The bare inserts take
-rows that were encoded beforehand, and put them into the same tables with as many rows in a transaction as the
-store had, under the same pragmas, from one thread that does nothing else.
+The two alternate in slices, so that other load on the machine affects both. The bare inserts use rows that
+were encoded in advance, and insert them into the same tables with as many rows per transaction as the store
+had, with the same pragmas, from one thread that does nothing else.
 """
 
 from __future__ import annotations
@@ -21,82 +21,89 @@ from instar.store.schema import CALLS, SESSIONS, Table
 from instar.store.sqlite import SqliteStore
 from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.types import Call, Session
-from store_parts.calls import a_session, turns
+from store_parts.calls import make_session, make_turns
 
 IN_FLIGHT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CallLoad:
     name: str
     size: int
-    """Bytes that a call brings."""
+    """The bytes that a call adds."""
     turns: int
-    """Calls of a session."""
+    """The calls of a session."""
     calls: int
-    """Of one slice."""
+    """The calls of one slice."""
 
 
-LOADS = (Load("4 KB", 4_000, 8, 1024), Load("400 KB", 400_000, 1, 128))
+LOADS = (CallLoad("4 KB", 4_000, 8, 1024), CallLoad("400 KB", 400_000, 1, 128))
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Calls per second over all slices, and the ratio of the two."""
+    """Calls per second over all slices, and their ratio."""
 
     load: str
     bare: str
     bytes: int
-    """Of a row, as stored."""
+    """The stored size of a row."""
     store: float
     raw: float
     ratio: float
     rows_per_commit: float
 
 
-Talks = list[tuple[Session, list[Call]]]
+Conversations = list[tuple[Session, list[Call]]]
 
 
-async def measure(load: Load, kind: Bare, folder: Path, rounds: int) -> Rates:
-    path = folder / f"store-{kind.key}-{load.size}.db"
-    raw_path = folder / f"raw-{kind.key}-{load.size}.db"
-    bare = kind.make(raw_path)
+async def measure(load: CallLoad, target: InsertTarget, folder: Path, rounds: int) -> Rates:
+    path = folder / f"store-{target.key}-{load.size}.db"
+    raw_path = folder / f"raw-{target.key}-{load.size}.db"
+    raw_database = target.create(raw_path)
     store = SqliteStore(path)
-    stored = raw = 0.0
-    """Seconds."""
-    together: list[float] = []
+    store_seconds = raw_seconds = 0.0
+    rows_per_commit_by_round: list[float] = []
     row_bytes = 0
     try:
         for number in range(rounds + 1):
-            talks = make_talks(load)
+            conversations = make_conversations(load)
             commits = store.commits
-            seconds = await record(store, talks)
-            grouped = load.calls / (store.commits - commits)
-            rows = encoded(make_talks(load))
-            row_bytes = bytes_of(rows[-1][1])
-            bare_seconds = insert(bare, rows, max(1, round(grouped)))
-            if number:  # the first warms up
-                stored += seconds
-                raw += bare_seconds
-                together.append(grouped)
+            seconds = await record_calls(store, conversations)
+            rows_per_commit = load.calls / (store.commits - commits)
+            rows = encode_rows(make_conversations(load))
+            row_bytes = count_bytes(rows[-1][1])
+            bare_seconds = insert_rows(raw_database, rows, max(1, round(rows_per_commit)))
+            if number:  # the first round is a warm-up
+                store_seconds += seconds
+                raw_seconds += bare_seconds
+                rows_per_commit_by_round.append(rows_per_commit)
     finally:
         await store.close()
-        bare.close()
+        raw_database.close()
         path.unlink()
         raw_path.unlink()
     calls = load.calls * rounds
-    grouped = statistics.median(together)
-    return Rates(load.name, kind.name, row_bytes, calls / stored, calls / raw, raw / stored, grouped)
+    rows_per_commit = statistics.median(rows_per_commit_by_round)
+    return Rates(
+        load.name,
+        target.name,
+        row_bytes,
+        calls / store_seconds,
+        calls / raw_seconds,
+        raw_seconds / store_seconds,
+        rows_per_commit,
+    )
 
 
-def make_talks(load: Load) -> Talks:
-    sessions = [a_session() for _ in range(load.calls // load.turns)]
-    return [(session, list(turns(session, load.size, load.turns))) for session in sessions]
+def make_conversations(load: CallLoad) -> Conversations:
+    sessions = [make_session() for _ in range(load.calls // load.turns)]
+    return [(session, list(make_turns(session, load.size, load.turns))) for session in sessions]
 
 
-async def record(store: SqliteStore, talks: Talks) -> float:
-    """Seconds with so many agents at once, each of which waits for its call to be on disk."""
-    waiting = iter(talks)
+async def record_calls(store: SqliteStore, conversations: Conversations) -> float:
+    """Return the seconds with IN_FLIGHT agents, each of which waits until its call is on disk."""
+    waiting = iter(conversations)
 
     async def agent() -> None:
         for session, calls in waiting:
@@ -104,9 +111,9 @@ async def record(store: SqliteStore, talks: Talks) -> float:
             for call in calls[1:]:
                 await store.add_calls([call])
 
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     await asyncio.gather(*(agent() for _ in range(IN_FLIGHT)))
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 # --- bare inserts -------------------------------------------------------------------------------
@@ -114,16 +121,16 @@ async def record(store: SqliteStore, talks: Talks) -> float:
 Values = list[object]
 
 
-def bare_database(path: Path) -> SqliteDatabase:
-    """The store's own tables, indexes and pragmas."""
+def create_store_database(path: Path) -> SqliteDatabase:
+    """Create a database with the store's own tables, indexes and pragmas."""
     path.touch()
     database = connect(path)
     create_or_migrate(database, path)
     return database
 
 
-def heap_database(path: Path) -> SqliteDatabase:
-    """The same columns, without any index or constraint."""
+def create_heap_database(path: Path) -> SqliteDatabase:
+    """Create a database with the same columns, but without indexes and constraints."""
     path.touch()
     database = connect(path)
     database.execute("PRAGMA journal_mode = WAL")
@@ -135,23 +142,23 @@ def heap_database(path: Path) -> SqliteDatabase:
 
 
 @dataclass(frozen=True, slots=True)
-class Bare:
+class InsertTarget:
     key: str
     name: str
-    make: Callable[[Path], SqliteDatabase]
+    create: Callable[[Path], SqliteDatabase]
 
 
-BARE = (
-    Bare("ratio_raw", "the same tables", bare_database),
-    Bare("ratio_heap", "tables without indexes", heap_database),
+INSERT_TARGETS = (
+    InsertTarget("ratio_raw", "the same tables", create_store_database),
+    InsertTarget("ratio_heap", "tables without indexes", create_heap_database),
 )
 
 
-def encoded(talks: Talks) -> list[tuple[Table, Values]]:
-    """The rows that a store would write, in the order in which agents in turn bring them."""
+def encode_rows(conversations: Conversations) -> list[tuple[Table, Values]]:
+    """Return the rows that a store would write, in the order in which concurrent agents produce them."""
     rows: list[tuple[Table, Values]] = []
-    for start in range(0, len(talks), IN_FLIGHT):
-        part = talks[start : start + IN_FLIGHT]
+    for start in range(0, len(conversations), IN_FLIGHT):
+        part = conversations[start : start + IN_FLIGHT]
         for turn in range(len(part[0][1])):
             for session, calls in part:
                 if turn == 0:
@@ -160,20 +167,22 @@ def encoded(talks: Talks) -> list[tuple[Table, Values]]:
     return rows
 
 
-def bytes_of(values: Values) -> int:
+def count_bytes(values: Values) -> int:
     sizes = (len(v.encode() if isinstance(v, str) else v) for v in values if isinstance(v, str | bytes))
     return sum(sizes)
 
 
-def insert(database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls_per_commit: int) -> float:
-    """Seconds."""
+def insert_rows(
+    database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls_per_commit: int
+) -> float:
+    """Insert the rows and return the seconds."""
     statements = {
         table.name: f"INSERT INTO {table.name} ({', '.join(table.insert_columns)}) "
         f"VALUES ({', '.join('?' for _ in table.insert_columns)})"
         for table in (SESSIONS, CALLS)
     }
     in_transaction = 0
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     database.execute("BEGIN IMMEDIATE")
     for table, values in rows:
         if in_transaction == calls_per_commit:
@@ -184,4 +193,4 @@ def insert(database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls
         if table is CALLS:
             in_transaction += 1
     database.execute("COMMIT")
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at

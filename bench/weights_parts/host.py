@@ -1,4 +1,4 @@
-"""An engine of a run, in a process of its own: prints its address once it is up, ends when its input does."""
+"""Serve an engine in its own process: print the address when it is ready, and end when stdin closes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ async def main(config: RunConfig, log: Path) -> None:
     await engine.bring_up(log, report=lambda line: print(line, file=sys.stderr))
     listener = bind("127.0.0.1", 0)
     host, port = listener.getsockname()[:2]
-    serving = asyncio.create_task(serve(create_engine_app(engine), listener, stop=stop))
+    server_task = asyncio.create_task(serve(create_engine_app(engine), listener, stop=stop))
     print(f"http://{host}:{port}", flush=True)
     try:
         await asyncio.to_thread(sys.stdin.read)
     finally:
         stop.set()
-        await serving
+        await server_task
         await engine.close()
 
 

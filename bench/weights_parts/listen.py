@@ -1,6 +1,6 @@
-"""What live streams see: samples without end, notes when tokens come, prints it when the input ends.
+"""Sample continuously from live streams and print the times of their tokens when stdin closes.
 
-listen.py URL STREAMS TOKENS VOCAB
+python listen.py URL STREAMS TOKENS VOCAB
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from instar.engines.remote import RemoteEngine
 from instar.types import SamplingParams
 
 
-async def stream(engine: RemoteEngine, tokens: int, vocab: int, replies: list[list[float]]) -> None:
-    """One list of times per reply."""
+async def collect_token_times(
+    engine: RemoteEngine, tokens: int, vocab: int, replies: list[list[float]]
+) -> None:
+    """Append one list of token times per reply."""
     while True:
         times: list[float] = []
         replies.append(times)
@@ -29,15 +31,17 @@ async def stream(engine: RemoteEngine, tokens: int, vocab: int, replies: list[li
 async def main(url: str, streams: int, tokens: int, vocab: int) -> None:
     engine = await RemoteEngine.connect(url)
     replies: list[list[float]] = []
-    running = [asyncio.create_task(stream(engine, tokens, vocab, replies)) for _ in range(streams)]
-    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    done, _ = await asyncio.wait([*running, ended], return_when=asyncio.FIRST_COMPLETED)
-    for task in running:
+    stream_tasks = [
+        asyncio.create_task(collect_token_times(engine, tokens, vocab, replies)) for _ in range(streams)
+    ]
+    input_closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    done, _ = await asyncio.wait([*stream_tasks, input_closed], return_when=asyncio.FIRST_COMPLETED)
+    for task in stream_tasks:
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         for task in done:
-            task.result()  # a stream that failed
-    await asyncio.gather(*running, return_exceptions=True)
+            task.result()  # raises if a stream failed
+    await asyncio.gather(*stream_tasks, return_exceptions=True)
     print(json.dumps(replies), flush=True)
     await engine.close()
 

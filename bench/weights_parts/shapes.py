@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, which cost what trained ones do."""
+"""Models of real shapes with random weights, which are as expensive to run as trained ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     hidden: int
     intermediate: int
     layers: int
@@ -22,15 +22,15 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(128, 256, 2, 4, 2, 32, 320),
-    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151_936),
-    "4B": Shape(2560, 9728, 36, 32, 8, 128, 151_936),
+    "tiny": ModelShape(128, 256, 2, 4, 2, 32, 320),
+    "0.6B": ModelShape(1024, 3072, 28, 16, 8, 128, 151_936),
+    "4B": ModelShape(2560, 9728, 36, 32, 8, 128, 151_936),
 }
-"""The larger ones are Qwen3's."""
+"""The larger shapes are those of Qwen3."""
 
 
-def make_model(folder: Path, shape: Shape, device: str) -> Path:
-    """Written in bf16, with a tokenizer that has a word for every id, and no token that ends a reply."""
+def make_model(folder: Path, shape: ModelShape, device: str) -> Path:
+    """Save a bf16 model and a tokenizer with a word for every id and no end-of-sequence token."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -51,15 +51,15 @@ def make_model(folder: Path, shape: Shape, device: str) -> Path:
         dtype="bfloat16",
     )
     logging.disable_progress_bar()
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     torch.manual_seed(0)
     try:
         with torch.device(device):
             model = Qwen3ForCausalLM(config)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape.vocab)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape.vocab)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
     return folder

@@ -42,10 +42,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     workload.write_text("".join(json.dumps({"turns": played}) + "\n" for played in turns))
     sys.path.insert(0, str(BENCH))
     try:
-        from async_parts.runs import Plan, run  # pyright: ignore[reportMissingImports]
+        from async_parts.runs import RunPlan, run_training  # pyright: ignore[reportMissingImports]
     finally:
         sys.path.remove(str(BENCH))
-    plan = Plan(
+    plan = RunPlan(
         engine={"type": "scripted", "function": "tests.integration.sayer:say", "delay": 0.01},
         model={"name": str(model), "dtype": "fp32", "device": "cpu"},
         backend={"type": "local", "threads": 1, "lora": {"rank": 4}},
@@ -64,7 +64,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-        return {mode: run(plan, mode, folder, workload, 0) | {"folder": folder} for mode in ("sync", "async")}
+        return {
+            mode: run_training(plan, mode, folder, workload, 0) | {"folder": folder}
+            for mode in ("sync", "async")
+        }
 
 
 @pytest.mark.alone

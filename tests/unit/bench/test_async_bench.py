@@ -27,26 +27,31 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
         del sys.modules[name]
 
 
-def changed(one: dict[str, Any], other: dict[str, Any], path: str = "") -> set[str]:
+def changed_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> set[str]:
     differences: set[str] = set()
-    for key in one.keys() | other.keys():
-        first, second, where = one.get(key), other.get(key), f"{path}.{key}".lstrip(".")
-        if isinstance(first, dict) and isinstance(second, dict):
-            differences |= changed(first, second, where)
-        elif first != second:
-            differences.add(where)
+    for key in first.keys() | second.keys():
+        old, new, key_path = first.get(key), second.get(key), f"{path}.{key}".lstrip(".")
+        if isinstance(old, dict) and isinstance(new, dict):
+            differences |= changed_keys(old, new, key_path)
+        elif old != new:
+            differences.add(key_path)
     return differences
 
 
 @pytest.mark.parametrize("device", ["CPU", "GPU"])
 def test_async_bench_runs_differ_only_in_mode(bench: ModuleType, device: str, tmp_path: Path) -> None:
-    from async_parts.runs import settings  # pyright: ignore[reportMissingImports]
+    from async_parts.runs import make_run_settings  # pyright: ignore[reportMissingImports]
 
     plan = getattr(bench, device)
-    sync, ahead = (settings(plan, mode, tmp_path, tmp_path / "work", 0) for mode in ("sync", "async"))
-    named = {"name", "dir", "rollout.tasks.args.run_dir"}
-    assert changed(sync, ahead) - named == {"trainer.mode", "trainer.max_staleness"}
-    for mapping in (sync, ahead):
+    sync_settings, async_settings = (
+        make_run_settings(plan, mode, tmp_path, tmp_path / "work", 0) for mode in ("sync", "async")
+    )
+    run_specific = {"name", "dir", "rollout.tasks.args.run_dir"}
+    assert changed_keys(sync_settings, async_settings) - run_specific == {
+        "trainer.mode",
+        "trainer.max_staleness",
+    }
+    for mapping in (sync_settings, async_settings):
         config = RunConfig.model_validate(mapping)
         assert config.rollout is not None
         batch = config.rollout.group_size * config.trainer.groups_per_step
@@ -54,28 +59,32 @@ def test_async_bench_runs_differ_only_in_mode(bench: ModuleType, device: str, tm
 
 
 def test_async_bench_scales_times_and_replies_alike(bench: ModuleType) -> None:
-    from async_parts.runs import DECODE, scaled  # pyright: ignore[reportMissingImports]
+    from async_parts.runs import DECODE_SPEED, scale_workload  # pyright: ignore[reportMissingImports]
 
     plan = bench.GPU
     original = read_workload(bench.WORKLOAD)
-    short = scaled(original, plan)
+    short = scale_workload(original, plan)
     assert [len(session.turns) for session in short] == [len(session.turns) for session in original]
-    tools = sum(session.wait_seconds for session in short) / sum(session.wait_seconds for session in original)
-    assert tools == pytest.approx(plan.scale)
-    spoken = sum(s.generated for s in short) / plan.speed / (sum(s.generated for s in original) / DECODE)
-    assert spoken == pytest.approx(plan.scale, rel=0.1)
+    tool_scale = sum(session.wait_seconds for session in short) / sum(
+        session.wait_seconds for session in original
+    )
+    assert tool_scale == pytest.approx(plan.scale)
+    reply_scale = (
+        sum(s.generated for s in short) / plan.speed / (sum(s.generated for s in original) / DECODE_SPEED)
+    )
+    assert reply_scale == pytest.approx(plan.scale, rel=0.1)
 
 
 def test_async_bench_assigns_sessions_to_groups_in_file_order(bench: ModuleType, tmp_path: Path) -> None:
-    from async_parts.play import tasks  # pyright: ignore[reportMissingImports]
+    from async_parts.agent import make_tasks  # pyright: ignore[reportMissingImports]
 
-    work = tmp_path / "work.jsonl"
-    work.write_text("".join(f'{{"turns": [[{n}, 1, 0]]}}\n' for n in range(3)))
+    workload_path = tmp_path / "work.jsonl"
+    workload_path.write_text("".join(f'{{"turns": [[{n}, 1, 0]]}}\n' for n in range(3)))
     store = sqlite3.connect(tmp_path / "store.db")
     store.execute("CREATE TABLE endpoints (role TEXT, doing TEXT)")
     store.execute("INSERT INTO endpoints VALUES ('trainer', 'waiting for the data of step 1')")
     store.commit()
     store.close()
-    made_tasks = tasks(str(work), 2, 2, str(tmp_path))
-    assert [[play[0][0] for play in task["plays"]] for task in made_tasks] == [[0, 1], [2, 0]]
+    tasks = make_tasks(str(workload_path), 2, 2, str(tmp_path))
+    assert [[session[0][0] for session in task["sessions"]] for task in tasks] == [[0, 1], [2, 0]]
     assert float((tmp_path / "began").read_text()) > 0

@@ -30,9 +30,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 @pytest.mark.parametrize(("size", "messages"), [(1_000, 2), (400_000, 200)])
 def test_gateway_bench_bodies_have_size_and_placeholders(bench: ModuleType, size: int, messages: int) -> None:
-    from gateway_parts.load import body  # pyright: ignore[reportMissingImports]
+    from gateway_parts.load import make_body  # pyright: ignore[reportMissingImports]
 
-    text = body(size, stream=True)
+    text = make_body(size, stream=True)
     request = json.loads(text)
     assert abs(len(text) - size) < 0.06 * size
     assert len(request["messages"]) == messages
@@ -43,43 +43,45 @@ def test_gateway_bench_bodies_have_size_and_placeholders(bench: ModuleType, size
 
 
 def test_gateway_bench_conversation_sends_full_history(bench: ModuleType) -> None:
-    from gateway_parts.talk import Talk  # pyright: ignore[reportMissingImports]
+    from gateway_parts.conversations import Conversation  # pyright: ignore[reportMissingImports]
 
-    talk = Talk(number=3, size=100)
-    talk.ask()
-    talk.hear("first")
-    messages = json.loads(talk.ask())["messages"]
+    conversation = Conversation(number=3, size=100)
+    conversation.next_request()
+    conversation.add_reply("first")
+    messages = json.loads(conversation.next_request())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert messages[1]["content"] == "first"
-    twin = Talk(number=3, size=100)
-    twin.skip_to(1)
-    assert twin.turn == 1
-    assert json.loads(b"[" + twin.said + b"]")[0] == messages[0]
+    skipped = Conversation(number=3, size=100)
+    skipped.skip_to(1)
+    assert skipped.turn == 1
+    assert json.loads(b"[" + skipped.messages + b"]")[0] == messages[0]
 
 
 def test_gateway_bench_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
-    from gateway_parts.load import Cell, median  # pyright: ignore[reportMissingImports]
+    from gateway_parts.load import Cell, median_cell  # pyright: ignore[reportMissingImports]
 
     small, _ = bench.HEADLINES
-    good, bad = Cell(100, 1, 2, 3, 4), Cell(400, 1, 2, 3, 4, error="7 answers were no success")
-    cells = {"proxy": {small: good}, "litellm": {small: Cell(50, 1, 2, 3, 4)}, "rllm": {small: bad}}
-    figures = bench.ratios(cells)
+    valid, invalid = Cell(100, 1, 2, 3, 4), Cell(400, 1, 2, 3, 4, error="7 responses were no success")
+    cells = {"proxy": {small: valid}, "litellm": {small: Cell(50, 1, 2, 3, 4)}, "rllm": {small: invalid}}
+    figures = bench.compute_ratios(cells)
     assert figures["ratio_litellm"] == 2
     assert figures["ratio_rllm"] is None
     assert figures["share_of_floor"] is None
-    assert median([good, bad, good]).error == bad.error
+    assert median_cell([valid, invalid, valid]).error == invalid.error
 
 
 @needs_programs
 def test_gateway_bench_rejected_requests_invalidate_a_cell(bench: ModuleType, tmp_path: Path) -> None:
-    from gateway_parts.load import Kind, Target, measure  # pyright: ignore[reportMissingImports]
-    from gateway_parts.servers import floor  # pyright: ignore[reportMissingImports]
-    from gateway_parts.stub import stub  # pyright: ignore[reportMissingImports]
+    from gateway_parts.load import RequestKind, Target, measure_cell  # pyright: ignore[reportMissingImports]
+    from gateway_parts.servers import start_floor  # pyright: ignore[reportMissingImports]
+    from gateway_parts.stub import start_stub  # pyright: ignore[reportMissingImports]
 
-    with stub(tmp_path / "stub") as url, floor(tmp_path / "floor", url) as target:
-        cell = measure(target, Kind(1_000, 4, False), 1, tmp_path, "a")
+    with start_stub(tmp_path / "stub") as url, start_floor(tmp_path / "floor", url) as target:
+        cell = measure_cell(target, RequestKind(1_000, 4, False), 1, tmp_path, "a")
         assert cell.error is None
         assert cell.rate > 10
         assert cell.p99_ms >= cell.p50_ms > 0
-        lost = Target("lost", "lost", target.url, [("/nowhere", "none")] * 4, target.pid)
-        assert "no success" in (measure(lost, Kind(1_000, 4, False), 1, tmp_path, "b").error or "")
+        missing = Target("lost", "lost", target.url, [("/nowhere", "none")] * 4, target.pid)
+        assert "no success" in (
+            measure_cell(missing, RequestKind(1_000, 4, False), 1, tmp_path, "b").error or ""
+        )

@@ -24,12 +24,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
     quiet = [0.01 * i for i in range(100)]
-    one = [*quiet, 1.06, 1.07, 2.09, 2.10]  # it waits 70 ms, and later a second without an update
-    other = [0.995, 1.000, 1.010, 3.000, 3.030]
-    updates = bench.Updates(
-        first=9.0,
-        made=[bench.Update(1.0, 1.05), bench.Update(3.005, 3.006)],
-        replies=[one, other[:3], other[3:]],
+    first_reply = [*quiet, 1.06, 1.07, 2.09, 2.10]  # 70 ms around an update, later a second without one
+    other_replies = [[0.995, 1.000, 1.010], [3.000, 3.030]]
+    updates = bench.UpdateSeries(
+        first_seconds=9.0,
+        updates=[bench.Update(1.0, 1.05), bench.Update(3.005, 3.006)],
+        replies=[first_reply, *other_replies],
         off=0.5,
     )
     figures = updates.figures()
@@ -42,7 +42,9 @@ def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleTy
 
 
 def test_weights_bench_ignores_gaps_between_replies(bench: ModuleType) -> None:
-    updates = bench.Updates(made=[bench.Update(1.0, 1.0)], replies=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]])
+    updates = bench.UpdateSeries(
+        updates=[bench.Update(1.0, 1.0)], replies=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]]
+    )
     assert updates.figures()["pause_ms_max"] == pytest.approx(60)
 
 

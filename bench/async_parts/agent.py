@@ -1,0 +1,133 @@
+"""The agent of the bench, which replays a session of the workload against the model.
+
+In each turn it sends a message as long as the workload's prompt, requests as many tokens as the workload's
+reply has (a reply that the model ends early is continued), and then sleeps for the duration of the workload's
+tool call. The reward is the share of characters of one kind in the replies, which any model can learn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import string
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from instar.rollout.base import AgentSession
+from instar.simulate.sessions import read_workload
+from instar.types import Json
+
+OPENING_MESSAGES: list[Json] = [
+    {"role": "system", "content": "Answer with digits only."},
+    {"role": "user", "content": "Next: 31"},
+    {"role": "assistant", "content": "4 1 5 9"},
+]
+"""The messages that start every conversation; after them SmolLM2 writes digits half of the time."""
+CHARACTER_KINDS = {"digits": string.digits, "letters and digits": string.ascii_letters + string.digits}
+MIN_REPLY_TOKENS = 8
+"""The smallest number of tokens that a reply counts for, and for which another reply is requested."""
+FREE_CONTEXT_TOKENS = 96
+"""The number of context tokens that are kept free."""
+EVAL_PROMPT, EVAL_TOKENS = 12, 32
+TRAINER_START_TIMEOUT = 120.0
+
+
+def make_tasks(workload: str, group_size: int, groups: int, run_dir: str) -> list[Json]:
+    """Return groups of sessions in file order, starting over at the end of the file.
+
+    This waits until the trainer is ready, because its startup time is not measured, and writes the time at
+    which it became ready to `began` in the run's folder.
+    """
+    _wait_for_trainer(Path(run_dir))
+    sessions = read_workload(Path(workload))
+    return [
+        {
+            "index": index,
+            "sessions": [
+                [list(turn) for turn in sessions[(index * group_size + slot) % len(sessions)].turns]
+                for slot in range(group_size)
+            ],
+        }
+        for index in range(groups)
+    ]
+
+
+def make_heldout_tasks(size: int) -> list[Json]:
+    return [{"index": -1 - index, "sessions": [[[EVAL_PROMPT, EVAL_TOKENS, 0.0]]]} for index in range(size)]
+
+
+class WorkloadAgent:
+    def __init__(self) -> None:
+        self._http: aiohttp.ClientSession | None = None
+        self._attempts: Counter[int] = Counter()
+
+    async def __call__(self, task: Json, session: AgentSession, *, context: int, kind: str) -> float:
+        sessions = task["sessions"]
+        turns = sessions[self._attempts[task["index"]] % len(sessions)]
+        self._attempts[task["index"]] += 1
+        replies: list[str] = []
+        messages = [*OPENING_MESSAGES]
+        context_used = 0
+        for prompt_tokens, reply_tokens, tool in turns:
+            messages.append({"role": "user", "content": f"Next: 27{' a' * int(prompt_tokens)}"})
+            tokens_left = int(reply_tokens)
+            limit = context - FREE_CONTEXT_TOKENS
+            while tokens_left > 0 and context_used + 2 * int(prompt_tokens) + tokens_left < limit:
+                reply, context_used, sampled = await self._complete(session, messages, tokens_left)
+                replies.append(reply)
+                messages.append({"role": "assistant", "content": reply})
+                tokens_left -= max(sampled, MIN_REPLY_TOKENS)
+                if tokens_left < MIN_REPLY_TOKENS:
+                    break
+                messages.append({"role": "user", "content": "Go on."})
+            await asyncio.sleep(tool)
+        text = "".join("".join(replies).split())
+        return sum(char in CHARACTER_KINDS[kind] for char in text) / max(1, len(text))
+
+    async def _complete(
+        self, session: AgentSession, messages: list[Json], max_tokens: int
+    ) -> tuple[str, int, int]:
+        """Return the reply, the tokens of the conversation and the tokens of the reply."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)
+            )
+        body: dict[str, Any] = {"model": session.model, "messages": messages, "max_tokens": max_tokens}
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        url = f"{session.base_url}/chat/completions"
+        async with self._http.post(url, json=body, headers=headers) as response:
+            response.raise_for_status()
+            completion = await response.json()
+        usage = completion["usage"]
+        reply = completion["choices"][0]["message"]["content"] or ""
+        return reply, usage["prompt_tokens"] + usage["completion_tokens"], usage["completion_tokens"]
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+
+def _wait_for_trainer(run_dir: Path) -> None:
+    deadline = time.monotonic() + TRAINER_START_TIMEOUT
+    while not _is_trainer_ready(run_dir / "store.db") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    began = run_dir / "began"
+    if not began.exists():
+        began.write_text(str(time.time()))
+
+
+def _is_trainer_ready(store: Path) -> bool:
+    connection = sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=5)
+    try:
+        rows = connection.execute("SELECT doing FROM endpoints WHERE role = 'trainer'").fetchall()
+    finally:
+        connection.close()
+    return any(doing.startswith(("waiting", "step")) for (doing,) in rows)
+
+
+agent = WorkloadAgent()

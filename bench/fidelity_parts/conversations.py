@@ -1,0 +1,86 @@
+"""Conversations that Python clients and command-line agents hold with the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fidelity_parts.gateway import AgentEndpoint, FidelityGateway
+
+from tests.integration.agents.cli import CliAgent, Target
+from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
+from tests.integration.clients.environment import Job, run_client
+from tests.integration.clients.roster import Client
+from tests.integration.clients.script import THANKS, question
+
+DIALECTS = {"claude-code": "messages", "codex": "responses"}
+"""The dialects of command-line agents; agents not listed use chat."""
+
+
+@dataclass(frozen=True)
+class ClientConversation:
+    client: str
+    dialect: str
+    prompt_marker: str
+    """A text that only the prompts of this conversation contain."""
+    endpoint: AgentEndpoint
+    failed: str = ""
+    """The client's error message, if it failed."""
+
+
+async def run_python_client(
+    gateway: FidelityGateway, client: Client, number: int, folder: Path
+) -> list[ClientConversation]:
+    """Run every mode of a client, in an opened session and as a live agent at the same time."""
+    live_endpoint = await gateway.create_live_agent(f"{client.name}-{number}")
+    conversations: list[ClientConversation] = []
+    jobs: list[Job] = []
+    for i, (mode, mode_options) in enumerate(client.ways.items()):
+        prompt_marker = question(number + i, mode_options)
+        for endpoint in (await gateway.open_session(), live_endpoint):
+            conversations.append(
+                ClientConversation(client.name, mode.partition("-")[0], prompt_marker, endpoint)
+            )
+            jobs.append(Job(endpoint.url, endpoint.key, mode, prompt_marker, THANKS))
+    outcomes = await run_client(client.name, jobs, folder)
+    return [
+        replace(conversation, failed=_last_line(outcome.error))
+        for conversation, outcome in zip(conversations, outcomes, strict=True)
+    ]
+
+
+async def run_cli_agent(gateway: FidelityGateway, agent: CliAgent, folder: Path) -> list[ClientConversation]:
+    """Run the file-editing task in an opened session and as a live agent at the same time."""
+    endpoints = {"opened": await gateway.open_session(), "live": await gateway.create_live_agent(agent.name)}
+    async with asyncio.TaskGroup() as group:
+        runs = [
+            group.create_task(asyncio.to_thread(_run_edit_task, agent, folder / name, endpoint))
+            for name, endpoint in endpoints.items()
+        ]
+    return [run.result() for run in runs]
+
+
+def _run_edit_task(agent: CliAgent, folder: Path, endpoint: AgentEndpoint) -> ClientConversation:
+    work = folder / agent.name
+    work.mkdir(parents=True)
+    path = work / FILE
+    path.write_text(BEFORE)
+    conversation = ClientConversation(agent.name, DIALECTS.get(agent.name, "chat"), str(path), endpoint)
+    try:
+        output = agent.run(
+            folder / f"home-{agent.name}", work, Target(endpoint.url, endpoint.key), task(str(path))
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        return replace(conversation, failed=_last_line(str(error.output or error)))
+    return (
+        conversation
+        if path.read_text() == AFTER
+        else replace(conversation, failed=_last_line(output) or "no edit")
+    )
+
+
+def _last_line(output: str) -> str:
+    lines = output.strip().splitlines()
+    return lines[-1][:300] if lines else ""

@@ -1,0 +1,102 @@
+"""Conversations that grow turn by turn; one process runs many of them concurrently."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+from gateway_parts.load import filler
+from gateway_parts.processes import MeasurementError
+from gateway_parts.servers import GatewayProcess
+from gateway_parts.stub import REPLY
+
+T = TypeVar("T")
+
+IN_FLIGHT = 32
+
+
+@dataclass
+class Conversation:
+    """One session. Each turn sends the full history and a new message of ``size`` bytes."""
+
+    number: int
+    size: int
+    key: str = "none"
+    turn: int = 0
+    messages: bytearray = field(default_factory=bytearray)
+
+    def next_request(self) -> bytes:
+        """Start the next turn and return its request."""
+        self.turn += 1
+        text = f"Worker {self.number}, turn {self.turn}: {filler(self.size, self.number * 1000 + self.turn)}"
+        self._append_message("user", text)
+        return b'{"model":"bench","messages":[' + self.messages + b"]}"
+
+    def add_reply(self, reply: str) -> None:
+        self._append_message("assistant", reply)
+
+    def skip_to(self, turn: int) -> None:
+        """Advance to this turn with the stub's replies, without sending requests."""
+        while self.turn < turn:
+            self.next_request()
+            self.add_reply(REPLY)
+
+    def _append_message(self, role: str, content: str) -> None:
+        if self.messages:
+            self.messages += b","
+        self.messages += json.dumps({"role": role, "content": content}).encode()
+
+
+async def open_conversations(gateway: GatewayProcess, count: int, size: int) -> list[Conversation]:
+    headers = {"Authorization": f"Bearer {gateway.admin_key}"}
+
+    async def open_one(client: aiohttp.ClientSession, number: int) -> Conversation:
+        async with client.post(f"{gateway.url}/sessions", json={}, headers=headers) as response:
+            if response.status != 201:
+                raise MeasurementError(f"a session could not be opened: {(await response.text())[:160]}")
+            return Conversation(number, size, (await response.json())["api_key"])
+
+    async with _client() as client:
+        return await _gather_limited([open_one(client, number) for number in range(count)])
+
+
+async def run_turns(url: str, conversations: Sequence[Conversation], turns: int) -> None:
+    """Run a number of further turns of each conversation, one after the other within a conversation."""
+
+    async def run_one(client: aiohttp.ClientSession, conversation: Conversation) -> None:
+        headers = {"Authorization": f"Bearer {conversation.key}", "Content-Type": "application/json"}
+        for _ in range(turns):
+            body = conversation.next_request()
+            async with client.post(f"{url}/v1/chat/completions", data=body, headers=headers) as response:
+                text = await response.text()
+            if response.status != 200:
+                raise MeasurementError(
+                    f"turn {conversation.turn} failed with {response.status}: {text[:160]}"
+                )
+            reply = json.loads(text)["choices"][0]["message"]["content"]
+            if reply != REPLY:
+                raise MeasurementError(f"turn {conversation.turn} has an unexpected reply: {reply[:160]}")
+            conversation.add_reply(reply)
+
+    async with _client() as client:
+        await _gather_limited([run_one(client, conversation) for conversation in conversations])
+
+
+def _client() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=IN_FLIGHT)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
+
+
+async def _gather_limited(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run the coroutines in order, at most IN_FLIGHT at once, and return their results."""
+    semaphore = asyncio.Semaphore(IN_FLIGHT)
+
+    async def run_one(coroutine: Coroutine[Any, Any, T]) -> T:
+        async with semaphore:
+            return await coroutine
+
+    return await asyncio.gather(*[run_one(coroutine) for coroutine in coroutines])
