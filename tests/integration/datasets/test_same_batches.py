@@ -1,4 +1,4 @@
-"""Run, export, import, train: the same batches, and the same weights, bit for bit."""
+"""An exported and imported run trains on the same batches and gives the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.tiny import make_tiny_model
 from tests.torture.tortured import ROOT, Tortured, Trained, settings
 
 STEPS = 2
-AGAIN = 1
-"""An epoch that no step of the run has claimed anything in."""
+UNUSED_EPOCH = 1
+"""An epoch in which no step of the run has claimed anything."""
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +30,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=2048)
 
 
-def configured(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """A run beside others in one folder."""
+def make_settings(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """Return the settings of a run in a folder that holds several runs."""
     config = settings(folder, model, steps=STEPS)
     return {**config, "name": name, "dir": str(folder / "runs" / name), **changes}
 
 
-def start(folder: Path, config: dict[str, Any]) -> Tortured:
-    place = folder / config["name"]
-    place.mkdir()
-    run = Tortured(place, config)
+def run_to_end(folder: Path, config: dict[str, Any]) -> Tortured:
+    run_folder = folder / config["name"]
+    run_folder.mkdir()
+    run = Tortured(run_folder, config)
     run.start()
     run.finish()
     return run
@@ -52,56 +52,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def original(folder: Path, model: Path) -> Tortured:
-    return start(folder, configured(folder, model, "original"))
+    return run_to_end(folder, make_settings(folder, model, "original"))
 
 
-def instar(folder: Path, *arguments: object) -> Any:
+def run_cli(folder: Path, *arguments: object) -> Any:
     command = [sys.executable, "-m", "instar.cli.main", *map(str, arguments), "--json"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
 
 
-async def learn(config: RunConfig) -> list[tuple[StepBatch, str]]:
-    """Every batch of the run's store, and the weights after each."""
+async def train_on_store(config: RunConfig) -> list[tuple[StepBatch, str]]:
+    """Train on every batch of the run's store; return the batches and the weights after each."""
     store = open_store(config)
     batcher = Batcher(store, config.name, config)
     backend = LocalBackend(config.model, config.backend, seed=config.seed)  # type: ignore[arg-type]
     await backend.start()
-    learned: list[tuple[StepBatch, str]] = []
+    results: list[tuple[StepBatch, str]] = []
     step = 10 * STEPS
-    while batch := await batcher.next_batch(step, AGAIN, 1, is_finished=lambda: True):
+    while batch := await batcher.next_batch(step, UNUSED_EPOCH, 1, is_finished=lambda: True):
         await store.claim_step(config.name, step, batch.claims)
         await backend.forward_backward(batch.samples, config.trainer.loss)
         await backend.optim_step(config.trainer.adam)
         artifact = await backend.publish(config.run_dir / "again" / str(step))
-        learned.append((batch, hash_adapter(Path(artifact.path))))
+        results.append((batch, hash_adapter(Path(artifact.path))))
         step += 1
     await backend.close()
     await store.close()
-    return learned
+    return results
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "hf"])
-def test_an_imported_run_trains_bit_for_bit_alike(original: Tortured, folder: Path, format: str) -> None:
-    out, copy = folder / f"out-{format}", folder / format / "original"
-    exported = instar(folder, "sessions", "export", original.run_dir, "--to", out, "--format", format)
+def test_imported_run_trains_bit_for_bit_like_the_original(
+    original: Tortured, folder: Path, format: str
+) -> None:
+    out, copy_dir = folder / f"out-{format}", folder / format / "original"
+    exported = run_cli(folder, "sessions", "export", original.run_dir, "--to", out, "--format", format)
     assert exported["counts"]["sessions"] == STEPS * 2 * 4
-    instar(folder, "sessions", "import", out, "--into", copy)
+    run_cli(folder, "sessions", "import", out, "--into", copy_dir)
     config = RunFolder(original.run_dir).read_config()
-    # Versions 0 and 1 are in the data, and all of it is to be fresh at 1.
+    # The data was sampled by versions 0 and 1, and none of it may be stale at version 1.
     trainer = config.trainer.model_copy(update={"mode": "async", "max_staleness": 1})
     config = config.model_copy(update={"trainer": trainer})
-    own = _copied(original.run_dir, folder / f"own-{format}")
-    mine = asyncio.run(learn(config.model_copy(update={"dir": own})))
-    theirs = asyncio.run(learn(config.model_copy(update={"dir": copy})))
-    assert len(mine) == len(theirs) == STEPS
-    for (one, weights), (other, others) in zip(mine, theirs, strict=True):
-        assert one.samples
-        for left, right in zip(one.samples, other.samples, strict=True):
+    own_dir = _copy_store(original.run_dir, folder / f"own-{format}")
+    expected = asyncio.run(train_on_store(config.model_copy(update={"dir": own_dir})))
+    actual = asyncio.run(train_on_store(config.model_copy(update={"dir": copy_dir})))
+    assert len(expected) == len(actual) == STEPS
+    for (batch, weights), (other, other_weights) in zip(expected, actual, strict=True):
+        assert batch.samples
+        for left, right in zip(batch.samples, other.samples, strict=True):
             assert (left.sample_key, left.session_id, left.spans) == (
                 right.sample_key,
                 right.session_id,
@@ -109,12 +111,12 @@ def test_an_imported_run_trains_bit_for_bit_alike(original: Tortured, folder: Pa
             )
             for name in ("token_ids", "mask", "logprobs", "advantages", "versions"):
                 assert getattr(left, name).tobytes() == getattr(right, name).tobytes(), name
-        assert one.claims == other.claims
-        assert weights == others
+        assert batch.claims == other.claims
+        assert weights == other_weights
 
 
-def _copied(run_dir: Path, to: Path) -> Path:
-    """The original's store, so that what one test claims is not claimed for the next."""
+def _copy_store(run_dir: Path, to: Path) -> Path:
+    """Copy the original's store, so that the claims of one test do not affect the next."""
     to.mkdir()
     for name in ("store.db", "store.db-wal", "store.db-shm"):
         if (run_dir / name).exists():
@@ -123,29 +125,31 @@ def _copied(run_dir: Path, to: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_the_dataset_alone_learns_what_the_original_learned(
+def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
     original: Tortured, folder: Path, model: Path
 ) -> None:
-    """No agent is run, and the weights come out the same: the data was the whole of it."""
-    instar(folder, "sessions", "export", original.run_dir, "--as", "golden")
-    config = configured(folder, model, "alone", data="dataset:golden")
+    """No agent runs, so the weights depend on the data alone."""
+    run_cli(folder, "sessions", "export", original.run_dir, "--as", "golden")
+    config = make_settings(folder, model, "alone", data="dataset:golden")
     del config["rollout"]
-    run = start(folder, config)
+    run = run_to_end(folder, config)
     assert run.query("SELECT DISTINCT role FROM endpoints WHERE role = 'rollout'") == []
     assert {epoch for (epoch,) in run.query("SELECT epoch FROM claims")} == {0}
     assert run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'") == [(STEPS,)]
-    was, now = (Trained(each.run_dir, STEPS).fingerprint() for each in (original, run))
-    assert (now.adapter, now.optimizer) == (was.adapter, was.optimizer)
-    assert [(step, reward, advantage) for step, _, reward, advantage in now.trained] == [
-        (step, reward, advantage) for step, _, reward, advantage in was.trained
+    original_state, run_state = (Trained(each.run_dir, STEPS).fingerprint() for each in (original, run))
+    assert (run_state.adapter, run_state.optimizer) == (original_state.adapter, original_state.optimizer)
+    assert [(step, reward, advantage) for step, _, reward, advantage in run_state.trained] == [
+        (step, reward, advantage) for step, _, reward, advantage in original_state.trained
     ]
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_both_has_them_by_share(original: Tortured, folder: Path, model: Path) -> None:
-    instar(folder, "sessions", "export", original.run_dir, "--as", "half", "--format", "parquet")
+def test_run_on_live_and_dataset_groups_follows_their_shares(
+    original: Tortured, folder: Path, model: Path
+) -> None:
+    run_cli(folder, "sessions", "export", original.run_dir, "--as", "half", "--format", "parquet")
     shares = [{"source": "live", "share": 0.5}, {"source": "dataset:half", "share": 0.5}]
-    run = start(folder, configured(folder, model, "both", data=shares))
+    run = run_to_end(folder, make_settings(folder, model, "both", data=shares))
     groups = run.query("SELECT DISTINCT step, group_id FROM claims ORDER BY step, group_id")
     assert [(step, group.split("/")[1]) for step, group in groups] == [
         (1, "data"),

@@ -1,4 +1,4 @@
-"""TRL's own trainers take the forms that are exported for them."""
+"""TRL's trainers accept the SFT and DPO exports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.datasets.harness import export_all, fill_store
 pytest.importorskip("trl")
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # theirs are their own affair
+    pytest.mark.filterwarnings("default"),  # TRL's warnings are not ours to fix
 ]
 
 
@@ -39,7 +39,7 @@ def load(path: Path, cache: Path) -> Any:
     return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(cache))
 
 
-def one_step(folder: Path) -> dict[str, Any]:
+def one_step_args(folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "out"),
         "max_steps": 1,
@@ -54,18 +54,18 @@ def one_step(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt_completion"])
-def test_sft(exported: Path, model: str, form: str) -> None:
+def test_sft_trainer_accepts_the_exported_rows(exported: Path, model: str, form: str) -> None:
     import trl
 
     data = load(exported / "sft" / f"{form}.jsonl", exported / "cache")
-    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**one_step(exported)), train_dataset=data)
+    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**one_step_args(exported)), train_dataset=data)
     assert trainer.train().training_loss > 0
 
 
-def test_dpo(exported: Path, model: str) -> None:
+def test_dpo_trainer_accepts_the_exported_rows(exported: Path, model: str) -> None:
     import trl
 
     data = load(exported / "dpo" / "pairs.jsonl", exported / "cache")
     assert set(data.column_names) >= {"prompt", "chosen", "rejected"}
-    trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**one_step(exported)), train_dataset=data)
+    trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**one_step_args(exported)), train_dataset=data)
     assert trainer.train().training_loss > 0

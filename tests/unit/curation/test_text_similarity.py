@@ -12,13 +12,13 @@ from instar.curation.text_similarity import (
 WORDS = [f"w{number}" for number in range(2000)]
 
 
-def text(rng: random.Random, length: int = 60) -> list[str]:
+def make_words(rng: random.Random, length: int = 60) -> list[str]:
     return rng.choices(WORDS, k=length)
 
 
-def test_near_duplicates_are_found_among_many_others() -> None:
+def test_find_near_duplicates_among_many_texts_finds_all_pairs() -> None:
     rng = random.Random(0)
-    texts = [text(rng) for _ in range(500)]
+    texts = [make_words(rng) for _ in range(500)]
     changed = [*texts[7]]
     changed[30] = "other"
     texts.insert(400, changed)
@@ -30,19 +30,19 @@ def test_near_duplicates_are_found_among_many_others() -> None:
     )
 
 
-def test_a_text_is_as_similar_as_its_triples() -> None:
+def test_jaccard_similarity_is_the_share_of_common_triples() -> None:
     assert jaccard_similarity(hash_shingles("a b c d"), hash_shingles("a b c e")) == 1 / 3
     assert jaccard_similarity(hash_shingles("hi"), hash_shingles("HI")) == 1.0
     assert find_near_duplicates(["", "", "x"], 0.9) == [[0, 1]]
 
 
-def test_repetition_is_the_share_of_triples_seen_before() -> None:
+def test_repetition_ratio_is_the_share_of_repeated_triples() -> None:
     assert repetition_ratio("one two three four") == 0.0
     assert repetition_ratio("a b c a b c a b c") == 4 / 7
     assert repetition_ratio("two words") == 0.0
 
 
-def test_half_a_surrogate_pair_is_a_text_like_any_other() -> None:
+def test_find_near_duplicates_accepts_lone_surrogates() -> None:
     assert find_near_duplicates(["half \ud83d a pair", "half \ud83e a pair", "half \ud83d a pair"], 0.9) == [
         [0, 2]
     ]

@@ -1,4 +1,4 @@
-"""A run in a real store, with something of everything that can be exported."""
+"""Fill a real store with every kind of data that can be exported."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SEARCH = Tool(name="search", description="Looks it up.", parameters={"type": "ob
 
 
 def make_hooks(config: RunConfig | None = None) -> ExportHooks:
-    combine = RewardCombiner(config or RunConfig())
-    return ExportHooks(linearize, lambda record: combine(record.rewards, record.scores))
+    combiner = RewardCombiner(config or RunConfig())
+    return ExportHooks(linearize, lambda record: combiner(record.rewards, record.scores))
 
 
 async def export_all(store: Store, folder: Path, **options: Any) -> DatasetManifest:
@@ -63,30 +63,30 @@ async def add_session(
     tools: tuple[Tool, ...] = (SEARCH,),
     version: int = 0,
 ) -> list[Call]:
-    """A session of several turns, each standing on the one before."""
+    """Add a session of several turns, each based on the previous one."""
     await store.open_session(
         make_session(session_id, group_id=group_id, slot=slot, channel=channel, task_id="t", seed=7)
     )
     calls: list[Call] = []
     messages: list[Message] = [Message(role="system", content="Sei kurz."), Message(role="user", content="Q")]
     for turn, reply in enumerate(replies):
-        before = calls[-1] if calls else None
-        said = Message(role="assistant", content=reply)
+        previous = calls[-1] if calls else None
+        reply_message = Message(role="assistant", content=reply)
         if turn + 1 < len(replies):
-            said["tool_calls"] = [{"id": f"c{turn}", "name": "search", "arguments": '{"q": "ä"}'}]
+            reply_message["tool_calls"] = [{"id": f"c{turn}", "name": "search", "arguments": '{"q": "ä"}'}]
         call = make_call(
             f"{session_id}#{turn}",
             [1, 2 + turn],
             [7 + slot, 9, 11 + turn],
-            parent=before,
+            parent=previous,
             version=version,
             session_id=session_id,
             messages=tuple(messages),
-            reply=said,
+            reply=reply_message,
             tools=tools,
-            base_id=before.call_id if before else None,
-            base_tokens=len(before.sequence) if before else 0,
-            base_messages=len(before.messages) + 1 if before else 0,
+            base_id=previous.call_id if previous else None,
+            base_tokens=len(previous.sequence) if previous else 0,
+            base_messages=len(previous.messages) + 1 if previous else 0,
             digests=bytes([turn]) * 8,
             logprobs=np.log(np.random.default_rng(turn).random(3, np.float32)),
             params=SamplingParams(temperature=0.7, stop=("a", "b")),
@@ -95,14 +95,14 @@ async def add_session(
         )
         await store.add_calls([call])
         calls.append(call)
-        messages += [said, Message(role="tool", content="found", tool_call_id=f"c{turn}")]
+        messages += [reply_message, Message(role="tool", content="found", tool_call_id=f"c{turn}")]
     rewards = [] if reward is None else [Reward(session_id, reward, RewardSource.RULE, "math", cost=0.25)]
     await store.end_session(session_id, SessionStatus.COMPLETED, None, rewards)
     return calls
 
 
 async def fill_store(store: Store, groups: int = 3) -> None:
-    """Groups of a run of three versions, and sessions that are unusual in every way."""
+    """Add groups of a run with several policy versions, and sessions with unusual content."""
     await store.put_run(Run(RUN, RUN, {}))
     for index in range(groups):
         group_id = f"{RUN}/train/{index:06d}"
@@ -114,15 +114,15 @@ async def fill_store(store: Store, groups: int = 3) -> None:
                 store, f"s{index}-{slot}", turns, float(slot), group_id=group_id, slot=slot, version=index
             )
         await store.close_group(group_id, GroupStatus.READY)
-    await _unusual(store)
+    await _add_unusual_sessions(store)
     version = await store.reserve_version(RUN, RUN, 1)
     await store.publish(Policy(RUN, version, Artifact("adapter", "/somewhere/policies/v000001")))
 
 
-async def _unusual(store: Store) -> None:
-    """Of no group: aborted and regenerated calls, missing logprobs, text that UTF-8 cannot hold, opinions."""
+async def _add_unusual_sessions(store: Store) -> None:
+    """Add aborted and regenerated calls, missing logprobs, lone surrogates and annotations."""
     (first,) = await add_session(store, "odd", ["one"], None, channel=Channel.LIVE, tools=())
-    again = make_call(
+    regenerated = make_call(
         "odd#again",
         first.prompt_ids.tolist(),
         [5],
@@ -142,7 +142,7 @@ async def _unusual(store: Store) -> None:
         first_token_at=3.0,
         client_key="k",
     )
-    await store.add_calls([again])
+    await store.add_calls([regenerated])
     await store.add_rewards(
         [
             Reward("odd", 0.1 + 0.2, RewardSource.JUDGE, "judge:outcome", first.call_id, {"why": ["x", None]},

@@ -1,4 +1,4 @@
-"""What is exported comes back as it was."""
+"""Exports are complete, deterministic, and imported unchanged."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ FORMATS = ["jsonl", "parquet", "hf"]
 
 @pytest.fixture
 async def store(tmp_path: Path):
-    opened = SqliteStore(tmp_path / "store.db")
-    await fill_store(opened)
-    yield opened
-    await opened.close()
+    source = SqliteStore(tmp_path / "store.db")
+    await fill_store(source)
+    yield source
+    await source.close()
 
 
 @pytest.fixture
-async def empty(tmp_path: Path):
-    opened = SqliteStore(tmp_path / "other.db")
-    yield opened
-    await opened.close()
+async def target(tmp_path: Path):
+    store = SqliteStore(tmp_path / "other.db")
+    yield store
+    await store.close()
 
 
-def assert_same_call(one: Call, other: Call) -> None:
+def assert_same_call(actual: Call, expected: Call) -> None:
     for field in fields(Call):
-        left, right = getattr(one, field.name), getattr(other, field.name)
+        left, right = getattr(actual, field.name), getattr(expected, field.name)
         if isinstance(left, np.ndarray):
             assert left.dtype == right.dtype
             assert left.tobytes() == right.tobytes(), field.name
@@ -49,7 +49,7 @@ def assert_same_call(one: Call, other: Call) -> None:
             assert left == right, field.name
 
 
-async def everything(store: Store) -> list[object]:
+async def read_everything(store: Store) -> list[object]:
     rows = [row for row in await store.sessions(RUN) if row.session.status != "open"]
     ids = [row.session.session_id for row in rows]
     return [
@@ -63,43 +63,47 @@ async def everything(store: Store) -> list[object]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-async def test_comes_back_as_it_was(store: Store, empty: Store, tmp_path: Path, format: str) -> None:
+async def test_import_of_an_export_restores_every_field(
+    store: Store, target: Store, tmp_path: Path, format: str
+) -> None:
     manifest = await export_all(store, tmp_path / "out", format=format)
     assert verify_content(tmp_path / "out") == manifest
-    brought = await import_sessions(empty, tmp_path / "out", RUN, manifest)
-    assert (brought.groups, brought.sessions) == (3, 8)
-    assert await everything(empty) == await everything(store)
+    result = await import_sessions(target, tmp_path / "out", RUN, manifest)
+    assert (result.groups, result.sessions) == (3, 8)
+    assert await read_everything(target) == await read_everything(store)
     for session in ("s0-0", "s2-1", "odd"):
-        for one, other in zip(await store.calls(session), await empty.calls(session), strict=True):
-            assert_same_call(one, other)
-    (given,) = await empty.feedback(RUN, corrected=True)
-    assert given.correction_ids is not None
-    assert given.correction_ids.tolist() == [3, 4]
+        for original, imported in zip(await store.calls(session), await target.calls(session), strict=True):
+            assert_same_call(imported, original)
+    (feedback,) = await target.feedback(RUN, corrected=True)
+    assert feedback.correction_ids is not None
+    assert feedback.correction_ids.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-async def test_importing_twice_changes_nothing(
-    store: Store, empty: Store, tmp_path: Path, format: str
+async def test_import_repeated_changes_nothing(
+    store: Store, target: Store, tmp_path: Path, format: str
 ) -> None:
     manifest = await export_all(store, tmp_path / "out", format=format)
-    await import_sessions(empty, tmp_path / "out", RUN, manifest)
-    before = await everything(empty)
-    again = await import_sessions(empty, tmp_path / "out", RUN, manifest)
+    await import_sessions(target, tmp_path / "out", RUN, manifest)
+    before = await read_everything(target)
+    again = await import_sessions(target, tmp_path / "out", RUN, manifest)
     assert (again.groups, again.sessions, again.unchanged) == (0, 0, 8)
-    assert await everything(empty) == before
+    assert await read_everything(target) == before
 
 
-async def test_the_hash_is_of_the_content(store: Store, empty: Store, tmp_path: Path) -> None:
+async def test_content_hash_is_independent_of_the_format(store: Store, target: Store, tmp_path: Path) -> None:
     hashes = {format: (await export_all(store, tmp_path / format, format=format)).hash for format in FORMATS}
     assert len(set(hashes.values())) == 1
-    await import_sessions(empty, tmp_path / "parquet", RUN, verify_content(tmp_path / "parquet"))
-    assert (await export_all(empty, tmp_path / "again", format="jsonl")).hash == hashes["jsonl"]
+    await import_sessions(target, tmp_path / "parquet", RUN, verify_content(tmp_path / "parquet"))
+    assert (await export_all(target, tmp_path / "again", format="jsonl")).hash == hashes["jsonl"]
     await store.add_rewards([Reward("odd", 0.0, RewardSource.RULE, "later")])
     assert (await export_all(store, tmp_path / "later")).hash != hashes["jsonl"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-async def test_the_same_data_is_the_same_bytes(store: Store, tmp_path: Path, format: str) -> None:
+async def test_export_of_the_same_data_writes_identical_files(
+    store: Store, tmp_path: Path, format: str
+) -> None:
     for name in ("one", "two"):
         await export_all(store, tmp_path / name, format=format, samples=True)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*"))
@@ -109,18 +113,22 @@ async def test_the_same_data_is_the_same_bytes(store: Store, tmp_path: Path, for
             assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
 
 
-async def test_a_conflict_is_named(store: Store, empty: Store, tmp_path: Path) -> None:
+async def test_import_of_a_changed_session_names_the_differing_column(
+    store: Store, target: Store, tmp_path: Path
+) -> None:
     manifest = await export_all(store, tmp_path / "out")
-    await import_sessions(empty, tmp_path / "out", RUN, manifest)
-    await empty.add_rewards([Reward("s1-0", 0.0, RewardSource.HUMAN)])
+    await import_sessions(target, tmp_path / "out", RUN, manifest)
+    await target.add_rewards([Reward("s1-0", 0.0, RewardSource.HUMAN)])
     with pytest.raises(ConflictError, match=r"session s1-0 .*: rewards differ"):
-        await import_sessions(empty, tmp_path / "out", RUN, manifest)
+        await import_sessions(target, tmp_path / "out", RUN, manifest)
 
 
 @pytest.mark.parametrize(
     ("old", "new"), [('"trainable":true', '"trainable":false'), ("answer 1", "answer 2")]
 )
-async def test_changed_content_is_refused(store: Store, tmp_path: Path, old: str, new: str) -> None:
+async def test_verify_content_rejects_changed_content(
+    store: Store, tmp_path: Path, old: str, new: str
+) -> None:
     await export_all(store, tmp_path / "out")
     calls = tmp_path / "out" / "calls.jsonl"
     calls.write_text(calls.read_text().replace(old, new, 1))
@@ -128,7 +136,7 @@ async def test_changed_content_is_refused(store: Store, tmp_path: Path, old: str
         verify_content(tmp_path / "out")
 
 
-async def test_a_torn_file_is_refused(store: Store, tmp_path: Path) -> None:
+async def test_verify_content_rejects_a_truncated_file(store: Store, tmp_path: Path) -> None:
     await export_all(store, tmp_path / "out")
     calls = tmp_path / "out" / "calls.jsonl"
     calls.write_text(calls.read_text()[:-20])
@@ -136,7 +144,7 @@ async def test_a_torn_file_is_refused(store: Store, tmp_path: Path) -> None:
         verify_content(tmp_path / "out")
 
 
-async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path) -> None:
+async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists"):
         await export_all(store, tmp_path / "out")
@@ -149,8 +157,8 @@ async def test_nothing_is_written_over_or_left_half(store: Store, tmp_path: Path
     assert [path.name for path in tmp_path.glob("*") if path.is_dir()] == ["out"]  # noqa: ASYNC240
 
 
-async def test_a_long_session_grows_with_what_was_said(store: Store, tmp_path: Path) -> None:
-    """Twice the turns are about twice the bytes, tools and all."""
+async def test_export_size_grows_linearly_with_the_turns(store: Store, tmp_path: Path) -> None:
+    """Twice the turns give about twice the bytes, including the tools."""
     sizes: list[int] = []
     for turns in (50, 100):
         await add_session(store, f"long-{turns}", ["word " * 20] * turns, 1.0)
@@ -162,7 +170,7 @@ async def test_a_long_session_grows_with_what_was_said(store: Store, tmp_path: P
     assert [bool(json.loads(line)["tools"]) for line in calls] == [True] + [False] * 49
 
 
-async def test_filters_are_kept_in_the_manifest(store: Store, tmp_path: Path) -> None:
+async def test_manifest_records_filters_counts_and_versions(store: Store, tmp_path: Path) -> None:
     where = SessionFilter(reward_min=0.5, channel=Channel.TRAIN)
     manifest = await export_all(store, tmp_path / "out", where=where)
     assert manifest.filters == {"channel": "train", "reward_min": 0.5}
@@ -171,7 +179,7 @@ async def test_filters_are_kept_in_the_manifest(store: Store, tmp_path: Path) ->
     assert "/somewhere" not in (tmp_path / "out" / "manifest.json").read_text()
 
 
-async def test_samples_are_flat(store: Store, tmp_path: Path) -> None:
+async def test_samples_table_holds_one_flat_row_per_path(store: Store, tmp_path: Path) -> None:
     await export_all(store, tmp_path / "out", samples=True)
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if line]
@@ -188,7 +196,7 @@ async def test_samples_are_flat(store: Store, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-async def test_the_hf_folder_is_read_by_its_package(store: Store, tmp_path: Path) -> None:
+async def test_hf_export_is_loaded_by_the_datasets_package(store: Store, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     await export_all(store, tmp_path / "out", format="hf")
     loaded = datasets.load_from_disk(str(tmp_path / "out"))
@@ -196,13 +204,13 @@ async def test_the_hf_folder_is_read_by_its_package(store: Store, tmp_path: Path
     assert loaded["sessions"].num_rows == 8
 
 
-def test_every_field_is_exported() -> None:
-    """A field that is added to a session or a call must not be lost on the way."""
+def test_columns_cover_every_field_of_sessions_and_calls() -> None:
+    """A field that is added to a session or a call must also be exported."""
     assert {field.name for field in fields(Session)} <= SESSIONS.keys()
     assert {field.name for field in fields(Call)} == CALLS.keys()
 
 
-async def test_a_call_that_stands_on_another_session_is_refused(store: Store, tmp_path: Path) -> None:
+async def test_export_rejects_a_call_based_on_another_session(store: Store, tmp_path: Path) -> None:
     (base,) = await store.calls("s0-0")
     call = make_call("stray", [4], [5], session_id="s0-1", base_id=base.call_id, base_tokens=0)
     await store.add_calls([call])
@@ -210,28 +218,28 @@ async def test_a_call_that_stands_on_another_session_is_refused(store: Store, tm
         await export_all(store, tmp_path / "out")
 
 
-async def test_what_another_export_left_behind_is_in_nobodys_way(store: Store, tmp_path: Path) -> None:
+async def test_export_beside_leftovers_of_another_export_succeeds(store: Store, tmp_path: Path) -> None:
     (tmp_path / f".out.{os.getpid()}").mkdir()
     await export_all(store, tmp_path / "out")
     (tmp_path / "usual").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-async def test_feedback_of_few_sessions_is_asked_for_by_session(
+async def test_read_records_queries_feedback_by_session_if_there_are_few(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str | None] = []
+    queried: list[str | None] = []
     read = store.feedback
 
     async def feedback(run_id: str, *, session_id: str | None = None) -> list[Feedback]:
-        asked.append(session_id)
+        queried.append(session_id)
         return await read(run_id, session_id=session_id)
 
     monkeypatch.setattr(store, "feedback", feedback)
     few = [record async for record in read_records(store, RUN, ["odd", "s0-0"])]
-    assert asked == ["odd", "s0-0"]
+    assert queried == ["odd", "s0-0"]
     monkeypatch.setattr(export, "PAGE", 1)
     many = [record async for record in read_records(store, RUN, ["odd", "s0-0"])]
-    assert asked[2:] == [None]
+    assert queried[2:] == [None]
     for records in (few, many):
         assert [[f.feedback_id for f in record.feedback] for record in records] == [["f1"], []]
