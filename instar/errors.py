@@ -1,14 +1,14 @@
 """Errors, named by the boundary that the failure crossed.
 
 InstarError
-├── ConfigError        a setting that cannot be honoured; names its path and what is allowed
-├── StoreError         the database refused
+├── ConfigError        a setting is invalid; the message has its path and the allowed values
+├── StoreError         the database rejected an operation
 │   ├── StoreNewer         written by a newer Instar
 │   ├── StoreCorrupt       the file is damaged
-│   ├── StoreFull          no room left on the disk
-│   ├── LeaseLost          another process has taken over what this one did for the run
-│   └── ConflictError      a row that must be unique is there already (a sample claimed twice, say)
-├── RenderError        messages cannot become tokens for this model
+│   ├── StoreFull          the disk is full
+│   ├── LeaseLost          another process has taken over this process's role in the run
+│   └── ConflictError      a row that must be unique exists already (for example a sample claimed twice)
+├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  it cannot be reached or is not ready: try again
 │   └── PromptTooLong      prompt + reply exceed the model's context
@@ -16,9 +16,9 @@ InstarError
 │   ├── NonFiniteError      a loss or gradient is not finite; the step was not applied
 │   ├── BackendUnavailable it cannot be reached, or did not answer within the deadline
 │   └── BackendLost        it no longer has the training session: load the last saved state, train again
-├── DataError          exported data cannot be read, or is not what it says it is
-├── SyncError          a policy could not be carried to an engine
-├── ScoreError         a scorer could not tell what a session is worth
+├── DataError          exported data cannot be read, or does not match its manifest
+├── SyncError          a policy could not be transferred to an engine
+├── ScoreError         a scorer could not score a session
 ├── AgentError         an agent program failed
 │   └── AgentTimeout       it ran past its deadline
 └── Interrupted        the user asked to stop
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class InstarError(Exception):
-    """Everything Instar raises on purpose."""
+    """The base class of every error that Instar raises on purpose."""
 
 
 class ConfigError(InstarError):
@@ -112,7 +112,7 @@ class Interrupted(InstarError):
 
 
 class ScoreError(InstarError):
-    """A scorer could not tell. ``again``: another try may; ``wait``: not sooner than so many seconds."""
+    """A scorer could not score a session. ``retry_after`` is the shortest wait in seconds before a retry."""
 
     def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
         super().__init__(message)

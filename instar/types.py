@@ -1,4 +1,4 @@
-"""The words every room speaks. Frozen, no torch, no pydantic.
+"""The data types shared by all packages. They are frozen and need neither torch nor pydantic.
 
 Arrays are numpy: token ids and versions int32, logprobs and advantages float32. Two values are
 reserved: a missing logprob is NaN (never 0.0), and the version of a token that was not sampled
@@ -13,128 +13,42 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-Ids = NDArray[np.int32]
-Floats = NDArray[np.float32]
-Json = dict[str, Any]
+from instar.model_types import Artifact as Artifact
+from instar.model_types import ArtifactKind as ArtifactKind
+from instar.model_types import FinishReason as FinishReason
+from instar.model_types import Floats as Floats
+from instar.model_types import Ids as Ids
+from instar.model_types import Json as Json
+from instar.model_types import Message as Message
+from instar.model_types import Policy as Policy
+from instar.model_types import PolicyState as PolicyState
+from instar.model_types import SamplingParams as SamplingParams
+from instar.model_types import TokenChunk as TokenChunk
+from instar.model_types import Tool as Tool
+from instar.model_types import ToolCall as ToolCall
 
 NOT_SAMPLED = -1
 
 
-_ids = random.Random(os.urandom(32))
-"""Ids are unique, not secret; asking the system for each costs more than the rest of many a call."""
+_id_generator = random.Random(os.urandom(32))
+"""Ids must be unique, not secret; a system call per id would dominate the cost of a short call."""
 
 
 def new_id(prefix: str) -> str:
-    """A fresh id, readable in a log: ``sess-18e7…``. It begins with the time, so that an index of ids
-    grows at its end: anywhere else, a row would cost the store twice as much."""
-    return f"{prefix}-{time.time_ns() >> 20:011x}{_ids.getrandbits(36):09x}"
+    """Return a new id, readable in a log: ``sess-18e7…``.
 
-
-# --- messages, as every dialect translates them -------------------------------------------------
-
-
-class ToolCall(TypedDict):
-    id: str
-    name: str
-    arguments: str
-    """The JSON text as it was generated, not parsed and written again."""
-
-
-class Message(TypedDict):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCall]]
-    tool_call_id: NotRequired[str]
-    name: NotRequired[str]
-
-
-class Tool(TypedDict):
-    name: str
-    description: str
-    parameters: Json
-    """A JSON schema."""
-
-
-# --- sampling -----------------------------------------------------------------------------------
-
-FinishReason = Literal["stop", "length", "aborted"]
-
-
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    max_tokens: int = 256
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    """Ends the reply; the sampled stop token is part of it."""
-    score: bool = True
-    """False: nobody will look at the logprobs or train on them, so an engine that would have to ask for them
-    apart leaves them missing."""
-
-    @property
-    def modifies_distribution(self) -> bool:
-        """Whether sampling departs from the full softmax at temperature 1."""
-        return self.temperature != 1.0 or self.top_p < 1.0 or self.top_k > 0
-
-
-class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine streams: one or more sampled tokens, each with its logprob and version.
-
-    ``logprobs`` are those of the full softmax at temperature 1. ``behavior_logprobs`` are those of
-    the distribution really sampled from, present when that was another one. The last chunk of a
-    reply carries ``finish_reason``; ``stop`` names the stop string that ended it. Tokens of a
-    matched stop string are in the stream, for they were sampled; the gateway trims the text.
+    It begins with the time, so that new rows go to the end of an index of ids: inserting them anywhere else
+    would cost the store twice as much.
     """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    behavior_logprobs: list[float] | None = None
-    finish_reason: FinishReason | None = None
-    stop: str | None = None
+    return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
 
-# --- policies -----------------------------------------------------------------------------------
-
-ArtifactKind = Literal["base", "adapter", "weights", "live", "remote"]
-
-
-class Artifact(msgspec.Struct, frozen=True):
-    """Where a published policy's weights are.
-
-    ``base``: the base model itself. ``adapter``: a PEFT LoRA folder. ``weights``: a folder of full
-    weights. ``live``: tensors held by a running process. ``remote``: a sampler in a cloud.
-    """
-
-    kind: ArtifactKind
-    path: str = ""
-    expires_at: float | None = None
-
-
-class Policy(msgspec.Struct, frozen=True):
-    policy_id: str
-    version: int
-    artifact: Artifact
-
-
-class PolicyState(StrEnum):
-    RESERVED = "reserved"
-    PUBLISHED = "published"
-    TOMBSTONED = "tombstoned"
-
-
-# --- what an agent did --------------------------------------------------------------------------
+# --- runs, sessions and calls -------------------------------------------------------------------
 
 
 class Channel(StrEnum):
@@ -142,7 +56,7 @@ class Channel(StrEnum):
     VAL = "val"
     LIVE = "live"
     DATA = "data"
-    """Brought in from exported data, to be trained on."""
+    """Imported from exported data, to be trained on."""
 
 
 class SessionStatus(StrEnum):
@@ -171,7 +85,7 @@ class RewardSource(StrEnum):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem. ``data`` is what the agent and the reward rule are given."""
+    """One problem; the agent and the reward rule receive its ``data``."""
 
     task_id: str
     data: Json
@@ -179,7 +93,7 @@ class Task(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sessions that try one task. ``index`` orders groups within a run and channel."""
+    """The sessions that attempt one task. ``index`` orders groups within a run and channel."""
 
     group_id: str
     run_id: str
@@ -202,17 +116,17 @@ class Session:
     status: SessionStatus = SessionStatus.OPEN
     group_id: str | None = None
     slot: int = 0
-    """Place within the group; a refill or retry is another session in the same slot."""
+    """The position within the group; a refill or retry is another session in the same slot."""
     attempt: int = 0
     task_id: str | None = None
     reason: str | None = None
-    """Why it failed or was abandoned."""
+    """The reason that the session failed or was abandoned."""
     seed: int | None = None
     sampling: Json = field(default_factory=dict[str, Any])
     """Sampling settings forced on every call of the session (``{"temperature": 0}``)."""
     metadata: Json = field(default_factory=dict[str, Any])
     external_id: str | None = None
-    """What the agent itself calls this session, where it sends such an id."""
+    """The id that the agent itself uses for this session, if it sends one."""
     created_at: float = 0.0
     ended_at: float | None = None
 
@@ -223,11 +137,11 @@ class CallStatus(StrEnum):
 
 
 class Link(StrEnum):
-    """How a call came to its place in the session's graph."""
+    """The relation of a call to the earlier calls of its session."""
 
     ROOT = "root"
     EXTENDS = "extends"
-    """Its messages continue its parent's, and its prompt is the parent's tokens + new ones."""
+    """The messages continue the parent's, and the prompt is the parent's tokens followed by new ones."""
     BRANCH = "branch"
     """The agent rewrote its history, or another conversation began (a sub-agent)."""
     SIBLING = "sibling"
@@ -238,9 +152,9 @@ class Link(StrEnum):
 class Call:
     """One model call, exactly as it happened.
 
-    ``prompt_ids`` and ``messages`` are whole here; a store keeps only what lies beyond the first
+    ``prompt_ids`` and ``messages`` are complete here; a store keeps only what follows the first
     ``base_tokens`` tokens and ``base_messages`` messages of the call ``base_id``, whose own
-    sequence is its prompt + its sampled tokens, and its messages + its reply.
+    sequence is its prompt and its sampled tokens, and its messages and its reply.
     """
 
     call_id: str
@@ -266,16 +180,17 @@ class Call:
     status: CallStatus = CallStatus.OK
     trainable: bool = True
     reason: str | None = None
-    """Why it is not trainable, or was aborted."""
+    """The reason that the call is not trainable, or was aborted."""
     dialect: str = "chat"
     model: str = ""
-    """The name that the agent asked for."""
+    """The model name that the agent requested."""
     client_key: str | None = None
-    """The idempotency key of the request: the same one again is the same request again."""
+    """The idempotency key of the request: a request with the same key is a repetition of it."""
     digests: bytes = b""
-    """Requests are compared by it (`record.hashing`): keyed hashes of the tools, then of each message beyond
-    ``base_messages`` and of the reply, as they were before redaction. Empty: made from the messages."""
-    params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so one for all is safe
+    """Keyed hashes that requests are compared by (`record.hashing`): of the tools, then of each message after
+    ``base_messages`` and of the reply, as they were before redaction. If empty, they are computed from the
+    messages."""
+    params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so it can be shared
     started_at: float = 0.0
     first_token_at: float | None = None
     ended_at: float = 0.0
@@ -295,11 +210,11 @@ class Reward:
     detail: Json = field(default_factory=dict[str, Any])
     created_at: float = 0.0
     reward_id: str | None = None
-    """Adding a reward whose id is there already changes nothing."""
+    """Adding a reward whose id is already stored changes nothing."""
     scorer_version: str = ""
-    """Of the rule, rubric or model that gave it: another version's word is another reward."""
+    """The version of the rule, rubric or model; the same scorer in another version adds another reward."""
     cost: float = 0.0
-    """What it cost, in US dollars, where the price is known."""
+    """The cost in US dollars, where the price is known."""
 
 
 class ScoreState(StrEnum):
@@ -310,7 +225,7 @@ class ScoreState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """That a scorer is done with a session. Once per session and scorer."""
+    """A record that a scorer has finished with a session. There is one per session and scorer."""
 
     session_id: str
     scorer: str
@@ -318,13 +233,13 @@ class Score:
     state: ScoreState
     attempts: int = 1
     reason: str | None = None
-    """Why it gave up."""
+    """The reason that the scorer gave up."""
     created_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What somebody, or a check, says of a session. One per session and name."""
+    """A label that a person or a check puts on a session. There is one per session and name."""
 
     session_id: str
     name: str
@@ -340,7 +255,7 @@ UNTRAINABLE = "untrainable"
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a person says of a session, or of one of its calls."""
+    """A person's feedback on a session, or on one of its calls."""
 
     feedback_id: str
     session_id: str
@@ -350,19 +265,19 @@ class Feedback:
     score: float | None = None
     text: str = ""
     correction: str | None = None
-    """The answer that the call should have given."""
+    """The reply that the call should have returned."""
     correction_ids: Ids | None = None
-    """The same as tokens, as the model would have sampled it behind the call's prompt."""
+    """The correction as tokens, as the model would have sampled it after the call's prompt."""
     author: str = ""
     created_at: float = 0.0
 
 
-# --- what is trained on -------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``length`` sampled tokens of a call, from ``start`` on in the sample."""
+    """``length`` sampled tokens of a call, at position ``start`` of the sample."""
 
     call_id: str
     start: int
@@ -371,7 +286,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One root-to-leaf walk through a session, flat. Index i speaks of token i given those before.
+    """One flat root-to-leaf path through a session. Index i describes token i given the tokens before it.
 
     A two-turn session whose prompt is ``[1 2]``, first reply ``[7 8]``, tool result ``[3]`` and
     second reply ``[9]``, all sampled by version 4, with advantage 0.5, is::
@@ -421,7 +336,7 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That a sample was consumed: by a step, or dropped with a reason. Once per run and epoch."""
+    """A record that a sample was trained on by a step, or dropped with a reason. One per run and epoch."""
 
     run_id: str
     epoch: int
@@ -443,14 +358,14 @@ class Step:
     state: StepState
     state_path: str | None = None
     version: int | None = None
-    """The version that this step published."""
+    """The policy version that this step published."""
     metrics: Json = field(default_factory=dict[str, Any])
     updated_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A role of a run that is up: where it listens, which process it is, what it is doing."""
+    """A running role of a run: its address, its process and its current activity."""
 
     run_id: str
     role: str

@@ -217,7 +217,7 @@ def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = (
         "SELECT run_id FROM sessions WHERE session_id = ?", (feedback.session_id,)
     ).fetchone()
     _require_session(session is not None, feedback.session_id, "comment on")
-    db.execute(FEEDBACK.insert, {**FEEDBACK_ROWS.encode(feedback), "run_id": session["run_id"]})
+    db.execute(FEEDBACK.insert_sql, {**FEEDBACK_ROWS.encode(feedback), "run_id": session["run_id"]})
     add_rewards(db, rewards)
     return True
 

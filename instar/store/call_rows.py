@@ -1,7 +1,8 @@
-"""Calls ↔ rows. A row holds only what lies beyond its base call; reading puts whole calls together.
+"""Conversion of calls to rows and back. A row holds only what follows its base call; reading rebuilds the
+complete call.
 
-Checksums of the whole prompt and sequence stand in the row. They refuse, when it is written, a call
-that does not continue its base, and show, when it is read, that it was rebuilt exactly.
+The row has checksums of the complete prompt and sequence. When it is written, they reject a call that does
+not continue its base; when it is read, they prove that the call was rebuilt exactly.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from instar.types import Call, CallStatus, Ids, Link, Message, SamplingParams, T
 
 
 class BaseCallSummary(NamedTuple):
-    """What is asked of a call that another one stands on."""
+    """The facts about a base call that a call built on it is checked against."""
 
     prompt_tokens: int
     sampled_tokens: int
@@ -51,23 +52,23 @@ class EncodedCall:
     base_tokens: int
     base_messages: int
     prefix_crc: int
-    """Checksum of the prompt's first ``base_tokens``."""
+    """The checksum of the prompt's first ``base_tokens`` tokens."""
     base_summary: BaseCallSummary
     tools: tuple[str, str] | None
-    """(hash, body), where the call had tools."""
+    """(hash, body), if the call had tools."""
     values: tuple[object, ...]
-    """Of its row, in the order of the table's columns."""
+    """The values of the row, in the order of the table's columns."""
 
 
 def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     _check_lengths(call)
     prompt, sampled, base_tokens = call.prompt_ids, call.sampled_ids, call.base_tokens
     tail = prompt[base_tokens:]
-    begins_with = checksum(prompt[:base_tokens]) if base_tokens else 0
-    prompt_crc = checksum(tail, begins_with)
-    as_base = BaseCallSummary(len(prompt), len(sampled), checksum(sampled, prompt_crc), len(call.messages))
+    prefix_crc = checksum(prompt[:base_tokens]) if base_tokens else 0
+    prompt_crc = checksum(tail, prefix_crc)
+    summary = BaseCallSummary(len(prompt), len(sampled), checksum(sampled, prompt_crc), len(call.messages))
     tools = _encode_tools(call.tools)
-    # This is done for every call, and a mapping would take as long again.
+    # Building a mapping would double the time, and this runs for every call.
     values = (
         call.call_id,
         call.session_id,
@@ -80,11 +81,11 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         call.base_id,
         base_tokens,
         call.base_messages,
-        as_base.prompt_tokens,
+        summary.prompt_tokens,
         prompt_crc,
-        as_base.sampled_tokens,
-        as_base.sequence_crc,
-        as_base.message_count,
+        summary.sampled_tokens,
+        summary.sequence_crc,
+        summary.message_count,
         call.status.value,
         int(call.trainable),
         sanitize_text(call.reason),
@@ -113,8 +114,8 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         call.base_id,
         base_tokens,
         call.base_messages,
-        begins_with,
-        as_base,
+        prefix_crc,
+        summary,
         tools,
         values,
     )
@@ -135,25 +136,25 @@ def _check_lengths(call: Call) -> None:
 
 
 def check_base(call: EncodedCall, base: BaseCallSummary | None) -> None:
-    """Refuse a call whose prompt is not its base's tokens + its own.
+    """Raise StoreError if the call's prompt is not its base's tokens followed by its own.
 
-    Where it goes on from within the base's sequence, only reading can tell.
+    A call that branches off inside the base's sequence can only be verified when it is read.
     """
     if base is None:
-        raise _refused(call, f"its base call {call.base_id} is not stored")
+        raise _invalid_call(call, f"its base call {call.base_id} is not stored")
     tokens = base.prompt_tokens + base.sampled_tokens
     if call.base_tokens > tokens:
-        raise _refused(call, f"base_tokens {call.base_tokens} of a base of {tokens} tokens")
+        raise _invalid_call(call, f"base_tokens {call.base_tokens} of a base of {tokens} tokens")
     if call.base_messages > base.message_count + 1:
-        raise _refused(
+        raise _invalid_call(
             call, f"base_messages {call.base_messages} of a base of {base.message_count + 1} messages"
         )
     if call.base_tokens == tokens and call.prefix_crc != base.sequence_crc:
-        raise _refused(call, f"its prompt does not begin with the tokens of its base {call.base_id}")
+        raise _invalid_call(call, f"its prompt does not begin with the tokens of its base {call.base_id}")
 
 
-def _refused(call: EncodedCall, why: str) -> StoreError:
-    return StoreError(f"call {call.call_id}: {why}")
+def _invalid_call(call: EncodedCall, reason: str) -> StoreError:
+    return StoreError(f"call {call.call_id}: {reason}")
 
 
 def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:
@@ -168,8 +169,8 @@ def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:
 
 @dataclass(slots=True)
 class _TokenSequence:
-    """Tokens that a line of calls shares: a child that goes on where its parent ended adds to it, so
-    the whole line is one array and each prompt a view of it."""
+    """The tokens shared by a chain of calls. A child that continues at its parent's end appends to it, so
+    that the chain is one array and each prompt is a view of it."""
 
     pieces: list[Ids] = field(default_factory=list[Ids])
     length: int = 0
@@ -199,46 +200,51 @@ class _RebuiltCall:
         return self.row["prompt_tokens"] + self.row["sampled_tokens"]
 
 
-def decode_calls(rows: Iterable[DatabaseRow], tools: Mapping[str, str], wanted: Iterable[str]) -> list[Call]:
-    """Whole calls of the ids ``wanted``, from their rows and those of all their bases, a base before
-    what stands on it. Costs the tokens stored, not the sum of the prompts."""
+def decode_calls(
+    rows: Iterable[DatabaseRow], tools: Mapping[str, str], call_ids: Iterable[str]
+) -> list[Call]:
+    """Return the complete calls of ``call_ids``, from their rows and those of all their bases.
+
+    A base must come before the calls built on it. The cost grows with the stored tokens, not with the sum of
+    the prompts.
+    """
     rebuilt: dict[str, _RebuiltCall] = {}
     for row in rows:
         rebuilt[row["call_id"]] = _rebuild(row, rebuilt)
     decoded_tools: dict[str, tuple[Tool, ...]] = {
         key: tuple(load_message(body)) for key, body in tools.items()
     }
-    return [_to_call(rebuilt[call_id], decoded_tools) for call_id in wanted]
+    return [_to_call(rebuilt[call_id], decoded_tools) for call_id in call_ids]
 
 
-def _rebuild(row: DatabaseRow, known: Mapping[str, _RebuiltCall]) -> _RebuiltCall:
+def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltCall:
     tail, sampled = unpack_ids(row["prompt_ids"]), unpack_ids(row["sampled_ids"])
     messages: list[Message] = load_message(row["messages"])
-    strand, crc = _TokenSequence(), 0
+    sequence, crc = _TokenSequence(), 0
     if row["base_id"] is not None:
-        base = known.get(row["base_id"])
+        base = rebuilt.get(row["base_id"])
         if base is None:
-            raise _damaged(row, f"its base {row['base_id']} is missing")
+            raise _corrupt_call(row, f"its base {row['base_id']} is missing")
         messages = [*base.messages, base.reply][: row["base_messages"]] + messages
         if row["base_tokens"] == base.tokens and base.sequence.length == base.tokens:
-            strand, crc = base.sequence, base.crc
+            sequence, crc = base.sequence, base.crc
         else:
-            strand.append(base.sequence.array[: row["base_tokens"]])
-            crc = checksum(strand.array)
-    strand.append(tail)
+            sequence.append(base.sequence.array[: row["base_tokens"]])
+            crc = checksum(sequence.array)
+    sequence.append(tail)
     crc = checksum(tail, crc)
-    if strand.length != row["prompt_tokens"] or crc != row["prompt_crc"]:
-        raise _damaged(row, "its prompt cannot be rebuilt as it was")
+    if sequence.length != row["prompt_tokens"] or crc != row["prompt_crc"]:
+        raise _corrupt_call(row, "its prompt cannot be rebuilt as it was")
     if len(messages) != row["message_count"]:
-        raise _damaged(row, f"{len(messages)} of its {row['message_count']} messages are there")
-    strand.append(sampled)
+        raise _corrupt_call(row, f"{len(messages)} of its {row['message_count']} messages are stored")
+    sequence.append(sampled)
     crc = checksum(sampled, crc)
     if crc != row["sequence_crc"]:
-        raise _damaged(row, "its sampled tokens are not those that were written")
-    return _RebuiltCall(row, strand, crc, messages, load_message(row["reply"]), sampled)
+        raise _corrupt_call(row, "its sampled tokens are not those that were written")
+    return _RebuiltCall(row, sequence, crc, messages, load_message(row["reply"]), sampled)
 
 
-def _damaged(row: DatabaseRow, detail: str) -> StoreCorrupt:
+def _corrupt_call(row: DatabaseRow, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"call {row['call_id']} of session {row['session_id']} is damaged in the store ({detail}): "
         "leave the session out, or restore the store from a backup"
@@ -248,7 +254,7 @@ def _damaged(row: DatabaseRow, detail: str) -> StoreCorrupt:
 def _to_call(rebuilt: _RebuiltCall, tools: Mapping[str, tuple[Tool, ...]]) -> Call:
     row = rebuilt.row
     prompt = rebuilt.sequence.array[: row["prompt_tokens"]]
-    prompt.flags.writeable = False  # shared with the other calls of its line
+    prompt.flags.writeable = False  # shared with the other calls of the chain
     behavior = row["behavior_logprobs"]
     return Call(
         call_id=row["call_id"],
@@ -290,12 +296,12 @@ DELTA_COLUMNS = (
     "trainable, reason, tools_hash, prompt_ids, sampled_ids, reply, client_key, digests, "
     "CASE WHEN length(digests) = 0 THEN messages END AS messages"
 )
-"""What `decode_part` reads, of the table of calls."""
+"""The columns of the calls table that `decode_delta` reads."""
 
 
 def decode_delta(row: DatabaseRow, tools: Mapping[str, tuple[Tool, ...]]) -> CallDelta:
-    """``tools`` by hash: those of the rows without digests."""
-    bare = row["messages"] is not None
+    """Decode a delta; ``tools`` maps a hash to the tools of rows without digests."""
+    has_messages = row["messages"] is not None
     return CallDelta(
         call_id=row["call_id"],
         request_id=row["request_id"],
@@ -313,6 +319,6 @@ def decode_delta(row: DatabaseRow, tools: Mapping[str, tuple[Tool, ...]]) -> Cal
         client_key=row["client_key"],
         digests=row["digests"],
         reply=load_message(row["reply"]),
-        messages=tuple(load_message(row["messages"])) if bare else (),
-        tools=tools[row["tools_hash"]] if bare and row["tools_hash"] is not None else (),
+        messages=tuple(load_message(row["messages"])) if has_messages else (),
+        tools=tools[row["tools_hash"]] if has_messages and row["tools_hash"] is not None else (),
     )

@@ -1,7 +1,7 @@
-"""Arrays ↔ bytes and values ↔ JSON text, for any SQL store.
+"""Encoding of arrays as bytes and of values as JSON text, for any SQL store.
 
-Token ids are int32 and logprobs float32, little endian, as they are: ``np.frombuffer`` reads them.
-Versions are runs of (version, length), for nearly all tokens of a reply share one.
+Token ids are int32 and logprobs float32, little endian, so ``np.frombuffer`` reads them. Versions are
+stored as runs of (version, length), because nearly all tokens of a reply have the same one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def unpack_ids(data: bytes) -> Ids:
 
 
 def view_ids(data: bytes) -> Ids:
-    """Not to be written to: it is the bytes themselves."""
+    """Return a read-only view of the bytes, without a copy."""
     return np.frombuffer(data, _INT).astype(np.int32, copy=False)
 
 
@@ -48,7 +48,7 @@ def unpack_floats(data: bytes) -> Floats:
 
 
 def pack_runs(values: Ids) -> bytes:
-    """Run-length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
+    """Encode by run length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
     values = np.asarray(values, _INT)
     if len(values) == 0:
         return b""
@@ -66,30 +66,30 @@ def unpack_runs(data: bytes) -> Ids:
 
 
 def checksum(ids: Ids, start: int = 0) -> int:
-    """CRC-32 of the packed ids; ``start`` is that of the ids before them."""
+    """Return the CRC-32 of the packed ids; ``start`` is the checksum of the ids before them."""
     return zlib.crc32(np.ascontiguousarray(ids, _INT).data, start)
 
 
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_escaped = json.JSONEncoder(separators=(",", ":")).encode
+_encode_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump_json(value: Any) -> str:
-    """Compact JSON. Lone surrogates, which an agent may send and UTF-8 cannot hold, stay escaped."""
-    text = _compact(value)
+    """Return compact JSON. Lone surrogates, which an agent may send and UTF-8 cannot encode, stay escaped."""
+    text = _encode_compact(value)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return _escaped(value)
+        return _encode_ascii(value)
     return text
 
 
 def dump_message(value: Any) -> str:
-    """As `dump_json` and much faster, for what holds no NaN: messages and tools."""
+    """Return JSON, much faster than `dump_json`, of messages or tools, which contain no NaN."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
-        return _escaped(value)
+        return _encode_ascii(value)
 
 
 def load_json(text: str) -> Any:
@@ -97,7 +97,7 @@ def load_json(text: str) -> Any:
 
 
 def load_message(text: str) -> Any:
-    """What `dump_message` wrote."""
+    """Decode the JSON that `dump_message` wrote."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:  # an escaped lone surrogate
@@ -105,5 +105,5 @@ def load_message(text: str) -> Any:
 
 
 def sanitize_text(text: str | None) -> str | None:
-    """Text that a database can hold: a program's output may carry bytes that are no UTF-8, or NUL."""
+    """Escape what a database cannot store: program output may contain invalid UTF-8 or NUL."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -1,10 +1,10 @@
-"""What the store's SQL is run on: a connection to one of the databases that it knows.
+"""The interface between the store's SQL and a database connection.
 
-A query is written once, in the words that SQLite and PostgreSQL share, with parameters as ``?`` or
-``:name``. Where they differ, it takes the words from its `Database`.
+A query is written once, in the SQL that SQLite and PostgreSQL share, with parameters as ``?`` or
+``:name``. Where they differ, the query takes the text from its `Database`.
 
-Every write runs in a transaction that others may run beside, so one that reads what it then changes
-holds it first: rows by `for_update`, a name by `hold`. SQLite has one writer at a time and needs neither.
+Transactions of several processes may run concurrently, so a write that reads what it then changes locks
+it first: rows by `for_update`, a name by `lock_name`. SQLite has one writer at a time and needs neither.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Values = Sequence[Any] | Mapping[str, Any]
 
 
 class Cursor(Protocol):
-    """What a statement gave; rows are read by column name."""
+    """The result of a statement; its rows are read by column name."""
 
     @property
     def rowcount(self) -> int: ...
@@ -29,64 +29,67 @@ class Cursor(Protocol):
 
 
 class Database(Protocol):
-    """One connection; threads use it one at a time."""
+    """One connection, used by one thread at a time."""
 
     errors: ClassVar[tuple[type[Exception], ...]]
-    """What the driver raises."""
+    """The exceptions that the driver raises."""
     for_update: ClassVar[str]
-    """Ends a SELECT whose rows nobody else may change before this transaction ends."""
+    """The suffix of a SELECT that locks its rows until this transaction ends."""
     json_rows: ClassVar[str]
-    """Makes all rows one, a JSON array of arrays of the columns at ``{}``."""
+    """An aggregate that returns all rows as one JSON array of arrays of the columns at ``{}``."""
     json_texts: ClassVar[str]
-    """A query for the members of the JSON array of texts at ``{}``."""
+    """A query for the elements of the JSON array of texts at ``{}``."""
 
     def execute(self, sql: str, values: Values = (), /) -> Cursor: ...
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """The values of each row in the order of `Table.inserted`."""
+        """Insert rows whose values are in the order of `Table.insert_columns`."""
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        """As a transaction of its own, in one statement. False, and nothing done, where that cannot be."""
+        """Insert the rows in one statement that commits itself.
+
+        Return False, with nothing inserted, if that is not possible.
+        """
         ...
 
     def lock_name(self, name: str) -> None:
-        """Until the transaction ends, nobody else has the name."""
+        """Lock the name until the transaction ends."""
 
-    # what readers do
+    # For readers.
 
     def begin_read(self) -> None:
-        """A transaction that sees one snapshot."""
+        """Begin a transaction that reads one snapshot."""
 
     def is_connection_lost(self, error: Exception) -> bool:
-        """Whether the connection is gone, and what it was asked should be asked again on a new one."""
+        """True if the connection is gone and the read should be repeated on a new one."""
         ...
 
-    # what the writer does; SAVEPOINT, RELEASE and ROLLBACK TO are the same everywhere
+    # For the writer. SAVEPOINT, RELEASE and ROLLBACK TO are the same in all databases.
 
     def begin(self) -> None:
-        """A transaction that writes. Waits for its turn, or for the server, until a deadline."""
+        """Begin a transaction that writes; wait for the lock or the server until a deadline."""
 
     def commit(self) -> None:
-        """It is on disk when this returns, and not at all when this raises one of `errors`. StoreError where
-        that cannot be told."""
+        """Commit to disk. If one of `errors` is raised, nothing was committed; StoreError means that the
+        outcome is unknown."""
 
     def rollback(self) -> None:
-        """Whatever state it is in. Never raises for a connection that is lost."""
+        """Roll back in any state; a lost connection is not an error."""
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """Whether the error undid, or must undo, the whole transaction and not the statement alone."""
+        """True if the error undid, or must undo, the complete transaction and not only the statement."""
         ...
 
     def is_global_failure(self, error: Exception) -> bool:
-        """Whether no write could have fared better: the database is locked, or out of reach."""
+        """True if every write would fail in the same way: the database is locked or unreachable."""
         ...
 
     def is_transient(self, error: Exception) -> bool:
-        """Whether the same transaction, which was not committed, may be tried again."""
+        """True if the transaction was not committed and may be tried again."""
         ...
 
     def translate(self, error: Exception) -> StoreError:
-        """What a caller of the store is told."""
+        """Return the error that callers of the store get."""
         ...
 
     def close(self) -> None: ...

@@ -25,7 +25,7 @@ def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -
         )
         return replace(newest, path=path, manifest=manifest)
     row = DATASET_ROWS.encode(DatasetRow(name, newest.version + 1 if newest else 1, path, hash, manifest))
-    db.execute(DATASETS.insert, row)
+    db.execute(DATASETS.insert_sql, row)
     return DATASET_ROWS.decode(row)
 
 

@@ -1,4 +1,4 @@
-"""The store that a run's config names."""
+"""Opens the store that a run's config selects."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from instar.store.base import Store
 
 
 def open_store(config: RunConfig, *, read_only: bool = False) -> Store:
-    """Open the run's store, making it where there is none. ``read_only`` neither makes nor migrates.
+    """Open the run's store and create or migrate it as needed; with ``read_only`` it must exist already.
 
-    A variant is a `Store` with a classmethod ``from_config(config, *, read_only)``.
+    Each store type is a `Store` with a classmethod ``from_config(config, *, read_only)``.
     """
-    variant = resolve("stores", config.store.type)
-    return cast(Store, variant.from_config(config, read_only=read_only))
+    store_class = resolve("stores", config.store.type)
+    return cast(Store, store_class.from_config(config, read_only=read_only))

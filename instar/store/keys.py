@@ -16,7 +16,7 @@ SECRET_BYTES = 32
 
 def put_key(db: Database, key: KeyRow) -> None:
     """Insert a key. Raises ConflictError if its hash is taken, or its name by a key that is not revoked."""
-    db.execute(KEYS.insert, KEY_ROWS.encode(key))
+    db.execute(KEYS.insert_sql, KEY_ROWS.encode(key))
 
 
 def get_key(db: Database, key_hash: str) -> KeyRow | None:

@@ -1,7 +1,7 @@
-"""Bring a file to the schema's version: a fresh one is made from `schema`, an older one is migrated.
+"""Creation of a store file from `schema`, and migration of an older one to the current version.
 
-``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. Once released, a migration is
-never edited; tests/unit/store/fixtures keeps a file of every released version to run them on.
+``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. A released migration is never
+edited; tests/unit/store/fixtures has a file of every released version to test them on.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ def create_or_migrate(
     version: int = VERSION,
     migrations: Mapping[int, Sequence[str]] = MIGRATIONS,
 ) -> None:
-    """Make the file a store of ``version``, in one transaction. Several processes may do so at once.
+    """Create or migrate the file to ``version``, in one transaction. Several processes may do so at once.
 
-    A file that is not ours, or newer than we are, is left exactly as it was.
+    A file of another program, or of a newer Instar, is not changed.
     """
-    _found_version(connection, path, version)
-    _write_ahead(connection, path)
+    _read_version(connection, path, version)
+    _enable_wal(connection, path)
     connection.execute("BEGIN IMMEDIATE")
     try:
-        found = _found_version(connection, path, version)
-        if found == 0:
+        current = _read_version(connection, path, version)
+        if current == 0:
             _create(connection)
-            found = VERSION
-        for number in range(found, version):
+            current = VERSION
+        for number in range(current, version):
             for statement in migrations[number]:
                 connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {version}")
@@ -111,40 +111,40 @@ def create_or_migrate(
 
 
 def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERSION) -> None:
-    """That a file opened for reading only is a store of this version."""
-    found = _found_version(connection, path, version)
-    if found == 0:
+    """Raise StoreError if a file opened for reading is not a store of this version."""
+    current = _read_version(connection, path, version)
+    if current == 0:
         raise StoreError(f"{path} is empty: no run has written to it")
-    if found < version:
+    if current < version:
         raise StoreError(
-            f"{path} has schema version {found}, this Instar reads {version}: it is brought up to date when "
-            "opened for writing, by `instar serve` or `instar train --resume`"
+            f"{path} has schema version {current}, this Instar reads {version}: open it for writing to "
+            "migrate it, with `instar serve` or `instar train --resume`"
         )
     _check_tables(connection, path)
 
 
-def _found_version(connection: SqliteDatabase, path: Path, version: int) -> int:
-    """The schema version of the file; 0 when it is empty. Refuses what is not ours or is newer."""
-    found = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    application = int(connection.execute("PRAGMA application_id").fetchone()[0])
-    empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
-    if application == 0 and found == 0 and empty:
+def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
+    """Return the file's schema version, 0 if it is empty; raise if it is not a store or is newer."""
+    current = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+    if application_id == 0 and current == 0 and is_empty:
         return 0
-    if application != APPLICATION_ID:
+    if application_id != APPLICATION_ID:
         raise StoreError(
-            f"{path} is an SQLite file of another program: name another file in store.path. "
-            "It was left as it is"
+            f"{path} is an SQLite file of another program: set store.path to another file. "
+            "Nothing was changed"
         )
-    if found > version:
+    if current > version:
         raise StoreNewer(
-            f"{path} was written by a newer Instar (schema version {found}, this one knows up to {version}): "
-            "upgrade Instar, or name another file in store.path. It was left as it is"
+            f"{path} was written by a newer Instar (schema version {current}, this one reads up to "
+            f"{version}): upgrade Instar, or set store.path to another file. Nothing was changed"
         )
-    return found
+    return current
 
 
-def _write_ahead(connection: SqliteDatabase, path: Path) -> None:
-    """Switch to WAL. SQLite does not wait for a lock here, whatever the busy timeout."""
+def _enable_wal(connection: SqliteDatabase, path: Path) -> None:
+    """Switch to WAL. SQLite ignores the busy timeout here, so the wait for the lock is done in Python."""
     deadline = time.monotonic() + BUSY_TIMEOUT
     while True:
         try:
@@ -156,18 +156,18 @@ def _write_ahead(connection: SqliteDatabase, path: Path) -> None:
             time.sleep(0.005)
     if mode != "wal":
         raise StoreError(
-            f"{path}: the file system offers no write-ahead log (SQLite chose {mode!r}); "
+            f"{path}: the file system does not support a write-ahead log (SQLite chose {mode!r}); "
             "put store.path on a local disk"
         )
 
 
 def _create(connection: SqliteDatabase) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    for statement in (*(table.create for table in TABLES), *INDEXES, *TRIGGERS):
+    for statement in (*(table.create_sql for table in TABLES), *INDEXES, *TRIGGERS):
         connection.execute(statement)
 
 
 def _check_tables(connection: SqliteDatabase, path: Path) -> None:
-    there = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if missing := sorted({table.name for table in TABLES} - there):
-        raise corrupt_file_error(path, f"without its table {missing[0]}")
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if missing := sorted({table.name for table in TABLES} - tables):
+        raise corrupt_file_error(path, f"the table {missing[0]} is missing")

@@ -1,8 +1,8 @@
 """The store on a PostgreSQL server, for runs that write from several hosts.
 
-As in the embedded one, each process has one writer, which groups concurrent writes into one commit, and
-readers beside it. A connection that is lost is made again: a read is repeated, and a write too once the
-server has said that it was not committed.
+As in the SQLite store, each process has one writer, which groups concurrent writes into one commit, and
+several readers. A lost connection is reopened: a read is repeated, and a write as well once the server has
+confirmed that it was not committed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from instar.store.writer import Writer
 
 
 class PostgresStore(Store):
-    """Opens the schema, making or migrating it first unless ``read_only``."""
+    """A store in a PostgreSQL schema, which is created or migrated first unless ``read_only``."""
 
     def __init__(self, server: PostgresServer, *, readers: int = 4, read_only: bool = False) -> None:
         if read_only:
             _check_readable(server)
-        name, patience = server.name, server.timeout
+        name, timeout = server.name, server.timeout
         super().__init__(
             name,
-            None if read_only else Writer(_open_for_writing(server), name, retry_timeout=patience),
-            ReaderPool(lambda: _open_for_reading(server), name, threads=readers, retry_timeout=patience),
+            None if read_only else Writer(_open_for_writing(server), name, retry_timeout=timeout),
+            ReaderPool(lambda: _open_for_reading(server), name, threads=readers, retry_timeout=timeout),
         )
 
     @classmethod
     def from_config(cls, config: RunConfig, *, read_only: bool = False) -> Self:
-        section = config.store
-        assert isinstance(section, PostgresStoreConfig)
-        variable = section.password_env_name(os.environ)
-        password = os.environ[variable] if variable else None
-        server = PostgresServer(section.url, section.db_schema, section.timeout, password)
-        return cls(server, readers=section.pool, read_only=read_only)
+        settings = config.store
+        assert isinstance(settings, PostgresStoreConfig)
+        password_env = settings.password_env_name(os.environ)
+        password = os.environ[password_env] if password_env else None
+        server = PostgresServer(settings.url, settings.db_schema, settings.timeout, password)
+        return cls(server, readers=settings.pool, read_only=read_only)
 
 
 def _open_for_writing(server: PostgresServer) -> PostgresWriteDatabase:
@@ -59,7 +59,7 @@ def _open_for_reading(server: PostgresServer) -> PostgresDatabase:
 
 
 def _check_readable(server: PostgresServer) -> None:
-    """At once: who only reads is a person who waits."""
+    """Check without retries: a store opened for reading usually has a person waiting for it."""
     try:
         connection = server.connect("instar", read_only=True, retry_timeout=0.0)
         try:

@@ -1,8 +1,8 @@
-"""A connection as the store's queries, readers and writer want it.
+"""PostgreSQL connections that implement `Database`.
 
-A writer that lost its connection while it committed has to know what became of that. So each writer has a
-row of its own, with the number of its last transaction: on a new connection, the row tells whether that
-one was committed. What the old connection still holds is ended first.
+A writer that lost its connection during a commit must learn whether the commit took effect. So each writer
+has a row with the number of its last transaction: on a new connection, the row tells whether that
+transaction was committed. The old connection's server process is terminated first.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from instar.errors import StoreError
 from instar.store.database import Cursor, Values
 from instar.store.postgres_schema import WRITERS, create_or_migrate
 from instar.store.postgres_server import (
-    NotCommitted,
     PostgresConnection,
     PostgresServer,
+    TransactionNotCommitted,
     error_text,
     is_connection_lost,
     is_transient,
 )
 from instar.store.schema import Table
 
-FORGOTTEN_AFTER = 24 * 3600.0
+WRITER_ROW_MAX_AGE = 24 * 3600.0
 _PARAMETER = re.compile(r"\?|(?<!:):([a-z_][a-z_0-9]*)")
 
 
 class PostgresDatabase:
-    """A `Database`, for reading."""
+    """A `Database` for reading."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error,)
     for_update: ClassVar[str] = " FOR NO KEY UPDATE"
@@ -47,12 +47,12 @@ class PostgresDatabase:
         self._connection = connection
 
     def execute(self, sql: str, values: Values = (), /) -> Cursor:
-        return self._connection.execute(_translated(sql), values, binary=True)
+        return self._connection.execute(_to_psycopg(sql), values, binary=True)
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """Sent together, so that many rows wait for one answer."""
+        """Send all rows in one pipeline, so that they wait for one response."""
         if rows:
-            self._connection.cursor().executemany(_translated(table.insert_many(1)), rows)
+            self._connection.cursor().executemany(_to_psycopg(table.insert_many_sql(1)), rows)
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         return False
@@ -75,7 +75,7 @@ class PostgresDatabase:
         self._connection.execute("COMMIT")
 
     def rollback(self) -> None:
-        # A connection that is lost has undone it already.
+        # If the connection is lost, the server has rolled back already.
         with contextlib.suppress(psycopg.Error):
             self._connection.execute("ROLLBACK")
 
@@ -96,16 +96,16 @@ class PostgresDatabase:
 
 
 class PostgresWriteDatabase(PostgresDatabase):
-    """A `Database` with transactions that are known to be committed or not, whatever the network does."""
+    """A `Database` whose transactions are known to be committed or not, whatever the network does."""
 
     def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
         super().__init__(server, connection)
         self._writer = writer
-        self._number = 0
+        self._transaction_number = 0
 
     @classmethod
     def open(cls, server: PostgresServer) -> PostgresWriteDatabase:
-        """Makes or migrates the tables first. Raises psycopg's errors."""
+        """Connect, then create or migrate the tables. Raises psycopg's errors."""
         writer = f"instar {secrets.token_hex(8)}"
         connection = server.connect(writer)
         try:
@@ -118,41 +118,46 @@ class PostgresWriteDatabase(PostgresDatabase):
         return db
 
     def register(self) -> None:
-        """Before the first transaction: a row that is there can be waited for. Those of writers that ended
-        without a word are removed."""
-        self.execute(WRITERS.insert, {"writer": self._writer, "number": self._number, "at": time.time()})
+        """Insert this writer's row before the first transaction, because only an existing row can be locked.
+
+        Rows of writers that ended without `close` are removed.
+        """
+        self.execute(
+            WRITERS.insert_sql,
+            {"writer": self._writer, "number": self._transaction_number, "at": time.time()},
+        )
         self.execute(
             "DELETE FROM writers WHERE at < ? "
             "AND writer NOT IN (SELECT application_name FROM pg_stat_activity)",
-            (time.time() - FORGOTTEN_AFTER,),
+            (time.time() - WRITER_ROW_MAX_AGE,),
         )
 
     def begin(self) -> None:
         if self._connection.closed:
             self._reconnect()
-        self._number += 1
-        # In one message. The name is ours, and the rest numbers.
+        self._transaction_number += 1
+        # One message, so one round trip. Formatting is safe: we generate the name, and the rest are numbers.
         begin = (
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; INSERT INTO writers (writer, number, at) "
-            f"VALUES ('{self._writer}', {self._number}, {time.time()}) "
+            f"VALUES ('{self._writer}', {self._transaction_number}, {time.time()}) "
             "ON CONFLICT (writer) DO UPDATE SET number = excluded.number, at = excluded.at"
         )
         self._connection.execute(begin.encode(), prepare=False)
 
     def commit(self) -> None:
         try:
-            done = self._connection.execute("COMMIT", prepare=False)
+            result = self._connection.execute("COMMIT", prepare=False)
         except psycopg.Error as error:
             if not self.is_connection_lost(error):
                 raise
             if not self._was_committed(error):
-                raise NotCommitted(error_text(error)) from error
+                raise TransactionNotCommitted(error_text(error)) from error
             return
-        if done.statusmessage != "COMMIT":
-            raise StoreError(f"{self._server.name} undid a transaction: {done.statusmessage}")
+        if result.statusmessage != "COMMIT":
+            raise StoreError(f"{self._server.name} rolled back a transaction: {result.statusmessage}")
 
     def close(self) -> None:
-        with contextlib.suppress(psycopg.Error):  # rows that are left are removed with the old ones
+        with contextlib.suppress(psycopg.Error):  # a row that stays is removed later by another writer
             self.execute("DELETE FROM writers WHERE writer = ?", (self._writer,))
         super().close()
 
@@ -166,7 +171,7 @@ class PostgresWriteDatabase(PostgresDatabase):
         )
 
     def _was_committed(self, cause: psycopg.Error) -> bool:
-        """Asked of the server; waits for a transaction that it has not ended yet."""
+        """Ask the server, and wait for a transaction that it has not ended yet."""
         deadline = time.monotonic() + self._server.timeout
         while True:
             try:
@@ -174,19 +179,20 @@ class PostgresWriteDatabase(PostgresDatabase):
                 row = self.execute(
                     "SELECT number FROM writers WHERE writer = ? FOR UPDATE", (self._writer,)
                 ).fetchone()
-                return row is not None and row["number"] == self._number
+                return row is not None and row["number"] == self._transaction_number
             except psycopg.Error as error:
                 if not self.is_connection_lost(error) or time.monotonic() > deadline:
                     raise StoreError(
-                        f"{self._server.name} was lost while it committed ({error_text(cause)}) and has not "
-                        f"come back ({error_text(error)}): it is not known whether the last writes are stored"
+                        f"the connection to {self._server.name} was lost during a commit "
+                        f"({error_text(cause)}) and could not be reopened ({error_text(error)}): "
+                        "it is unknown whether the last writes are stored"
                     ) from error
 
 
 @cache
-def _translated(sql: str) -> bytes:
-    """``?`` and ``:name`` as psycopg writes them."""
+def _to_psycopg(sql: str) -> bytes:
+    """Return the statement with psycopg's placeholders instead of ``?`` and ``:name``."""
     text = _PARAMETER.sub(
-        lambda found: "%s" if found[1] is None else f"%({found[1]})s", sql.replace("%", "%%")
+        lambda match: "%s" if match[1] is None else f"%({match[1]})s", sql.replace("%", "%%")
     )
     return text.encode()

@@ -1,6 +1,6 @@
-"""The store's tables in a PostgreSQL schema: made from `schema`, or migrated, by one process at a time.
+"""The store's tables in a PostgreSQL schema, created from `schema` or migrated by one process at a time.
 
-The declarations and migrations are those of SQLite, in PostgreSQL's words.
+The declarations and migrations are those of SQLite, translated to PostgreSQL's types.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from dataclasses import replace
 
 from instar.errors import StoreError, StoreNewer
 from instar.store.migrations import MIGRATIONS
-from instar.store.postgres_server import GRACE, OLDEST, PostgresConnection, PostgresServer
+from instar.store.postgres_server import (
+    MIN_SERVER_VERSION,
+    RESPONSE_TIMEOUT_FACTOR,
+    PostgresConnection,
+    PostgresServer,
+)
 from instar.store.schema import GROUP_COUNTS, INTEGER, REAL, SESSION_COUNTS, TABLES, VERSION, Table
 from instar.store.schema_indexes import INDEXES
 
-MARK = "instar_store"
-"""The table that says that the schema is ours, and its version."""
+VERSION_TABLE = "instar_store"
+"""The table that marks the schema as a store and holds its version."""
 MIGRATION_TIMEOUT = 3600.0
 
 WRITERS = Table("writers", {"writer": "TEXT PRIMARY KEY", "number": INTEGER, "at": REAL})
-"""The last transaction of each process that writes; see `postgres_connection`."""
+"""The last transaction of each writing process; see `postgres_database`."""
 
-_WORDS = {
+_POSTGRES_TYPES = {
     "INTEGER PRIMARY KEY": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
     "INTEGER": "BIGINT",
     "REAL": "DOUBLE PRECISION",
@@ -30,23 +35,23 @@ _WORDS = {
     "BLOB": "BYTEA",
     "x''": "''",
 }
-_WORD = re.compile("|".join(rf"\b{word}" for word in _WORDS))
+_SQLITE_TYPE = re.compile("|".join(rf"\b{word}" for word in _POSTGRES_TYPES))
 _PLAIN_INDEX = re.compile(r"^CREATE INDEX (\w+) ON (\w+) \(([^)]*)\)")
 
 
 def to_postgres_ddl(ddl: str) -> str:
-    """A statement that makes or changes tables, from SQLite's words."""
-    return _WORD.sub(lambda found: _WORDS[found[0]], _with_order(ddl))
+    """Translate a DDL statement of SQLite."""
+    return _SQLITE_TYPE.sub(lambda match: _POSTGRES_TYPES[match[0]], _append_seq_column(ddl))
 
 
-def _with_order(ddl: str) -> str:
-    """An index of SQLite ends with the row number, by which the newest of its rows is found."""
-    found = _PLAIN_INDEX.match(ddl)
-    if found is None or not any(table.name == found[2] and "seq" in table.columns for table in TABLES):
+def _append_seq_column(ddl: str) -> str:
+    """Add the row number, which ends every SQLite index, so that the newest row is found by the index."""
+    match = _PLAIN_INDEX.match(ddl)
+    if match is None or not any(table.name == match[2] and "seq" in table.columns for table in TABLES):
         return ddl
-    if "seq" in found[3].split(", "):
+    if "seq" in match[3].split(", "):
         return ddl
-    return f"CREATE INDEX {found[1]} ON {found[2]} ({found[3]}, seq)" + ddl[found.end() :]
+    return f"CREATE INDEX {match[1]} ON {match[2]} ({match[3]}, seq)" + ddl[match.end() :]
 
 
 def create_or_migrate(
@@ -56,125 +61,132 @@ def create_or_migrate(
     version: int = VERSION,
     migrations: Mapping[int, Sequence[str]] = MIGRATIONS,
 ) -> None:
-    """Make the schema a store of ``version``, in one transaction. Several processes may do so at once.
+    """Create or migrate the schema to ``version``, in one transaction. Several processes may do so at once.
 
-    What is not ours, or newer than we are, is left exactly as it was."""
+    A schema of another program, or of a newer Instar, is not changed.
+    """
     _check_server(connection, server)
-    if _found_version(connection, server, version) != version:
+    if _read_version(connection, server, version) != version:
         connection.response_timeout = MIGRATION_TIMEOUT
         with connection.transaction():
             connection.execute("SET LOCAL statement_timeout = 0")
             connection.execute(
-                "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"{server.schema} {MARK}",)
+                "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"{server.schema} {VERSION_TABLE}",)
             )
-            _bring_to(connection, server, version, migrations)
-        connection.response_timeout = server.timeout * GRACE
+            _create_or_migrate(connection, server, version, migrations)
+        connection.response_timeout = server.timeout * RESPONSE_TIMEOUT_FACTOR
     _check_tables(connection, server)
 
 
 def check_version(connection: PostgresConnection, server: PostgresServer, *, version: int = VERSION) -> None:
-    """That a schema opened for reading only is a store of this version."""
+    """Raise StoreError if a schema opened for reading is not a store of this version."""
     _check_server(connection, server)
-    found = _found_version(connection, server, version)
-    if found == 0:
+    current = _read_version(connection, server, version)
+    if current == 0:
         raise StoreError(f"there is no store in {server.name}: no run has written to it")
-    if found < version:
+    if current < version:
         raise StoreError(
-            f"{server.name} has schema version {found}, this Instar reads {version}: it is brought up to "
-            "date when opened for writing, by `instar serve` or `instar train --resume`"
+            f"{server.name} has schema version {current}, this Instar reads {version}: open it for writing "
+            "to migrate it, with `instar serve` or `instar train --resume`"
         )
     _check_tables(connection, server)
 
 
-def _bring_to(
+def _create_or_migrate(
     connection: PostgresConnection,
     server: PostgresServer,
     version: int,
     migrations: Mapping[int, Sequence[str]],
 ) -> None:
-    found = _found_version(connection, server, version)
-    if found == 0:
+    current = _read_version(connection, server, version)
+    if current == 0:
         _create(connection, server)
-        found = VERSION
-    for number in range(found, version):
+        current = VERSION
+    for number in range(current, version):
         for statement in migrations[number]:
             connection.execute(to_postgres_ddl(statement).encode())
-    connection.execute(f"UPDATE {MARK} SET version = %s".encode(), (version,))
+    connection.execute(f"UPDATE {VERSION_TABLE} SET version = %s".encode(), (version,))
 
 
 def _check_server(connection: PostgresConnection, server: PostgresServer) -> None:
-    if connection.info.server_version < OLDEST * 10_000:
-        found = connection.info.server_version // 10_000
-        raise StoreError(f"{server.name} is PostgreSQL {found}: the store needs {OLDEST} or later")
-    if (encoding := connection.info.parameter_status("server_encoding")) != "UTF8":
-        raise StoreError(f"{server.name} has the encoding {encoding}: make a database with UTF8")
-
-
-def _found_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
-    """0 when the schema is empty or not there. Refuses what is not ours or is newer."""
-    there = _tables(connection, server)
-    if not there:
-        return 0
-    if MARK not in there:
+    if connection.info.server_version < MIN_SERVER_VERSION * 10_000:
+        major = connection.info.server_version // 10_000
         raise StoreError(
-            f"{server.name} holds tables of another program: name another schema in store.db_schema. "
-            "It was left as it is"
+            f"{server.name} is PostgreSQL {major}: the store needs {MIN_SERVER_VERSION} or later"
         )
-    row = connection.execute(f"SELECT version FROM {MARK}".encode()).fetchone()
-    found = 0 if row is None else int(row["version"])
-    if found > version:
+    if (encoding := connection.info.parameter_status("server_encoding")) != "UTF8":
+        raise StoreError(
+            f"{server.name} has the encoding {encoding}: create a database with the encoding UTF8"
+        )
+
+
+def _read_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
+    """Return the schema's version, 0 if it is empty or missing; raise if it is not a store or is newer."""
+    tables = _table_names(connection, server)
+    if not tables:
+        return 0
+    if VERSION_TABLE not in tables:
+        raise StoreError(
+            f"{server.name} contains tables of another program: set store.db_schema to another schema. "
+            "Nothing was changed"
+        )
+    row = connection.execute(f"SELECT version FROM {VERSION_TABLE}".encode()).fetchone()
+    current = 0 if row is None else int(row["version"])
+    if current > version:
         raise StoreNewer(
-            f"{server.name} was written by a newer Instar (schema version {found}, this one knows up to "
-            f"{version}): upgrade Instar, or name another schema in store.db_schema. It was left as it is"
+            f"{server.name} was written by a newer Instar (schema version {current}, this one reads up to "
+            f"{version}): upgrade Instar, or set store.db_schema to another schema. Nothing was changed"
         )
-    return found
+    return current
 
 
-def _tables(connection: PostgresConnection, server: PostgresServer) -> set[str]:
+def _table_names(connection: PostgresConnection, server: PostgresServer) -> set[str]:
     rows = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (server.schema,))
     return {row["tablename"] for row in rows}
 
 
 def _check_tables(connection: PostgresConnection, server: PostgresServer) -> None:
-    wanted = {table.name for table in (*TABLES, WRITERS)}
-    if missing := sorted(wanted - _tables(connection, server)):
-        raise server.corrupt(f"without its table {missing[0]}")
+    expected = {table.name for table in (*TABLES, WRITERS)}
+    if missing := sorted(expected - _table_names(connection, server)):
+        raise server.corrupt_error(f"the table {missing[0]} is missing")
 
 
-# --- making it ----------------------------------------------------------------------------------
+# --- creation -----------------------------------------------------------------------------------
 
 
 def _create(connection: PostgresConnection, server: PostgresServer) -> None:
     exists = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (server.schema,)).fetchone()
     if exists is None:
         connection.execute(f'CREATE SCHEMA "{server.schema}"'.encode())
-    for statement in _statements():
+    for statement in _create_statements():
         connection.execute(statement.encode())
 
 
-def _statements() -> list[str]:
-    counted = {table.name: _by_backend(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
+def _create_statements() -> list[str]:
+    counted = {table.name: _count_by_backend(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
     tables = [counted.get(table.name, table) for table in TABLES]
     return [
-        *(to_postgres_ddl(table.create) for table in (*tables, WRITERS)),
-        f"CREATE TABLE {MARK} (version BIGINT NOT NULL)",
-        f"INSERT INTO {MARK} (version) VALUES ({VERSION})",
+        *(to_postgres_ddl(table.create_sql) for table in (*tables, WRITERS)),
+        f"CREATE TABLE {VERSION_TABLE} (version BIGINT NOT NULL)",
+        f"INSERT INTO {VERSION_TABLE} (version) VALUES ({VERSION})",
         *(to_postgres_ddl(index) for index in INDEXES),
-        *_counting("groups", "group_counts", ("run_id", "channel", "status", "consumed")),
-        *_counting("sessions", "session_counts", ("run_id", "channel", "status")),
+        *_counting_triggers("groups", "group_counts", ("run_id", "channel", "status", "consumed")),
+        *_counting_triggers("sessions", "session_counts", ("run_id", "channel", "status")),
     ]
 
 
-def _by_backend(counts: Table) -> Table:
-    """Each server process counts for itself, and what is read is the sum: one row for all would have the
-    writers wait for each other, two such rows have them wait forever."""
+def _count_by_backend(counts: Table) -> Table:
+    """Add a counter row per server process; readers use the sum.
+
+    Writers that share one counter row would wait for each other, and with two such rows they would deadlock.
+    """
     (key,) = counts.constraints
     return replace(
         counts, columns={**counts.columns, "backend": INTEGER}, constraints=(f"{key[:-1]}, backend)",)
     )
 
 
-def _counting(table: str, counts: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+def _counting_triggers(table: str, counts: str, keys: tuple[str, ...]) -> tuple[str, ...]:
     columns = ", ".join(keys)
 
     def count(row: str, by: int) -> str:

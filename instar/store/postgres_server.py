@@ -1,4 +1,4 @@
-"""Connections to a PostgreSQL server, and its errors in the store's words."""
+"""Connections to a PostgreSQL server, and the translation of its errors."""
 
 from __future__ import annotations
 
@@ -20,60 +20,71 @@ from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OLDEST = 13
-GRACE = 1.25
-"""Times the deadline of a statement, after which a server that says nothing is given up."""
+MIN_SERVER_VERSION = 13
+RESPONSE_TIMEOUT_FACTOR = 1.25
+"""A server that does not respond for this many statement timeouts is treated as lost."""
 
-# An answer that waiting cannot change. The server's words, for libpq gives no code for a refused connection;
-# in another language they are waited for in vain.
-_HOPELESS = re.compile(
+# Failures that a retry cannot fix. They are recognized by the server's message, because libpq gives no code
+# for a refused connection; a message in another language is retried until the timeout.
+_PERMANENT_FAILURE = re.compile(
     r"authentication failed|no password supplied|does not exist|no pg_hba.conf entry|permission denied"
     r"|unsupported frontend protocol|does not support SSL|certificate"
 )
-_LOST = ("08000", "08001", "08003", "08004", "08006", "57P01", "57P02", "57P03", "57P05", "25P03")
-_PASSING = ("40001", "40P01")
-_NO_ROOM = ("53000", "53100", "53200", "53400")
-_DAMAGED = ("XX001", "XX002", "42P01", "42703")
+_CONNECTION_LOST_CODES = (
+    "08000",
+    "08001",
+    "08003",
+    "08004",
+    "08006",
+    "57P01",
+    "57P02",
+    "57P03",
+    "57P05",
+    "25P03",
+)
+_TRANSIENT_CODES = ("40001", "40P01")
+_DISK_FULL_CODES = ("53000", "53100", "53200", "53400")
+_CORRUPT_CODES = ("XX001", "XX002", "42P01", "42703")
 
 
 class ServerTimeout(psycopg.OperationalError):
     pass
 
 
-class NotCommitted(psycopg.OperationalError):
-    """The connection was lost, and the server says that the transaction went with it."""
+class TransactionNotCommitted(psycopg.OperationalError):
+    """The connection was lost, and the server has not committed the transaction."""
 
 
 class PostgresConnection(psycopg.Connection[DictRow]):
-    """Its server answers within ``patience`` seconds, or the connection is given up."""
+    """A connection that closes itself if the server does not respond within ``response_timeout`` seconds."""
 
-    response_timeout = 30.0 * GRACE
+    response_timeout = 30.0 * RESPONSE_TIMEOUT_FACTOR
 
     def wait(self, gen: PQGen[T], interval: float = 0.1, timeout: float | None = None) -> T:
         try:
-            return super().wait(_answered(gen, time.monotonic() + self.response_timeout), interval, timeout)
+            return super().wait(_wait_until(gen, time.monotonic() + self.response_timeout), interval, timeout)
         except ServerTimeout:
             self.close()
             raise
 
 
-def _answered(gen: PQGen[T], deadline: float) -> PQGen[T]:
-    """psycopg's way of waiting, which asks each time whether there is something to read, with an end."""
+def _wait_until(gen: PQGen[T], deadline: float) -> PQGen[T]:
+    """psycopg's wait generator, which polls the socket, with a deadline."""
     steps = cast(Generator[Any, Any, T], gen)
     try:
-        asks = next(steps)
+        wait_for = next(steps)
         while True:
-            ready = yield asks
+            ready = yield wait_for
             if not ready and time.monotonic() > deadline:
-                raise ServerTimeout("the server does not answer")
-            asks = steps.send(ready)
+                raise ServerTimeout("the server does not respond")
+            wait_for = steps.send(ready)
     except StopIteration as end:
         return end.value
 
 
 @dataclass(frozen=True)
 class PostgresServer:
-    """Where the store is, and how to get there."""
+    """The address, schema and credentials of a store."""
 
     url: str
     schema: str
@@ -82,25 +93,27 @@ class PostgresServer:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name used in messages."""
         return f"{self.url} (schema {self.schema})"
 
     def connect(
         self, label: str, *, read_only: bool = False, retry_timeout: float | None = None
     ) -> PostgresConnection:
-        """In autocommit mode. Tried again until ``patience``, by default the timeout, is over; then raises
-        psycopg's error."""
+        """Connect in autocommit mode.
+
+        Retry for ``retry_timeout`` seconds, by default the timeout, then raise psycopg's error.
+        """
         deadline = time.monotonic() + (self.timeout if retry_timeout is None else retry_timeout)
-        pause, told = 0.05, False
+        pause, has_warned = 0.05, False
         while True:
             try:
                 return self._connect(label, read_only)
             except psycopg.OperationalError as error:
-                if _HOPELESS.search(str(error)) or time.monotonic() + pause > deadline:
+                if _PERMANENT_FAILURE.search(str(error)) or time.monotonic() + pause > deadline:
                     raise
-                if not told:
+                if not has_warned:
                     logger.warning("%s cannot be reached, trying again: %s", self.name, error_text(error))
-                    told = True
+                    has_warned = True
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
@@ -121,18 +134,21 @@ class PostgresServer:
             make_conninfo("", **settings), autocommit=True, row_factory=dict_row
         )
         try:
-            connection.response_timeout = self.timeout * GRACE
-            # One type for all numbers, so that a statement is prepared once.
+            connection.response_timeout = self.timeout * RESPONSE_TIMEOUT_FACTOR
+            # One type for all integers, so that a statement is prepared once.
             connection.adapters.register_dumper(int, Int8BinaryDumper)
-            self._set_up(connection, read_only)
+            self._configure(connection, read_only)
         except BaseException:  # any failure: close the connection, then re-raise
             connection.close()
             raise
         return connection
 
-    def _set_up(self, connection: PostgresConnection, read_only: bool) -> None:
-        """A commit waits for the disk also where the server's own setting is not to; a host that vanishes
-        holds no lock for long."""
+    def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
+        """Configure the session.
+
+        A commit waits for the disk even if the server's own setting says otherwise, and the locks of a host
+        that vanishes are released after the timeout.
+        """
         milliseconds = str(round(self.timeout * 1000))
         connection.execute(
             """
@@ -149,58 +165,58 @@ class PostgresServer:
             },
         )
 
-    # --- its errors -----------------------------------------------------------------------------
-
     def translate(self, error: Exception) -> StoreError:
-        """What a caller of the store is told, for anything that PostgreSQL refused."""
-        code, text = _code(error), error_text(error)
+        """Return the error that callers of the store get for an error of PostgreSQL."""
+        code, text = _sqlstate(error), error_text(error)
         if code == "23505":
-            return ConflictError(f"there already: {text}")
+            return ConflictError(f"the row exists already: {text}")
         if code.startswith(("22", "23")) or isinstance(error, psycopg.DataError):
-            return StoreError(f"the store refuses the row: {text}")
-        if code in _NO_ROOM:
+            return StoreError(f"the database rejected the row: {text}")
+        if code in _DISK_FULL_CODES:
             return StoreFull(
-                f"no room to write to {self.name} ({text}): make room on the server's disk. What was "
-                "acknowledged is stored; what failed was not written at all"
+                f"the disk of {self.name} is full ({text}): free some space on the server. Acknowledged "
+                "writes are stored; the failed write left nothing behind"
             )
-        if code in _DAMAGED:
-            return self.corrupt(text)
+        if code in _CORRUPT_CODES:
+            return self.corrupt_error(text)
         if code == "57014":
             return StoreError(
                 f"{self.name} took longer than store.timeout, {self.timeout:g} s ({text}): look for a "
-                "session that holds a lock and is stuck (pg_stat_activity)"
+                "session that holds a lock and hangs (pg_stat_activity)"
             )
         if code == "42501":
-            return StoreError(f"{self.name}: {text}: its user needs to own the schema, or may make one")
+            return StoreError(
+                f"{self.name}: {text}: its user must own the schema, or have the right to create it"
+            )
         if code == "25006":
             return StoreError(
-                f"{self.name} takes no writes ({text}): it is a standby; name the primary in store.url"
+                f"{self.name} rejects writes ({text}): it is a standby; set store.url to the primary"
             )
         if isinstance(error, psycopg.OperationalError):
             return StoreError(f"{self.name} cannot be reached: {text}. {_advice(text)}")
         return StoreError(f"{self.name}: {text}")
 
-    def corrupt(self, detail: str) -> StoreCorrupt:
+    def corrupt_error(self, detail: str) -> StoreCorrupt:
         return StoreCorrupt(
-            f"{self.name} is damaged, or no store at all ({detail}): restore it from a backup, or name "
-            "another schema in store.db_schema"
+            f"{self.name} is damaged or not a store ({detail}): restore it from a backup, or set "
+            "store.db_schema to another schema"
         )
 
 
 def _advice(text: str) -> str:
     if "password" in text:
-        return "The password is read from the variable that store.password_env names, or from ~/.pgpass"
+        return "The password is read from the variable named by store.password_env, or from ~/.pgpass"
     if "does not exist" in text:
-        return "Make it on the server: createdb, createuser"
-    return "Check store.url, and that the server is up"
+        return "Create it on the server: createdb, createuser"
+    return "Check store.url, and that the server is running"
 
 
-def _code(error: Exception) -> str:
+def _sqlstate(error: Exception) -> str:
     return (error.sqlstate or "") if isinstance(error, psycopg.Error) else ""
 
 
 def error_text(error: Exception) -> str:
-    """The server's message and its detail, in a line."""
+    """Return the server's message and its detail in one line."""
     if isinstance(error, psycopg.Error) and error.diag.message_primary:
         detail = error.diag.message_detail
         return error.diag.message_primary + (f" ({detail})" if detail else "")
@@ -208,9 +224,9 @@ def error_text(error: Exception) -> str:
 
 
 def is_connection_lost(error: Exception) -> bool:
-    return isinstance(error, NotCommitted) or _code(error) in _LOST
+    return isinstance(error, TransactionNotCommitted) or _sqlstate(error) in _CONNECTION_LOST_CODES
 
 
 def is_transient(error: Exception) -> bool:
-    """Two transactions in each other's way, of which this one was undone."""
-    return _code(error) in _PASSING
+    """True if the transaction was rolled back because of a deadlock or serialization failure."""
+    return _sqlstate(error) in _TRANSIENT_CODES

@@ -1,7 +1,7 @@
-"""Reads run beside the writer: a few threads, each with a connection of its own.
+"""Reads run next to the writer, in a few threads with one connection each.
 
-A read sees one snapshot and ends with its last row; what is costly to make into objects is made
-afterwards, so that no snapshot is held for long.
+A read sees one snapshot and ends with its last row. Rows are decoded into objects afterwards, so that no
+snapshot is held for long.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ReaderPool:
     def __init__(
         self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
-        """``name`` is the store's, for errors. A read whose connection is lost is done again on a new
-        one, for ``patience`` seconds."""
+        """``name`` is the store's name in errors; a read that loses its connection is retried on a new one
+        for ``retry_timeout`` seconds."""
         self._connect = connect
         self._name = name
         self._retry_timeout = retry_timeout
@@ -48,11 +48,11 @@ class ReaderPool:
         self._connections.clear()
 
     def look_up(self, fetch: Callable[[Database], T]) -> T:
-        """A read of one statement, which is a snapshot by itself. In a thread of `submit`."""
+        """Read with one statement, which is a snapshot by itself. Call it in a thread of `submit`."""
         return self._fetch(fetch)
 
     def snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """A read of any number of statements. In a thread of `submit`."""
+        """Read with any number of statements in one snapshot. Call it in a thread of `submit`."""
 
         def read(db: Database) -> T:
             db.begin_read()
@@ -72,7 +72,7 @@ class ReaderPool:
             except db.errors as error:
                 if not db.is_connection_lost(error):
                     raise db.translate(error) from error
-                self._forget(db)
+                self._discard(db)
                 deadline = deadline or time.monotonic() + self._retry_timeout
                 if time.monotonic() > deadline:
                     raise db.translate(error) from error
@@ -86,7 +86,7 @@ class ReaderPool:
                 self._connections.append(connection)
         return connection
 
-    def _forget(self, connection: Database) -> None:
+    def _discard(self, connection: Database) -> None:
         self._local.connection = None
         with self._lock:
             self._connections.remove(connection)

@@ -1,7 +1,7 @@
-"""The SQLite store's tables, each column declared once. `migrations` brings older files to this.
+"""The tables of the SQLite store, with each column declared once. `migrations` updates older files.
 
-Wide blobs stand behind the narrow columns, so that reading those does not touch them. Columns of a
-later version stand last, where a migration puts them.
+Wide blobs come after the narrow columns, so that reading those does not touch the blobs. Columns added by a
+later version come last, where a migration adds them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 
 VERSION = 4
-"""Written to ``PRAGMA user_version``; one more with every change of what is declared here."""
+"""Written to ``PRAGMA user_version``; increment it with every change to the declarations here."""
 
 APPLICATION_ID = 0x494E5354
-"""``INST`` in ``PRAGMA application_id``: tells our files from another program's."""
+"""``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Table:
     """Name → SQL type and constraints, in order."""
     constraints: tuple[str, ...] = ()
     generated: tuple[str, ...] = ()
-    """Columns that the database fills by itself: left out of `insert`."""
+    """Columns that the database fills in; they are not inserted."""
 
     @property
-    def create(self) -> str:
+    def create_sql(self) -> str:
         lines = [f"{name} {declaration}" for name, declaration in self.columns.items()]
         return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
 
@@ -36,27 +36,27 @@ class Table:
         return tuple(name for name in self.columns if name not in self.generated)
 
     @property
-    def insert(self) -> str:
+    def insert_sql(self) -> str:
         values = ", ".join(f":{name}" for name in self.insert_columns)
         return f"INSERT INTO {self.name} ({', '.join(self.insert_columns)}) VALUES ({values})"
 
-    def insert_many(self, count: int) -> str:
-        """So many rows, of the values of `inserted` in that order."""
-        return _insert_many(self.name, self.insert_columns, count)
+    def insert_many_sql(self, count: int) -> str:
+        """Return an INSERT of ``count`` rows, with the values in the order of `insert_columns`."""
+        return _insert_many_sql(self.name, self.insert_columns, count)
 
     def values(self, row: Mapping[str, object]) -> tuple[object, ...]:
-        """Those of `inserted`, in that order."""
+        """Return the values of the row in the order of `insert_columns`."""
         return tuple(row[name] for name in self.insert_columns)
 
 
 @cache
-def _insert_many(table: str, names: tuple[str, ...], count: int) -> str:
+def _insert_many_sql(table: str, names: tuple[str, ...], count: int) -> str:
     row = f"({', '.join('?' for _ in names)})"
     return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
 
 
-ORDER = "INTEGER PRIMARY KEY"
-"""A row number: the order in which rows were committed."""
+ROW_NUMBER = "INTEGER PRIMARY KEY"
+"""The row number, which gives the order in which rows were committed."""
 
 TEXT = "TEXT NOT NULL"
 INTEGER = "INTEGER NOT NULL"
@@ -78,7 +78,7 @@ RUNS = Table(
 GROUPS = Table(
     "groups",
     {
-        "seq": ORDER,
+        "seq": ROW_NUMBER,
         "group_id": "TEXT NOT NULL UNIQUE",
         "run_id": TEXT,
         "channel": TEXT,
@@ -88,12 +88,12 @@ GROUPS = Table(
         "task_data": TEXT,
         "status": TEXT,
         "reason": "TEXT",
-        # Derived from the claims whenever they change (`steps.refresh_consumed`), so that progress
-        # is a lookup.
+        # Derived from the claims whenever they change (`steps.refresh_consumed`), so that reading the
+        # progress is a lookup.
         "consumed": "INTEGER NOT NULL DEFAULT 0",
         "created_at": REAL,
-        # The last epoch with a claim of the group's own run, -1 without: derived as `consumed` is, so
-        # that the groups still to be claimed are found without a look at those that were.
+        # The last epoch with a claim by the group's own run, or -1. Derived like `consumed`, so that
+        # unclaimed groups are found without reading the claimed ones.
         "claimed_epoch": "INTEGER NOT NULL DEFAULT -1",
     },
     generated=("seq", "consumed", "claimed_epoch"),
@@ -102,7 +102,7 @@ GROUPS = Table(
 SESSIONS = Table(
     "sessions",
     {
-        "seq": ORDER,
+        "seq": ROW_NUMBER,
         "session_id": "TEXT NOT NULL UNIQUE",
         "run_id": TEXT,
         "agent_id": TEXT,
@@ -121,7 +121,7 @@ SESSIONS = Table(
         "created_at": REAL,
         "ended_at": "REAL",
         "external_id": "TEXT",
-        # The latest of the whole session, as `rewards` has it: so that sessions are found by it.
+        # The session's latest reward without a call, copied from `rewards` so that sessions can be filtered.
         "reward": "REAL",
     },
     generated=("seq", "reward"),
@@ -132,7 +132,7 @@ TOOLS = Table("tools", {"hash": "TEXT PRIMARY KEY", "body": TEXT})
 CALLS = Table(
     "calls",
     {
-        "seq": ORDER,
+        "seq": ROW_NUMBER,
         "call_id": "TEXT NOT NULL UNIQUE",
         "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
         "run_id": TEXT,
@@ -144,7 +144,7 @@ CALLS = Table(
         "base_id": "TEXT",
         "base_tokens": INTEGER,
         "base_messages": INTEGER,
-        # Of the whole prompt and of prompt + sampled tokens: what a rebuilt call is held to.
+        # Of the complete prompt and of prompt + sampled tokens: a rebuilt call is verified against these.
         "prompt_tokens": INTEGER,
         "prompt_crc": INTEGER,
         "sampled_tokens": INTEGER,
@@ -170,7 +170,7 @@ CALLS = Table(
         "model": "TEXT NOT NULL DEFAULT ''",
         "client_key": "TEXT",
         "digests": "BLOB NOT NULL DEFAULT x''",
-        # What a request that continues this call is found by; only calls of live sessions have one.
+        # A request that continues this call is found by this key; only calls of live sessions have one.
         "tail_key": "BLOB",
     },
     generated=("seq",),
@@ -179,7 +179,7 @@ CALLS = Table(
 REWARDS = Table(
     "rewards",
     {
-        "seq": ORDER,
+        "seq": ROW_NUMBER,
         "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
         "run_id": TEXT,
         "agent_id": TEXT,
@@ -228,7 +228,7 @@ TAGS = Table(
 FEEDBACK = Table(
     "feedback",
     {
-        "seq": ORDER,
+        "seq": ROW_NUMBER,
         "feedback_id": "TEXT NOT NULL UNIQUE",
         "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
         "run_id": TEXT,
@@ -244,7 +244,7 @@ FEEDBACK = Table(
     generated=("seq",),
 )
 
-# A judge's answers by what it was asked: the same question is not paid for twice.
+# A judge's answers, keyed by the question, so that the same question is not paid for twice.
 JUDGMENTS = Table(
     "judgments",
     {"key": "BLOB PRIMARY KEY", "run_id": TEXT, "answer": TEXT, "cost": REAL, "created_at": REAL},
@@ -297,7 +297,7 @@ STEPS = Table(
 CLAIMS = Table(
     "claims",
     {
-        "seq": ORDER,
+        "seq": ROW_NUMBER,
         "run_id": TEXT,
         "epoch": INTEGER,
         "sample_key": TEXT,
@@ -349,7 +349,7 @@ LEASES = Table(
     constraints=("PRIMARY KEY (run_id, name)",),
 )
 
-# Kept by triggers: progress is polled, and counting rows would cost more with every group.
+# Maintained by triggers: progress is polled, and counting rows would get slower with every group.
 GROUP_COUNTS = Table(
     "group_counts",
     {"run_id": TEXT, "channel": TEXT, "status": TEXT, "consumed": INTEGER, "n": INTEGER},

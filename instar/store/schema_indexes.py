@@ -6,7 +6,7 @@ INDEXES = (
     "CREATE INDEX groups_by_index ON groups (run_id, channel, idx)",
     "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
     "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
-    # A page of sessions is looked for in this index alone, however rare what is wanted.
+    # A page of sessions is read from this index alone, however few sessions match the filter.
     "CREATE INDEX sessions_by_run ON sessions (run_id, channel, status, seq, created_at, reward, agent_id)",
     "CREATE INDEX sessions_by_reward ON sessions (run_id, reward) WHERE reward IS NOT NULL",
     "CREATE INDEX sessions_by_time ON sessions (run_id, created_at)",
@@ -33,7 +33,7 @@ INDEXES = (
 )
 
 
-def _counting(table: str, counts: str, keys: tuple[str, ...], watched: str) -> tuple[str, str]:
+def _counting_triggers(table: str, counts: str, keys: tuple[str, ...], watched: str) -> tuple[str, str]:
     new = ", ".join(f"NEW.{key}" for key in keys)
     old = " AND ".join(f"{key} = OLD.{key}" for key in keys)
     add = (
@@ -48,6 +48,8 @@ def _counting(table: str, counts: str, keys: tuple[str, ...], watched: str) -> t
 
 
 TRIGGERS = (
-    *_counting("groups", "group_counts", ("run_id", "channel", "status", "consumed"), "status, consumed"),
-    *_counting("sessions", "session_counts", ("run_id", "channel", "status"), "status"),
+    *_counting_triggers(
+        "groups", "group_counts", ("run_id", "channel", "status", "consumed"), "status, consumed"
+    ),
+    *_counting_triggers("sessions", "session_counts", ("run_id", "channel", "status"), "status"),
 )

@@ -25,12 +25,12 @@ from instar.store.steps import refresh_consumed
 from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus
 
 _UPSERT_RUN = (
-    f"{RUNS.insert} ON CONFLICT (run_id) DO UPDATE SET policy_id = excluded.policy_id, "
+    f"{RUNS.insert_sql} ON CONFLICT (run_id) DO UPDATE SET policy_id = excluded.policy_id, "
     "config = excluded.config, status = excluded.status, reason = excluded.reason, "
     "created_at = excluded.created_at"
 )
 _UPSERT_ENDPOINT = (
-    f"{ENDPOINTS.insert} ON CONFLICT (run_id, role, name) DO UPDATE SET url = excluded.url, "
+    f"{ENDPOINTS.insert_sql} ON CONFLICT (run_id, role, name) DO UPDATE SET url = excluded.url, "
     "pid = excluded.pid, doing = excluded.doing, log = excluded.log, heartbeat = excluded.heartbeat"
 )
 # A reward has the run, agent and policy of its session.
@@ -61,7 +61,7 @@ def get_runs(db: Database) -> list[Run]:
 
 
 def open_group(db: Database, group: Group) -> None:
-    db.execute(GROUPS.insert, encode_group(group))
+    db.execute(GROUPS.insert_sql, encode_group(group))
     refresh_consumed(db, [group.group_id])
 
 
@@ -108,7 +108,7 @@ def get_groups(
 
 def open_session(db: Database, session: Session, key_hash: str | None = None) -> None:
     """Insert a session. Raises ConflictError if the id is taken."""
-    db.execute(SESSIONS.insert, encode_session(session, key_hash))
+    db.execute(SESSIONS.insert_sql, encode_session(session, key_hash))
 
 
 def get_session(db: Database, session_id: str) -> Session | None:

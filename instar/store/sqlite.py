@@ -1,4 +1,4 @@
-"""The embedded store: one SQLite file, shared by every process of a run.
+"""The embedded store: one SQLite file, shared by all processes of a run.
 
 Write-ahead log with ``synchronous=FULL``: a write that returned is on disk. Each process has one
 writer, which groups concurrent writes into one commit, and readers that never wait for it.
@@ -18,11 +18,11 @@ from instar.store.reader import ReaderPool
 from instar.store.sqlite_database import SqliteDatabase, connect, translate_error
 from instar.store.writer import Writer
 
-READERS = 4
+READER_THREADS = 4
 
 
 class SqliteStore(Store):
-    """Opens the file, making or migrating it first unless ``read_only``."""
+    """A store in an SQLite file, which is created or migrated first unless ``read_only``."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class SqliteStore(Store):
         if read_only:
             _check_readable(path)
         super().__init__(
-            str(path), writer, ReaderPool(lambda: _open_for_reading(path), str(path), threads=READERS)
+            str(path), writer, ReaderPool(lambda: _open_for_reading(path), str(path), threads=READER_THREADS)
         )
 
     @classmethod
@@ -41,9 +41,9 @@ class SqliteStore(Store):
 def _open_for_writing(path: Path) -> SqliteDatabase:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # it holds what agents and people wrote: for its owner only
+        path.touch(mode=0o600)  # it holds the text of agents and people: only its owner may read it
     except OSError as error:
-        raise StoreError(f"cannot make {path}: {error}") from error
+        raise StoreError(f"cannot create {path}: {error}") from error
     try:
         connection = connect(path)
         try:

@@ -1,4 +1,4 @@
-"""SQLite connections set up for the store, and SQLite's errors in the store's words."""
+"""SQLite connections configured for the store, and the translation of SQLite's errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from instar.store.schema import Table
 BUSY_TIMEOUT = 30.0
 """Seconds to wait for another process's write."""
 
-ROWS_AT_ONCE = 32
+MAX_INSERT_ROWS = 32
 
-_UNIQUE = (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY)
-# A quota or file-size limit, and a shared-memory file that cannot grow, show as I/O errors.
-_NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP)
+_UNIQUE_CODES = (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY)
+# Quota and file-size limits, and a shared-memory file that cannot grow, are reported as I/O errors.
+_DISK_FULL_CODES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP)
 
 
 class SqliteDatabase(sqlite3.Connection):
-    """A `Database`. Who writes has the file to itself, so nothing needs to be held."""
+    """A `Database`. A write transaction locks the complete file, so nothing else has to be locked."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
@@ -35,28 +35,30 @@ class SqliteDatabase(sqlite3.Connection):
     busy_timeout = BUSY_TIMEOUT
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT) -> None:
-        """SQLite's own wait sleeps up to 100 ms a time, and a process that writes without pause would then
-        starve the others."""
+        """Make `begin` wait for the lock instead of SQLite.
+
+        SQLite sleeps up to 100 ms at a time, so a process that writes without pause would starve the others.
+        """
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """In statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
-        start, size = 0, ROWS_AT_ONCE
+        """Insert in statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
+        start, size = 0, MAX_INSERT_ROWS
         while start < len(rows):
             while size > len(rows) - start:
                 size //= 2
-            self._insert(table, rows[start : start + size])
+            self._insert_rows(table, rows[start : start + size])
             start += size
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        if len(rows) > ROWS_AT_ONCE or self.in_transaction:
+        if len(rows) > MAX_INSERT_ROWS or self.in_transaction:
             return False
-        self._insert(table, rows)
+        self._insert_rows(table, rows)
         return True
 
-    def _insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        self.execute(table.insert_many(len(rows)), tuple(chain.from_iterable(rows)))
+    def _insert_rows(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
+        self.execute(table.insert_many_sql(len(rows)), tuple(chain.from_iterable(rows)))
 
     def lock_name(self, name: str) -> None:
         return
@@ -86,7 +88,7 @@ class SqliteDatabase(sqlite3.Connection):
             self.execute("ROLLBACK")
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """A full disk makes SQLite undo all."""
+        """True if SQLite undid the transaction, which it does when the disk is full."""
         return not self.in_transaction
 
     def is_global_failure(self, error: Exception) -> bool:
@@ -100,7 +102,7 @@ class SqliteDatabase(sqlite3.Connection):
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
-    """A connection in autocommit mode that any thread may use, one at a time. The file must exist."""
+    """Open an existing file in autocommit mode, for any thread, one at a time."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
     if read_only and _is_archived(path):
         uri += "&immutable=1"
@@ -124,12 +126,12 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
 
 
 def _is_archived(path: Path) -> bool:
-    """Closed for good, in a folder where SQLite cannot put the log's index that it would ask for."""
+    """True if no log is left, in a folder where SQLite cannot create the shared-memory file it needs."""
     return not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
 
 
 def primary_code(error: Exception) -> int:
-    """SQLite's error code without its extension; 0 for an error of the Python module itself."""
+    """Return SQLite's error code without its extension; 0 for an error of the Python module itself."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -138,30 +140,30 @@ def is_busy(error: Exception) -> bool:
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:
-    """What a caller of the store is told, for anything that SQLite refused."""
+    """Return the error that callers of the store get for an error of SQLite."""
     code, primary = getattr(error, "sqlite_errorcode", 0), primary_code(error)
-    if code in _UNIQUE:
-        return ConflictError(f"there already: {error}")
+    if code in _UNIQUE_CODES:
+        return ConflictError(f"the row exists already: {error}")
     if primary == sqlite3.SQLITE_CONSTRAINT:
-        return StoreError(f"the store refuses the row: {error}")
+        return StoreError(f"the database rejected the row: {error}")
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return corrupt_file_error(path, str(error))
-    if primary == sqlite3.SQLITE_FULL or code in _NO_ROOM:
+    if primary == sqlite3.SQLITE_FULL or code in _DISK_FULL_CODES:
         return StoreFull(
-            f"no room to write to {path} ({error}): make room on its disk, or raise the quota or file-size "
-            "limit. What was acknowledged is stored; what failed was not written at all"
+            f"the disk of {path} is full ({error}): free some space, or raise the quota or file-size limit. "
+            "Acknowledged writes are stored; the failed write left nothing behind"
         )
     if is_busy(error):
         return StoreError(
-            f"{path} stayed locked by another process ({error}): look for one that holds it open and is stuck"
+            f"{path} stayed locked by another process ({error}): look for a process that uses it and hangs"
         )
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY):
-        return StoreError(f"cannot open {path} ({error}): check that it is a file and its permissions")
+        return StoreError(f"cannot open {path} ({error}): check its permissions, and that it is a file")
     return StoreError(f"{path}: {error}")
 
 
 def corrupt_file_error(path: Path, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
-        f"{path} is damaged, or no store at all ({detail}): stop what uses it, keep a copy, then try "
-        f"`sqlite3 {path.name} .recover`, put a backup in its place, or name another file in store.path"
+        f"{path} is damaged or not a store ({detail}): stop all processes that use it, keep a copy, then try "
+        f"`sqlite3 {path.name} .recover`, restore a backup, or set store.path to another file"
     )

@@ -31,7 +31,7 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) ->
     if current is not None and current.state is not StepState.RELEASED:
         raise ConflictError(f"Step {step} of run {run_id} exists already ({current.state}).")
     db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
-    db.execute(STEPS.insert, STEP_ROWS.encode(Step(run_id, step, StepState.CLAIMED)))
+    db.execute(STEPS.insert_sql, STEP_ROWS.encode(Step(run_id, step, StepState.CLAIMED)))
     _add_claims(db, [encode_claim(claim, step) for claim in claims])
 
 

@@ -1,12 +1,12 @@
-"""The one writer of a process: queued writes share a transaction, and so one wait for the disk.
+"""The single writer of a process: queued writes share a transaction, and so one wait for the disk.
 
-Each write is a function of the connection, run under a savepoint of its own: one that fails is
-undone alone and only its caller hears of it. A write may be run a second time, by itself, when the
-shared transaction could not be committed, so it must depend on nothing but the database.
+Each write is a function of the connection and runs in its own savepoint: one that fails is undone
+alone, and only its caller gets the error. If the shared transaction cannot be committed, a write may
+run a second time by itself, so it must depend on nothing but the database.
 
-Every statement costs the writer its turn at the interpreter, which a busy event loop gives back late.
-So writes of one kind, one behind another, are done with few statements (`BatchableWrite`), with a single one
-where nothing has to be looked up first, and all callers of a commit are woken at once.
+Every statement releases the interpreter lock, and a busy event loop is slow to give it back. So
+consecutive writes of the same type are combined into few statements (`BatchableWrite`), into a single
+one if nothing has to be looked up first, and all callers of a commit are woken at once.
 """
 
 from __future__ import annotations
@@ -24,44 +24,48 @@ from instar.errors import StoreError
 from instar.store.database import Database
 
 T = TypeVar("T")
-Work = Callable[[Database], T]
+WriteFunction = Callable[[Database], T]
 
 MAX_BATCH = 256
-GATHER = 0.0005
-"""Seconds to wait for company while writes come in groups: a commit costs much the same for one as for ten,
-so under load this is time won. A write that comes alone does not wait, nor do as many as came the last
-time."""
+GROUPING_WAIT = 0.0005
+"""Seconds to wait for more writes while they arrive in groups: a commit costs about the same for one write as
+for ten, so waiting pays under load. A write that arrives alone does not wait, nor does a group that has
+reached the size of the previous one."""
 
 
 class BatchableWrite(ABC):
-    """A write that returns nothing and can be done with others of its kind."""
+    """A write that returns nothing and can be combined with others of its type."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """What needs no database, done before the transaction begins."""
+        """Do the work that needs no database, before the transaction begins."""
 
     @abstractmethod
     def __call__(self, db: Database) -> None: ...
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """This one and then ``others`` of its kind. Raises when any would fail; each is then done by
-        itself."""
+        """Write this one and then ``others`` of the same type.
+
+        Raise if any of them fails; each is then written by itself.
+        """
 
     @abstractmethod
     def write_single(self, db: Database, others: Sequence[Any]) -> bool:
-        """As `together`, in one statement, which is a transaction of its own. False, and nothing done, where
-        it takes more. Raises when any would fail."""
+        """Write like `write_batch`, in one autocommitted statement.
+
+        Return False, with nothing written, if one statement is not enough. Raise if any of them fails.
+        """
 
     @abstractmethod
     def on_committed(self) -> None:
-        """It is on disk."""
+        """The writer calls this once the write is on disk."""
 
 
 class _WriteJob:
     __slots__ = ("batchable", "error", "future", "result", "work")
 
-    def __init__(self, work: Work[Any], future: asyncio.Future[Any]) -> None:
+    def __init__(self, work: WriteFunction[Any], future: asyncio.Future[Any]) -> None:
         self.work = work
         self.batchable = work if isinstance(work, BatchableWrite) else None
         self.future = future
@@ -69,7 +73,7 @@ class _WriteJob:
         self.error: Exception | None = None
 
     def resolve(self) -> None:
-        """On the event loop of its caller."""
+        """Set the result of the future; must run on the caller's event loop."""
         if self.future.done():
             return
         if self.error is None:
@@ -79,29 +83,31 @@ class _WriteJob:
 
 
 class Writer:
-    """Owns its connection. `commits` and `writes` tell how well writes are grouped."""
+    """A thread that owns its connection. `commits` and `writes` show how well writes are grouped."""
 
     def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
-        """``name`` is the store's, for errors. A transaction whose failure passes is tried again for
-        ``patience`` seconds."""
+        """``name`` is the store's name in errors; a transient failure is retried for ``retry_timeout``
+        seconds."""
         self.commits = 0
         self.writes = 0
-        self.lease_check: Work[None] | None = None
-        """Run first in every transaction; nothing is written where it raises StoreError."""
+        self.lease_check: WriteFunction[None] | None = None
+        """Runs first in every transaction; if it raises StoreError, nothing is written."""
         self._db = db
         self._name = name
         self._retry_timeout = retry_timeout
         self._queue: SimpleQueue[_WriteJob | None] = SimpleQueue()
         self._closed = False
-        self._grouped = 0
+        self._previous_batch_size = 0
         self._lock = threading.Lock()
-        # A daemon: a process that ends without `close` has acknowledged nothing that is still queued.
+        # A daemon thread: in a process that ends without `close`, no queued write has been acknowledged.
         self._thread = threading.Thread(target=self._run, name="instar-store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work[T]) -> asyncio.Future[T]:
-        """Queue a write. The future, of the running event loop, resolves once it is on disk; cancelling
-        it before its turn comes leaves it undone."""
+    def submit(self, work: WriteFunction[T]) -> asyncio.Future[T]:
+        """Queue a write and return a future of the running event loop, which resolves once it is on disk.
+
+        Cancelling the future before the write starts prevents the write.
+        """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
@@ -110,7 +116,7 @@ class Writer:
         return future
 
     def close(self) -> None:
-        """Write what is queued, then stop."""
+        """Write everything that is queued, then stop the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -124,35 +130,37 @@ class Writer:
             jobs = [job for job in jobs if not job.future.cancelled()]
             try:
                 self._commit([job for job in jobs if job.error is None])
-            except Exception as error:  # noqa: BLE001 a writer that died would leave every caller waiting
+            except Exception as error:  # noqa: BLE001 any error: if the writer thread died, all callers would hang
                 self._db.rollback()
                 _fail(jobs, error)
-            _wake(jobs)
-            # While they wake up: whatever takes time here must not hold up who writes next.
-            self._grouped = len(jobs)
-            _done(jobs)
+            _wake_callers(jobs)
+            # Callers are already awake: anything slow here must not delay them.
+            self._previous_batch_size = len(jobs)
+            _notify_committed(jobs)
             jobs.clear()
         self._db.close()
 
     def _next_batch(self) -> tuple[list[_WriteJob], bool]:
-        """Everything that is queued, waiting for the first and prepared while more may come; and whether to
-        stop after it."""
+        """Wait for a write and return it with all others that are queued, and True if the writer must stop.
+
+        Each is prepared while more may arrive.
+        """
         jobs: list[_WriteJob] = []
         job = self._queue.get()
-        deadline = time.monotonic() + (GATHER if self._grouped > 1 else 0.0)
+        deadline = time.monotonic() + (GROUPING_WAIT if self._previous_batch_size > 1 else 0.0)
         while job is not None:
             jobs.append(job)
             _prepare(job)
             if len(jobs) == MAX_BATCH:
                 return jobs, False
             try:
-                job = self._take(deadline if len(jobs) < self._grouped else 0.0)
+                job = self._next_job(deadline if len(jobs) < self._previous_batch_size else 0.0)
             except Empty:
                 return jobs, False
         return jobs, True
 
-    def _take(self, deadline: float) -> _WriteJob | None:
-        """The next one that is queued. Raises Empty when there is none at the deadline."""
+    def _next_job(self, deadline: float) -> _WriteJob | None:
+        """Return the next queued write; raise Empty if there is none by the deadline."""
         try:
             return self._queue.get_nowait()
         except Empty:
@@ -169,7 +177,7 @@ class Writer:
             if len(jobs) == 1 or self._db.is_global_failure(error):
                 _fail(jobs, self._db.translate(error))
             else:
-                # One write that does not fit on the disk must not take the others with it.
+                # One write that does not fit on the disk must not fail the others.
                 for job in jobs:
                     self._commit([job])
         except StoreError as error:
@@ -177,7 +185,7 @@ class Writer:
             _fail(jobs, error)
 
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
-        """One transaction, tried again while what hinders it may pass and each attempt was undone."""
+        """Commit one transaction; retry transient failures, each after a rollback."""
         deadline: float | None = None
         while True:
             try:
@@ -188,7 +196,7 @@ class Writer:
                 if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
-                    raise  # two groups in each other's way: one by one, they are not
+                    raise  # the group deadlocked with another writer's group; single writes do not
 
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
@@ -199,7 +207,7 @@ class Writer:
         self.writes += len(jobs)
 
     def _write_single(self, jobs: Sequence[_WriteJob]) -> bool:
-        """Whether it took but one statement. Whatever fails is told in the long way."""
+        """Return True if one statement was enough; errors are left to `_write_transaction` to report."""
         first = jobs[0].batchable
         if first is None or self.lease_check is not None:
             return False
@@ -208,41 +216,40 @@ class Writer:
             return False
         try:
             return first.write_single(self._db, others)
-        except Exception:  # noqa: BLE001 whatever it is, the long way finds whose it is
+        except Exception:  # noqa: BLE001 any error: the transaction finds which write caused it
             return False
 
     def _write_transaction(self, jobs: Sequence[_WriteJob]) -> None:
-        """Each kind by itself, within a transaction."""
         self._db.begin()
         if self.lease_check is not None:
             self.lease_check(self._db)
-        for alike in _alike(jobs):
-            if not self._write_batch(alike):
-                for job in alike:
-                    self._attempt(job)
+        for batch in _group_by_type(jobs):
+            if not self._write_batch(batch):
+                for job in batch:
+                    self._write_job(job)
         self._db.commit()
 
     def _write_batch(self, jobs: Sequence[_WriteJob]) -> bool:
-        """False when they are to be done one by one."""
+        """Return False if the jobs must be written one by one."""
         first = jobs[0].batchable
         if len(jobs) == 1 or first is None:
             return False
         others = [job.work for job in jobs[1:]]
-        return self._under_savepoint(lambda db: first.write_batch(db, others)) is None
+        return self._run_in_savepoint(lambda db: first.write_batch(db, others)) is None
 
-    def _attempt(self, job: _WriteJob) -> None:
+    def _write_job(self, job: _WriteJob) -> None:
         def work(db: Database) -> None:
             job.result = job.work(db)
 
-        error = self._under_savepoint(work)
+        error = self._run_in_savepoint(work)
         job.error = self._db.translate(error) if isinstance(error, self._db.errors) else error
 
-    def _under_savepoint(self, work: Work[None]) -> Exception | None:
-        """What it raised, after undoing it."""
+    def _run_in_savepoint(self, work: WriteFunction[None]) -> Exception | None:
+        """Run the function; if it raises, undo it and return the error."""
         self._db.execute("SAVEPOINT job")
         try:
             work(self._db)
-        except Exception as error:  # whatever a write raises belongs to its caller
+        except Exception as error:  # any error of a write belongs to its caller
             if self._db.is_rolled_back(error):
                 raise
             self._db.execute("ROLLBACK TO job")
@@ -256,11 +263,11 @@ def _prepare(job: _WriteJob) -> None:
     if job.batchable is not None:
         try:
             job.batchable.prepare()
-        except Exception as error:  # noqa: BLE001 whatever a write raises belongs to its caller
+        except Exception as error:  # noqa: BLE001 any error of a write belongs to its caller
             job.error = error
 
 
-def _done(jobs: Sequence[_WriteJob]) -> None:
+def _notify_committed(jobs: Sequence[_WriteJob]) -> None:
     for job in jobs:
         if job.error is None and job.batchable is not None:
             job.batchable.on_committed()
@@ -271,21 +278,21 @@ def _fail(jobs: Sequence[_WriteJob], error: Exception) -> None:
         job.error = error
 
 
-def _alike(jobs: Sequence[_WriteJob]) -> Iterator[list[_WriteJob]]:
-    """Runs of writes of one kind, in the order they were queued."""
-    for _, run in groupby(jobs, key=lambda job: type(job.work)):
-        yield list(run)
+def _group_by_type(jobs: Sequence[_WriteJob]) -> Iterator[list[_WriteJob]]:
+    """Yield runs of consecutive writes of the same type, in the order they were queued."""
+    for _, batch in groupby(jobs, key=lambda job: type(job.work)):
+        yield list(batch)
 
 
-def _wake(jobs: Sequence[_WriteJob]) -> None:
-    for loop, theirs in groupby(jobs, key=lambda job: job.future.get_loop()):
-        settled = list(theirs)
+def _wake_callers(jobs: Sequence[_WriteJob]) -> None:
+    for loop, group in groupby(jobs, key=lambda job: job.future.get_loop()):
+        finished = list(group)
         try:
-            loop.call_soon_threadsafe(_settle, settled)
+            loop.call_soon_threadsafe(_resolve_jobs, finished)
         except RuntimeError:
-            continue  # the loop is closed, and with it went everyone who waited
+            continue  # the loop is closed, so nobody waits for these any more
 
 
-def _settle(jobs: Sequence[_WriteJob]) -> None:
+def _resolve_jobs(jobs: Sequence[_WriteJob]) -> None:
     for job in jobs:
         job.resolve()

@@ -64,7 +64,7 @@ def test_another_programs_tables(postgres: PostgresTestServer, server: PostgresS
 async def test_missing_table(postgres: PostgresTestServer, server: PostgresServer) -> None:
     await fill(server)
     postgres.query("DROP TABLE claims", schema=server.schema)
-    refused(server, StoreCorrupt, "without its table claims")
+    refused(server, StoreCorrupt, "the table claims is missing")
 
 
 async def test_reader_makes_nothing_and_writes_nothing(

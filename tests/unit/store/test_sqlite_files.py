@@ -109,7 +109,7 @@ def test_missing_table(path: Path) -> None:
     database.execute("CREATE TABLE runs (run_id TEXT)")
     database.commit()
     database.close()
-    with pytest.raises(StoreCorrupt, match="without its table calls"):
+    with pytest.raises(StoreCorrupt, match="the table calls is missing"):
         SqliteStore(path)
 
 
@@ -118,7 +118,7 @@ def test_folder_in_its_place(path: Path) -> None:
     with pytest.raises(StoreError, match=r"store\.db"):
         SqliteStore(path)
     (path.parent / "file").touch()
-    with pytest.raises(StoreError, match="cannot make"):
+    with pytest.raises(StoreError, match="cannot create"):
         SqliteStore(path.parent / "file" / "store.db")
 
 

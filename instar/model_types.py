@@ -1,0 +1,112 @@
+"""The types exchanged with a model: messages, sampling parameters, sampled tokens and policy versions.
+
+Import them from `instar.types`, which re-exports them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal, NotRequired, TypedDict
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Json = dict[str, Any]
+
+
+class ToolCall(TypedDict):
+    id: str
+    name: str
+    arguments: str
+    """The JSON text exactly as the model generated it."""
+
+
+class Message(TypedDict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class Tool(TypedDict):
+    name: str
+    description: str
+    parameters: Json
+    """A JSON schema."""
+
+
+# --- sampling -----------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    max_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the reply; the sampled stop token is part of it."""
+    score: bool = True
+    """False if nobody reads the logprobs or trains on them: an engine that needs a second request for them
+    may then leave them out."""
+
+    @property
+    def modifies_distribution(self) -> bool:
+        """True if sampling differs from the full softmax at temperature 1."""
+        return self.temperature != 1.0 or self.top_p < 1.0 or self.top_k > 0
+
+
+class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One or more sampled tokens streamed by an engine, each with its logprob and policy version.
+
+    ``logprobs`` are those of the full softmax at temperature 1. ``behavior_logprobs`` are those of
+    the distribution that was actually sampled from, present when the two differ. The last chunk of a
+    reply carries ``finish_reason``; ``stop`` is the stop string that ended it. The tokens of a
+    matched stop string are in the stream because they were sampled; the gateway trims the text.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    behavior_logprobs: list[float] | None = None
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+
+
+# --- policies -----------------------------------------------------------------------------------
+
+ArtifactKind = Literal["base", "adapter", "weights", "live", "remote"]
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """The location of a published policy's weights.
+
+    ``base``: the base model itself. ``adapter``: a PEFT LoRA folder. ``weights``: a folder of full
+    weights. ``live``: tensors held by a running process. ``remote``: a sampler in a cloud.
+    """
+
+    kind: ArtifactKind
+    path: str = ""
+    expires_at: float | None = None
+
+
+class Policy(msgspec.Struct, frozen=True):
+    policy_id: str
+    version: int
+    artifact: Artifact
+
+
+class PolicyState(StrEnum):
+    RESERVED = "reserved"
+    PUBLISHED = "published"
+    TOMBSTONED = "tombstoned"
