@@ -51,6 +51,8 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/dead_code.py
+	$(BIN)/python tools/style.py --allow lines
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
 
 # `make style ARGS=--json` prints only the figures, `ARGS=--list` every finding.
