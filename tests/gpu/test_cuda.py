@@ -65,7 +65,9 @@ def as_sample(number: int, prompt: list[int], sampled: list[int], logprobs: list
     )
 
 
-def test_engine_and_backend_agree_before_and_after_a_step(model: ModelConfig, tmp_path: Path) -> None:
+def test_engine_and_backend_logprobs_match_before_and_after_a_step(
+    model: ModelConfig, tmp_path: Path
+) -> None:
     async def run() -> None:
         engine = LocalEngine(model, LocalEngineConfig(), stop_at_eos=False)
         backend = LocalBackend(model, LocalBackendConfig())

@@ -70,7 +70,7 @@ async def engine(
     await engine.close()
 
 
-async def test_serves_what_the_trainer_has(engine: VllmEngine, model: ModelConfig, tmp_path: Path) -> None:
+async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig, tmp_path: Path) -> None:
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=8)), seed=1)
     await backend.start()
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, seed=1))
@@ -93,7 +93,7 @@ async def test_serves_what_the_trainer_has(engine: VllmEngine, model: ModelConfi
     await backend.close()
 
 
-async def test_many_streams(engine: VllmEngine) -> None:
+async def test_engine_completes_256_concurrent_replies(engine: VllmEngine) -> None:
     replies = await asyncio.gather(
         *(collect(engine, [*PROMPT, 3 + n], max_tokens=128, seed=n) for n in range(256))
     )

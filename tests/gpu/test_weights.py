@@ -45,16 +45,16 @@ needs_vllm = pytest.mark.skipif(
 )
 READER = """
 import json, sys, torch
-from instar.engines.vllm.extension import open_buffer, views
+from instar.engines.vllm.extension import buffer_views, open_buffer
 handle, layout = json.loads(sys.stdin.readline())
 torch.cuda.init()
-found = dict(views(open_buffer(handle, torch.device("cuda", 0)), layout))
+tensors = dict(buffer_views(open_buffer(handle, torch.device("cuda", 0)), layout))
 for line in sys.stdin:
-    print(json.dumps({name: tensor.float().sum().item() for name, tensor in found.items()}), flush=True)
+    print(json.dumps({name: tensor.float().sum().item() for name, tensor in tensors.items()}), flush=True)
 """
 
 
-def test_another_process_sees_what_is_written_into_a_buffer_that_it_opened_once() -> None:
+def test_open_buffer_in_another_process_sees_later_writes() -> None:
     buffer = SharedBuffer([("a", "bfloat16", [2, 3], 0), ("b", "float32", [4], 256)], "cuda")
     with subprocess.Popen(
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -106,7 +106,7 @@ def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @needs_vllm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("asked", "first"), [("auto", 1), ("nccl", 11)])
-async def test_weights_go_from_gpu_to_gpu_and_the_server_serves_them(
+async def test_push_from_gpu_to_gpu_updates_the_served_weights(
     config: RunConfig, served: ServedEngine, asked: str, first: int
 ) -> None:
     engine = await RemoteEngine.connect(served.url, TOKEN)

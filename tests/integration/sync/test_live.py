@@ -60,7 +60,7 @@ def config(tiny: Path, route: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(("route", "lora"), [("ipc", True), ("ipc", False), ("ray", True)])
-async def test_the_server_serves_what_the_trainer_has_after_each_push(
+async def test_engine_matches_the_trainer_after_each_push(
     route: str, lora: bool, engine: RemoteEngine, tiny: Path, tmp_path: Path
 ) -> None:
     """An adapter merged in, or all weights, also those that input and output share."""
@@ -81,9 +81,7 @@ async def test_the_server_serves_what_the_trainer_has_after_each_push(
     await training.backend.close()
 
 
-async def test_a_reply_goes_on_under_the_new_weights(
-    engine: RemoteEngine, tiny: Path, tmp_path: Path
-) -> None:
+async def test_reply_continues_under_new_weights(engine: RemoteEngine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
     sync = await create_sync(config(tiny, "ipc"), training.backend, [engine])
     version = (await training.step()).version
@@ -100,7 +98,9 @@ async def test_a_reply_goes_on_under_the_new_weights(
     await training.backend.close()
 
 
-async def test_an_engine_that_is_gone_keeps_nobody(engine: RemoteEngine, tiny: Path, tmp_path: Path) -> None:
+async def test_unreachable_engine_does_not_affect_others(
+    engine: RemoteEngine, tiny: Path, tmp_path: Path
+) -> None:
     training = Training(tiny, tmp_path)
     gone = RemoteEngine("http://127.0.0.1:9", TOKEN)
     policy = await training.step()
@@ -115,7 +115,7 @@ async def test_an_engine_that_is_gone_keeps_nobody(engine: RemoteEngine, tiny: P
     await training.backend.close()
 
 
-async def test_weights_of_another_shape_are_refused_before_anything_is_touched(
+async def test_push_rejects_weights_of_another_shape(
     engine: RemoteEngine, tiny: Path, tmp_path: Path
 ) -> None:
     other = Training(make_tiny_model(tmp_path / "other", hidden=64, heads=2, kv_heads=2), tmp_path)
@@ -132,7 +132,7 @@ async def test_weights_of_another_shape_are_refused_before_anything_is_touched(
     await other.backend.close()
 
 
-async def test_a_worker_that_failed_in_the_middle_says_so_and_can_be_loaded_again(
+async def test_worker_that_fails_during_commit_can_be_loaded_again(
     engine: RemoteEngine, served: ServedEngine, tiny: Path
 ) -> None:
     """Past the engine, which would refuse such weights: vLLM has taken some of them when it notices."""
@@ -155,13 +155,13 @@ async def test_a_worker_that_failed_in_the_middle_says_so_and_can_be_loaded_agai
     assert told["touched"]
     assert "7" in told["error"]
     (told,) = await asyncio.to_thread(tell, "instar_commit")
-    assert told == {"error": "nothing is staged for p:1", "touched": False}
+    assert told == {"error": "no weights are staged for p:1", "touched": False}
     await engine.load(Policy("p", 0, Artifact("base")))
     np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
     buffer.close()
 
 
-async def test_a_model_sharded_over_two_ranks_reaches_the_server(
+async def test_push_sends_a_model_sharded_over_two_ranks(
     engine: RemoteEngine, served: ServedEngine, cluster: str, tiny: Path
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -184,9 +184,7 @@ async def test_a_model_sharded_over_two_ranks_reaches_the_server(
     await engine.load(Policy("p", 0, Artifact("base")))
 
 
-async def test_a_route_that_is_not_there_is_refused_by_name(
-    engine: Engine, tiny: Path, tmp_path: Path
-) -> None:
+async def test_create_sync_rejects_an_unavailable_route(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
     with pytest.raises(ConfigError, match=r"sync.route: given 'nccl'; .*Supported here: ipc, ray, files"):
         await create_sync(config(tiny, "nccl"), training.backend, [engine])

@@ -13,7 +13,7 @@ from tests.torture.tortured import Tortured
 pytestmark = pytest.mark.timeout(900)
 
 
-async def test_weights_through_rays_object_store(
+async def test_run_with_ray_sync_records_exact_logprobs(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)

@@ -65,7 +65,7 @@ async def until_loaded(url: str, names: list[str]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_serves_what_the_trainer_has_after_each_sync(
+async def test_engine_matches_the_trainer_after_each_load(
     engine: Engine, url: str, tiny: Path, tmp_path: Path
 ) -> None:
     assert engine.info.artifacts == ("adapter", "base")
@@ -84,7 +84,7 @@ async def test_serves_what_the_trainer_has_after_each_sync(
     await training.backend.close()
 
 
-async def test_a_reply_ends_under_its_version_and_then_the_adapter_goes(
+async def test_reply_finishes_under_its_adapter_before_it_is_unloaded(
     engine: Engine, url: str, tiny: Path, tmp_path: Path
 ) -> None:
     training = Training(tiny, tmp_path)
@@ -104,7 +104,9 @@ async def test_a_reply_ends_under_its_version_and_then_the_adapter_goes(
     await training.backend.close()
 
 
-async def test_refuses_what_the_server_cannot(engine: Engine, url: str, tiny: Path, tmp_path: Path) -> None:
+async def test_engine_rejects_unsupported_policies_and_settings(
+    engine: Engine, url: str, tiny: Path, tmp_path: Path
+) -> None:
     with pytest.raises(EngineError, match="not weights"):
         await engine.load(Policy("p", 1, Artifact("weights", str(tiny))))
     with pytest.raises(EngineError, match=r"The adapter in .* cannot be read"):
@@ -117,7 +119,7 @@ async def test_refuses_what_the_server_cannot(engine: Engine, url: str, tiny: Pa
             await other.bring_up(Path("unused.log"), print)
 
 
-async def test_a_client_that_leaves_frees_the_server(engine: Engine, url: str) -> None:
+async def test_closed_stream_frees_the_server(engine: Engine, url: str) -> None:
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=240, temperature=0))
     await anext(stream)
     await stream.aclose()

@@ -56,16 +56,14 @@ class TestVllm(EngineConformance):
     pass
 
 
-async def test_is_merged_on_a_cpu_and_logs_beside_the_role(engine: Engine, logs: Path) -> None:
+async def test_auto_policy_is_merged_on_cpu_with_a_separate_log(engine: Engine, logs: Path) -> None:
     assert engine.info.kind == "vllm"
     assert engine.info.versions_per_token
     assert (logs / "engine-vllm.log").stat().st_size > 0
     assert not (logs / "engine.log").exists()
 
 
-async def test_serves_what_the_trainer_has_after_each_sync(
-    engine: Engine, tiny: Path, tmp_path: Path
-) -> None:
+async def test_engine_matches_the_trainer_after_each_load(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     for lora in (True, False):
         training = Training(tiny, tmp_path / str(lora), lora=lora)
         before = await engine.logprobs(PROMPT)
@@ -80,7 +78,7 @@ async def test_serves_what_the_trainer_has_after_each_sync(
         await engine.load(BASE)
 
 
-async def test_replies_go_on_under_new_weights(engine: Engine, tiny: Path, tmp_path: Path) -> None:
+async def test_replies_continue_under_new_weights(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
     first, second = await training.step(), await training.step()
     streams = [
@@ -101,7 +99,9 @@ async def test_replies_go_on_under_new_weights(engine: Engine, tiny: Path, tmp_p
     await training.backend.close()
 
 
-async def test_the_part_under_new_weights_is_theirs(engine: Engine, tiny: Path, tmp_path: Path) -> None:
+async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
+    engine: Engine, tiny: Path, tmp_path: Path
+) -> None:
     """Its tokens have the trainer's logprobs given all before: nothing computed under the old weights is
     read again, by the reply itself or by one that begins later."""
     training = Training(tiny, tmp_path)
@@ -121,7 +121,7 @@ async def test_the_part_under_new_weights_is_theirs(engine: Engine, tiny: Path, 
     await training.backend.close()
 
 
-async def test_an_unreadable_policy_changes_nothing(engine: Engine, tiny: Path, tmp_path: Path) -> None:
+async def test_unreadable_policy_keeps_the_served_version(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     before = ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0))
     other = vllm_model(tmp_path / "other")
     (other / "model.safetensors").write_bytes(b"nonsense")
@@ -133,7 +133,7 @@ async def test_an_unreadable_policy_changes_nothing(engine: Engine, tiny: Path, 
     assert ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
 
 
-async def test_a_change_that_fails_midway_leaves_what_was_served(
+async def test_load_of_truncated_weights_keeps_the_served_version(
     engine: Engine, tiny: Path, tmp_path: Path
 ) -> None:
     """The headers of the files are right, so it is vLLM that finds that their end is missing."""
@@ -148,7 +148,7 @@ async def test_a_change_that_fails_midway_leaves_what_was_served(
     assert ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
 
 
-async def test_many_seeded_requests_at_once(engine: Engine) -> None:
+async def test_concurrent_seeded_requests_are_reproducible(engine: Engine) -> None:
     """More prompt tokens than a step computes: vLLM dies on a CPU of a seeded prompt that it divides."""
     prompts = [[3 + (n + i) % 300 for i in range(200)] for n in range(80)]
     replies = await asyncio.gather(
@@ -158,7 +158,7 @@ async def test_many_seeded_requests_at_once(engine: Engine) -> None:
     assert ids_of(replies[5]) == ids_of(again)
 
 
-async def test_what_was_computed_is_used_again(engine: Engine) -> None:
+async def test_repeated_prompt_uses_the_prefix_cache(engine: Engine) -> None:
     prompt = [7] * 200  # on a CPU, vLLM keeps blocks of 128
     before = (await engine.status()).cached_tokens
     await collect(engine, prompt, max_tokens=1)
@@ -166,7 +166,7 @@ async def test_what_was_computed_is_used_again(engine: Engine) -> None:
     assert (await engine.status()).cached_tokens > before
 
 
-async def test_a_killed_server_comes_back_with_the_policy(
+async def test_killed_server_restarts_with_the_current_policy(
     engine: Engine, served: ServedEngine, logs: Path, tiny: Path, tmp_path: Path
 ) -> None:
     training = Training(tiny, tmp_path)

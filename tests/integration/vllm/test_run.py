@@ -140,7 +140,7 @@ def committed(run: Tortured) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
 
 
-async def test_merged_weights_and_a_killed_server(model: Path, tmp_path: Path) -> None:
+async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
     # Sessions of the last step begin under version 2 at the earliest, however fast the engines are.
     config = settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=3)
     run = Tortured(tmp_path, config)
@@ -160,7 +160,7 @@ async def test_merged_weights_and_a_killed_server(model: Path, tmp_path: Path) -
     assert not list(servers(run)), "the servers ended with the run"
 
 
-async def test_adapters(model: Path, tmp_path: Path) -> None:
+async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: Path) -> None:
     run = Tortured(tmp_path, settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
     with started(run):
         run.finish(timeout=RUN_SECONDS)

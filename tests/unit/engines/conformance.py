@@ -54,7 +54,9 @@ class EngineConformance:
         assert engine.info.max_context == 256
         assert {"base", "adapter", "weights"} <= set(engine.info.artifacts)
 
-    async def test_streams_aligned_chunks_with_one_finish(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_generate_streams_aligned_chunks_with_one_finish_reason(
+        self, engine: Engine, prompt: list[int]
+    ) -> None:
         chunks = await collect(engine, prompt, max_tokens=6, temperature=0)
         assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
         for chunk in chunks:
@@ -62,7 +64,7 @@ class EngineConformance:
             assert all(value <= 0 for value in chunk.logprobs)
         assert len(ids_of(chunks)) == 6
 
-    async def test_tokens_arrive_while_others_are_still_to_come(
+    async def test_generate_yields_tokens_before_the_reply_is_complete(
         self, engine: Engine, prompt: list[int]
     ) -> None:
         if not engine.info.streams:
@@ -73,19 +75,21 @@ class EngineConformance:
         rest = [chunk async for chunk in stream]
         assert rest[-1].finish_reason == "length"
 
-    async def test_behavior_logprobs_where_sampling_departs(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_behavior_logprobs_are_set_if_sampling_modifies_the_distribution(
+        self, engine: Engine, prompt: list[int]
+    ) -> None:
         plain = await collect(engine, prompt, max_tokens=3, seed=1)
         greedy = await collect(engine, prompt, max_tokens=3, temperature=0)
         assert all(c.behavior_logprobs is None for c in plain)
         assert all(c.behavior_logprobs and len(c.behavior_logprobs) == len(c.token_ids) for c in greedy)
 
-    async def test_greedy_repeats(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_greedy_replies_are_reproducible(self, engine: Engine, prompt: list[int]) -> None:
         one = await collect(engine, prompt, max_tokens=6, temperature=0)
         two = await collect(engine, prompt, max_tokens=6, temperature=0)
         assert ids_of(one) == ids_of(two)
         assert logprobs_of(one) == pytest.approx(logprobs_of(two), abs=1e-5)
 
-    async def test_seed_repeats(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_seeded_replies_are_reproducible(self, engine: Engine, prompt: list[int]) -> None:
         one = await collect(engine, prompt, max_tokens=6, seed=7)
         two = await collect(engine, prompt, max_tokens=6, seed=7)
         assert ids_of(one) == ids_of(two)
@@ -93,14 +97,14 @@ class EngineConformance:
             others = [ids_of(await collect(engine, prompt, max_tokens=6, seed=s)) for s in range(8, 12)]
             assert any(other != ids_of(one) for other in others)
 
-    async def test_stop_token(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_stop_token_ends_the_reply(self, engine: Engine, prompt: list[int]) -> None:
         ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
         stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop_token_ids=(ids[3],))
         assert ids_of(stopped) == ids[: ids.index(ids[3]) + 1]
         assert stopped[-1].finish_reason == "stop"
         assert stopped[-1].stop is None
 
-    async def test_stop_string_across_tokens(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_stop_string_across_tokens_ends_the_reply(self, engine: Engine, prompt: list[int]) -> None:
         ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
         texts = [TOKENIZER.decode(ids[:n]) for n in range(7)]
         whole = [n for n in range(1, 7) if not texts[n].endswith("\ufffd") and texts[n] != texts[n - 1]]
@@ -111,7 +115,7 @@ class EngineConformance:
         assert ids_of(stopped) == ids[:first]
         assert (stopped[-1].finish_reason, stopped[-1].stop) == ("stop", wanted)
 
-    async def test_cancellation_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         start = (await engine.status()).generated_tokens
         stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
         await anext(stream)
@@ -122,7 +126,7 @@ class EngineConformance:
         await asyncio.sleep(0.1)
         assert (await engine.status()).generated_tokens == before < start + 190
 
-    async def test_cancelled_consumer_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_cancelled_task_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         task = asyncio.create_task(collect(engine, prompt, max_tokens=200, temperature=0))
         async with asyncio.timeout(10):
             while (await engine.status()).running == 0:  # noqa: ASYNC110 - may be remote
@@ -132,7 +136,7 @@ class EngineConformance:
             await task
         await wait_until_idle(engine)
 
-    async def test_concurrent_replies_equal_lone_ones(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_concurrent_replies_match_sequential_ones(self, engine: Engine, prompt: list[int]) -> None:
         prompts = [prompt + TOKENIZER.encode("ab" * n) for n in range(12)]
         lone = [
             ids_of(await collect(engine, p, max_tokens=3 + n, temperature=0)) for n, p in enumerate(prompts)
@@ -140,7 +144,7 @@ class EngineConformance:
         replies = [collect(engine, p, max_tokens=3 + n, temperature=0) for n, p in enumerate(prompts)]
         assert [ids_of(chunks) for chunks in await asyncio.gather(*replies)] == lone
 
-    async def test_load_stamps_versions(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
         assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
         stream = engine.generate(prompt, SamplingParams(max_tokens=220, temperature=0))
         chunks = [await anext(stream)]
@@ -152,18 +156,18 @@ class EngineConformance:
         assert (await engine.status()).version == 5
         assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {5}
 
-    async def test_refuses_an_artifact_it_cannot_load(self, engine: Engine) -> None:
+    async def test_load_rejects_unsupported_artifacts(self, engine: Engine) -> None:
         with pytest.raises(EngineError, match="not live"):
             await engine.load(Policy("p", 6, Artifact("live", "somewhere")))
         assert (await engine.status()).version == 0
 
-    async def test_reply_ends_with_the_context(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_reply_ends_at_the_context_limit(self, engine: Engine, prompt: list[int]) -> None:
         long = (prompt * 256)[: engine.info.max_context - 3]
         chunks = await collect(engine, long, max_tokens=50, temperature=0)
         assert chunks[-1].finish_reason == "length"
         assert len(ids_of(chunks)) == 3
 
-    async def test_scores_given_tokens(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_logprobs_scores_prompt_tokens(self, engine: Engine, prompt: list[int]) -> None:
         if not engine.info.scores:
             with pytest.raises(EngineError, match="logprobs of given tokens"):
                 await engine.logprobs(prompt)
@@ -180,7 +184,7 @@ class EngineConformance:
         np.testing.assert_allclose(again, whole, atol=1e-5)
         await wait_until_idle(engine)
 
-    async def test_refuses_to_score_what_it_cannot(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_logprobs_rejects_invalid_prompts(self, engine: Engine, prompt: list[int]) -> None:
         if engine.info.scores:
             with pytest.raises(PromptTooLong):
                 await engine.logprobs((prompt * 256)[: engine.info.max_context + 1])
@@ -188,17 +192,19 @@ class EngineConformance:
                 with pytest.raises(EngineError):
                     await engine.logprobs(bad)
 
-    async def test_refuses_a_prompt_without_room(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_generate_rejects_a_prompt_that_fills_the_context(
+        self, engine: Engine, prompt: list[int]
+    ) -> None:
         with pytest.raises(PromptTooLong):
             await collect(engine, (prompt * 256)[: engine.info.max_context], max_tokens=1)
 
-    async def test_takes_an_array_as_it_takes_a_list(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_generate_accepts_arrays_and_lists(self, engine: Engine, prompt: list[int]) -> None:
         listed = await collect(engine, prompt, max_tokens=6, temperature=0)
         for kind in (np.int32, np.int64):
             array = np.asarray(prompt, kind)
             assert ids_of(await collect(engine, array, max_tokens=6, temperature=0)) == ids_of(listed)
 
-    async def test_a_session_can_be_routed(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_for_session_returns_a_working_engine(self, engine: Engine, prompt: list[int]) -> None:
         routed = engine.for_session("sess-1")
         assert routed.info == engine.info
         assert await collect(routed, prompt, max_tokens=2, temperature=0)
@@ -218,7 +224,9 @@ class EngineConformance:
             ([1], {"stop": ("",)}),
         ],
     )
-    async def test_refuses_bad_input(self, engine: Engine, ids: list[int], params: dict[str, object]) -> None:
+    async def test_generate_rejects_invalid_input(
+        self, engine: Engine, ids: list[int], params: dict[str, object]
+    ) -> None:
         with pytest.raises(EngineError):
             await collect(engine, ids, **params)
         assert len(ids_of(await collect(engine, [1, 2, 3], max_tokens=1))) == 1

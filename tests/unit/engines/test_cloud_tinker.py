@@ -67,7 +67,7 @@ class TestConformance(EngineConformance):
         assert not info.streams
         assert not info.versions_per_token
 
-    async def test_cancellation_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
         asked = asyncio.ensure_future(anext(stream))
         while not (await engine.status()).running:  # noqa: ASYNC110
@@ -78,19 +78,19 @@ class TestConformance(EngineConformance):
         status = await engine.status()
         assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
 
-    async def test_load_stamps_versions(self, engine: Engine, prompt: list[int]) -> None:
+    async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
         assert set(versions_of(await collect(engine, prompt, max_tokens=3))) == {0}
         await engine.load(Policy("p", 5, Artifact("base")))
         assert set(versions_of(await collect(engine, prompt, max_tokens=3))) == {5}
         assert (await engine.status()).version == 5
 
-    async def test_refuses_an_artifact_it_cannot_load(self, engine: Engine) -> None:
+    async def test_load_rejects_unsupported_artifacts(self, engine: Engine) -> None:
         with pytest.raises(EngineError, match="not adapter"):
             await engine.load(Policy("p", 6, Artifact("adapter", "/somewhere")))
         assert (await engine.status()).version == 0
 
 
-async def test_it_samples_the_published_policy(
+async def test_tinker_sampler_samples_the_published_policy(
     engine: Engine, model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
     backend, artifact = await trained(model, url, tmp_path)
@@ -107,7 +107,7 @@ async def test_it_samples_the_published_policy(
     await backend.close()
 
 
-async def test_a_request_in_flight_ends_under_its_own_version(engine: Engine) -> None:
+async def test_tinker_sampler_finishes_requests_under_their_version(engine: Engine) -> None:
     asked = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
     while not (await engine.status()).running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -117,7 +117,7 @@ async def test_a_request_in_flight_ends_under_its_own_version(engine: Engine) ->
     assert set(versions_of(await collect(engine, PROMPT, max_tokens=2))) == {1}
 
 
-async def test_logprobs_of_other_distributions_are_not_guessed(engine: Engine) -> None:
+async def test_tinker_sampler_returns_nan_for_unknown_logprobs(engine: Engine) -> None:
     (chunk,) = await collect(engine, PROMPT, max_tokens=4, temperature=0.5, seed=1)
     assert all(map(math.isnan, chunk.logprobs))
     assert all(map(math.isnan, chunk.behavior_logprobs or []))
@@ -126,7 +126,7 @@ async def test_logprobs_of_other_distributions_are_not_guessed(engine: Engine) -
     assert all(map(math.isfinite, greedy.logprobs))
 
 
-async def test_no_more_requests_at_once_than_allowed(model: ModelConfig, url: str) -> None:
+async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url: str) -> None:
     engine = TinkerSampler(model, section(url), CloudEngineConfig(max_in_flight=2))
     asked = [asyncio.create_task(collect(engine, PROMPT, max_tokens=40, seed=i)) for i in range(6)]
     most = 0
@@ -140,7 +140,7 @@ async def test_no_more_requests_at_once_than_allowed(model: ModelConfig, url: st
         await collect(engine, PROMPT, max_tokens=1)
 
 
-async def test_a_server_that_was_restarted_is_connected_to_again(model: ModelConfig, tmp_path: Path) -> None:
+async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConfig, tmp_path: Path) -> None:
     options: dict[str, Any] = {"folder": tmp_path / "kept", "keys": [KEY]}
     with collected(), served("tinker", model, **options) as address:
         backend, artifact = await trained(model, address, tmp_path)
@@ -158,7 +158,7 @@ async def test_a_server_that_was_restarted_is_connected_to_again(model: ModelCon
         await engine.close()
 
 
-async def test_a_service_that_is_gone_is_unavailable_in_time(model: ModelConfig) -> None:
+async def test_tinker_sampler_raises_unavailable_if_the_service_is_gone(model: ModelConfig) -> None:
     engine = TinkerSampler(model, section("http://127.0.0.1:9", deadline=1), CloudEngineConfig())
     async with asyncio.timeout(5):
         with pytest.raises(EngineUnavailable):

@@ -87,7 +87,7 @@ async def reply(engine: Engine, **params: object) -> TokenChunk:
     return chunk
 
 
-async def test_it_samples_what_the_model_would(make: Make, model: ModelConfig) -> None:
+async def test_weaver_sampler_matches_the_local_engine(make: Make, model: ModelConfig) -> None:
     engine, local = make(), LocalEngine(model, LocalEngineConfig(threads=1))
     assert not engine.info.streams
     assert not engine.info.versions_per_token
@@ -101,7 +101,7 @@ async def test_it_samples_what_the_model_would(make: Make, model: ModelConfig) -
     await local.close()
 
 
-async def test_a_new_policy_lets_requests_in_flight_end(make: Make, trained: Artifact) -> None:
+async def test_weaver_sampler_finishes_requests_under_their_version(make: Make, trained: Artifact) -> None:
     engine = make()
     await engine.load(Policy("p", 3, Artifact("base")))
     old = asyncio.ensure_future(reply(engine, max_tokens=150))
@@ -115,7 +115,7 @@ async def test_a_new_policy_lets_requests_in_flight_end(make: Make, trained: Art
     assert (await reply(base)).logprobs != new.logprobs
 
 
-async def test_replies_end_where_they_should(make: Make) -> None:
+async def test_weaver_sampler_ends_replies_at_length_or_stop(make: Make) -> None:
     engine = make()
     whole = await reply(engine, temperature=0, max_tokens=8)
     assert whole.finish_reason == "length"
@@ -130,7 +130,7 @@ async def test_replies_end_where_they_should(make: Make) -> None:
     assert len(stopped.token_ids) < 8
 
 
-async def test_logprobs_are_only_those_that_are_known(make: Make, trained: Artifact) -> None:
+async def test_weaver_sampler_returns_nan_for_unknown_logprobs(make: Make, trained: Artifact) -> None:
     """A greedy reply can be scored; of another distribution the service's numbers may mean anything."""
     engine = make()
     await engine.load(Policy("p", 1, trained))
@@ -143,7 +143,7 @@ async def test_logprobs_are_only_those_that_are_known(make: Make, trained: Artif
     assert all(math.isnan(value) for value in cool.behavior_logprobs)
 
 
-async def test_what_cannot_be_sampled_is_refused(make: Make) -> None:
+async def test_weaver_sampler_rejects_unsupported_requests(make: Make) -> None:
     engine = make()
     with pytest.raises(PromptTooLong):
         await anext(engine.generate([5] * 256, SamplingParams()))
@@ -158,7 +158,7 @@ async def test_what_cannot_be_sampled_is_refused(make: Make) -> None:
         await reply(engine)
 
 
-async def test_it_goes_on_after_the_server_was_restarted(
+async def test_weaver_sampler_reconnects_after_a_server_restart(
     make: Make, model: ModelConfig, tmp_path: Path
 ) -> None:
     options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}

@@ -19,7 +19,7 @@ from tests.unit.engines.test_conformance import scripted_engine, serve_engine
 PROMPT = [5, 6, 7]
 
 
-async def test_it_ends_its_replies_and_takes_no_more(tiny: Path) -> None:
+async def test_draining_engine_finishes_replies_and_rejects_new_requests(tiny: Path) -> None:
     gate = DrainGate()
     async with serve_engine(scripted_engine(tiny, delay=0.01), None, gate) as url:
         engine = await RemoteEngine.connect(url)
@@ -37,7 +37,7 @@ async def test_it_ends_its_replies_and_takes_no_more(tiny: Path) -> None:
         await engine.close()
 
 
-async def test_a_pool_goes_round_it(tiny: Path) -> None:
+async def test_pool_avoids_draining_engines(tiny: Path) -> None:
     gates = [DrainGate(), DrainGate()]
     async with (
         serve_engine(scripted_engine(tiny), None, gates[0]) as one,
@@ -66,7 +66,7 @@ async def test_a_pool_goes_round_it(tiny: Path) -> None:
         await pool.close()
 
 
-def test_a_gate_that_nobody_is_in_is_empty_at_once() -> None:
+def test_drain_gate_is_drained_immediately_without_requests() -> None:
     gate = DrainGate()
     with gate.admit():
         pass

@@ -61,7 +61,7 @@ def adapter_policy(folder: Path, version: int = 1) -> Policy:
     return Policy("p", version, Artifact("adapter", str(folder)))
 
 
-async def test_logprobs_of_mixed_batches_equal_a_plain_forward(engine: LocalEngine, tiny: Path) -> None:
+async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine, tiny: Path) -> None:
     """Prompts of many lengths, longer and shorter than a prefill piece, arriving in two waves."""
     prompts = [PROMPT[:n] + TOKENIZER.encode("x" * n) for n in (2, 5, 17, 30, 33, 40)]
     first = [
@@ -78,7 +78,7 @@ async def test_logprobs_of_mixed_batches_equal_a_plain_forward(engine: LocalEngi
         )
 
 
-async def test_greedy_reply_equals_transformers_generate(engine: LocalEngine, tiny: Path) -> None:
+async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, tiny: Path) -> None:
     chunks = await collect(engine, PROMPT, max_tokens=24, temperature=0)
     ids = torch.tensor([PROMPT])
     made = reference(tiny).generate(
@@ -89,7 +89,7 @@ async def test_greedy_reply_equals_transformers_generate(engine: LocalEngine, ti
         assert ids_of(chunks) == made[0, len(PROMPT) :].tolist()
 
 
-async def test_logprobs_under_an_adapter_equal_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
+async def test_logprobs_under_an_adapter_match_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
     await engine.load(adapter_policy(adapter))
     model = reference(tiny, adapter)
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
@@ -105,7 +105,7 @@ async def test_logprobs_under_an_adapter_equal_peft(engine: LocalEngine, tiny: P
     )
 
 
-async def test_next_turn_computes_only_its_new_tokens(engine: LocalEngine, tiny: Path) -> None:
+async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny: Path) -> None:
     first = ids_of(await collect(engine, PROMPT, max_tokens=20, seed=1))
     turn = PROMPT + first + TOKENIZER.encode("<|im_end|>\n<|im_start|>tool\n893<|im_end|>\n")
     before = await engine.status()
@@ -118,7 +118,7 @@ async def test_next_turn_computes_only_its_new_tokens(engine: LocalEngine, tiny:
     )
 
 
-async def test_at_rest_it_gives_its_memory_back_and_begins_anew(engine: LocalEngine) -> None:
+async def test_release_memory_frees_the_kv_cache_only_when_idle(engine: LocalEngine) -> None:
     reply = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=1))
     await anext(reply)
     engine.release_memory()  # it is at work: nothing happens
@@ -131,7 +131,7 @@ async def test_at_rest_it_gives_its_memory_back_and_begins_anew(engine: LocalEng
     assert (await engine.status()).cached_tokens == before
 
 
-async def test_its_memory_can_be_limited_while_it_runs(engine: LocalEngine) -> None:
+async def test_set_kv_tokens_limits_concurrent_replies(engine: LocalEngine) -> None:
     async def load() -> int:
         """Replies at once at most, of 32."""
         most = 0
@@ -157,7 +157,7 @@ async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
     assert computed <= len(PROMPT) + 16 * 4
 
 
-async def test_replies_do_not_wait_for_what_is_only_scored(engine: LocalEngine) -> None:
+async def test_replies_do_not_wait_for_scoring_requests(engine: LocalEngine) -> None:
     """Which leaves nothing behind to begin from, though its beginning is the same."""
     replied = asyncio.Event()
 
@@ -172,7 +172,7 @@ async def test_replies_do_not_wait_for_what_is_only_scored(engine: LocalEngine) 
     await asyncio.gather(*scoring)
 
 
-async def test_small_cache_still_gives_the_right_numbers(tiny: Path) -> None:
+async def test_small_kv_cache_gives_correct_logprobs(tiny: Path) -> None:
     """Eviction and waiting for room, not failure, when the budget is one context."""
     engine = make_engine(tiny, kv_tokens=512, max_batch=8)
     prompts = [[n + 5] * 100 for n in range(8)]
@@ -187,7 +187,7 @@ async def test_small_cache_still_gives_the_right_numbers(tiny: Path) -> None:
         make_engine(tiny, kv_tokens=511)
 
 
-async def test_long_request_after_many_short_ones_stays_within_the_budget(tiny: Path) -> None:
+async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny: Path) -> None:
     engine = make_engine(tiny, kv_tokens=600, max_batch=8)
     await asyncio.gather(*[collect(engine, [n + 5] * 10, max_tokens=10) for n in range(8)])
     chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
@@ -198,7 +198,7 @@ async def test_long_request_after_many_short_ones_stays_within_the_budget(tiny: 
     await engine.close()
 
 
-async def test_no_later_request_reads_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
+async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
     """Swap in mid-session; the next turn and a bystander equal a fresh engine on the new weights."""
     engine, fresh = make_engine(tiny), make_engine(tiny)
     await fresh.load(adapter_policy(adapter))
@@ -220,7 +220,9 @@ async def test_no_later_request_reads_keys_of_old_weights(tiny: Path, adapter: P
     await fresh.close()
 
 
-async def test_loads_full_weights_and_goes_back(engine: LocalEngine, tiny: Path, tmp_path: Path) -> None:
+async def test_load_replaces_full_weights_and_restores_the_base(
+    engine: LocalEngine, tiny: Path, tmp_path: Path
+) -> None:
     other = make_tiny_model(tmp_path / "other", seed=5)
     await engine.load(Policy("p", 1, Artifact("weights", str(other))))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
@@ -248,7 +250,7 @@ async def test_loads_full_weights_and_goes_back(engine: LocalEngine, tiny: Path,
         ({"bias": "all"}, "bias"),
     ],
 )
-async def test_refuses_adapters_it_would_compute_wrongly(
+async def test_load_rejects_unsupported_adapters(
     engine: LocalEngine, tiny: Path, tmp_path: Path, settings: dict[str, Any], named: str
 ) -> None:
     save_adapter(tiny, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
@@ -259,7 +261,7 @@ async def test_refuses_adapters_it_would_compute_wrongly(
     assert (await engine.status()).version == 0
 
 
-async def test_a_failure_reaches_every_caller(tiny: Path) -> None:
+async def test_model_failure_is_raised_to_every_caller(tiny: Path) -> None:
     """The model breaks under way: requests in flight, later ones and status all say so; none hangs."""
     engine = make_engine(tiny)
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, temperature=0))
@@ -277,7 +279,7 @@ async def test_a_failure_reaches_every_caller(tiny: Path) -> None:
     await engine.close()
 
 
-async def test_close_ends_what_is_in_flight(tiny: Path) -> None:
+async def test_close_aborts_requests_in_flight(tiny: Path) -> None:
     engine = make_engine(tiny)
     task = asyncio.create_task(collect(engine, PROMPT, max_tokens=400))
     await asyncio.sleep(0.05)
@@ -286,7 +288,7 @@ async def test_close_ends_what_is_in_flight(tiny: Path) -> None:
         await task
 
 
-async def test_random_arrivals_and_cancellations_keep_every_number_right(tiny: Path) -> None:
+async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny: Path) -> None:
     """Rows are moved, swapped and freed in every order; each finished reply still checks out."""
     engine = make_engine(tiny, prefill_tokens=8, max_batch=10)
     model = reference(tiny)
@@ -309,7 +311,7 @@ async def test_random_arrivals_and_cancellations_keep_every_number_right(tiny: P
     await engine.close()
 
 
-async def test_ends_at_the_models_eos(tiny: Path) -> None:
+async def test_reply_ends_at_the_eos_token(tiny: Path) -> None:
     model = ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=512)
     engine = LocalEngine(model, LocalEngineConfig(threads=1))
     eos = TOKENIZER.eos_token_id
@@ -322,7 +324,7 @@ async def test_ends_at_the_models_eos(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
-def test_packed_bf16_layers_compute_what_plain_ones_do(rows: int) -> None:
+def test_packed_bf16_layers_match_plain_layers(rows: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 32, bias=False)).bfloat16()
     x = torch.randn(1, rows, 48, dtype=torch.bfloat16)

@@ -124,7 +124,7 @@ async def answers(engine: Engine, **params: object) -> bool:
     return (await collect(engine, PROMPT, **params))[-1].finish_reason == "stop"
 
 
-async def test_a_session_stays_with_its_engine_and_others_spread(pool_of: Start) -> None:
+async def test_pool_keeps_a_session_on_its_engine_and_spreads_others(pool_of: Start) -> None:
     pool, engines = await pool_of(3)
     for _ in range(4):
         for session in range(6):
@@ -135,7 +135,7 @@ async def test_a_session_stays_with_its_engine_and_others_spread(pool_of: Start)
     assert sorted(engine.asked for engine in engines) == [8, 8, 13]
 
 
-async def test_a_session_leaves_an_engine_that_is_far_busier(pool_of: Start) -> None:
+async def test_pool_moves_a_session_away_from_a_much_busier_engine(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     assert await answers(pool.for_session("busy"))
     (used,) = [engine for engine in engines if engine.asked]
@@ -149,7 +149,7 @@ async def test_a_session_leaves_an_engine_that_is_far_busier(pool_of: Start) -> 
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_requests_go_to_the_least_busy(pool_of: Start) -> None:
+async def test_pool_sends_requests_to_the_least_busy_engine(pool_of: Start) -> None:
     pool, engines = await pool_of(3)
     for engine in engines:
         engine.hangs = True
@@ -161,7 +161,7 @@ async def test_requests_go_to_the_least_busy(pool_of: Start) -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_what_others_ask_of_an_engine_counts(pool_of: Start) -> None:
+async def test_pool_counts_requests_of_other_clients_as_load(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     engines[0].hangs = True
     engines[0]._running = 5  # what another gateway has there
@@ -172,7 +172,7 @@ async def test_what_others_ask_of_an_engine_counts(pool_of: Start) -> None:
     engines[0]._running = 0
 
 
-async def test_an_unbegun_request_goes_to_another_engine(pool_of: Start) -> None:
+async def test_pool_retries_on_another_engine_before_the_first_token(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     assert await answers(pool.for_session("s"))
     engines[0].failure = engines[1].failure = None
@@ -190,7 +190,7 @@ async def test_an_unbegun_request_goes_to_another_engine(pool_of: Start) -> None
     assert used.asked == 3, "it has returned"
 
 
-async def test_a_begun_request_fails_as_unavailable(pool_of: Start) -> None:
+async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     for engine in engines:
         engine.failure, engine.fails_after = EngineUnavailable("it died"), 2
@@ -203,7 +203,7 @@ async def test_a_begun_request_fails_as_unavailable(pool_of: Start) -> None:
 
 
 @pytest.mark.parametrize("error", [PromptTooLong("too long"), EngineError("refused")])
-async def test_a_refusal_is_not_tried_elsewhere(pool_of: Start, error: EngineError) -> None:
+async def test_pool_does_not_retry_rejected_requests(pool_of: Start, error: EngineError) -> None:
     pool, engines = await pool_of(2)
     for engine in engines:
         engine.failure = error
@@ -215,7 +215,7 @@ async def test_a_refusal_is_not_tried_elsewhere(pool_of: Start, error: EngineErr
     assert await answers(pool)
 
 
-async def test_with_none_left_it_says_so_at_once_and_recovers(pool_of: Start) -> None:
+async def test_pool_without_healthy_engines_fails_immediately_and_recovers(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     for engine in engines:
         engine.answers, engine.failure = False, EngineUnavailable("it is gone")
@@ -229,7 +229,7 @@ async def test_with_none_left_it_says_so_at_once_and_recovers(pool_of: Start) ->
     assert set(versions_of(await collect(pool, PROMPT))) == {1}, "loaded when it was known, not when reached"
 
 
-async def test_requests_that_wait_at_a_dead_engine_are_moved(pool_of: Start) -> None:
+async def test_pool_moves_waiting_requests_away_from_a_dead_engine(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     engines[0].hangs = engines[1].hangs = True
     waiting = asyncio.create_task(collect(pool, PROMPT))
@@ -246,7 +246,7 @@ def policy(version: int) -> Policy:
     return Policy("p", version, Artifact("base"))
 
 
-async def test_a_returning_engine_is_given_the_newest_policy_first(pool_of: Start) -> None:
+async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     await pool.load(policy(1))
     engines[0].answers = False
@@ -259,7 +259,7 @@ async def test_a_returning_engine_is_given_the_newest_policy_first(pool_of: Star
     assert set(versions_of(await collect(pool, PROMPT))) == {3}
 
 
-async def test_an_engine_that_was_started_again_unseen_does_not_answer_with_an_old_policy(
+async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
     pool_of: Start,
 ) -> None:
     pool, engines = await pool_of(2, period=60)
@@ -271,7 +271,7 @@ async def test_an_engine_that_was_started_again_unseen_does_not_answer_with_an_o
     assert (await engines[0].status()).version == 4
 
 
-async def test_policies_that_others_load_are_asked_for(pool_of: Start) -> None:
+async def test_pool_reads_the_newest_policy_from_its_source(pool_of: Start) -> None:
     head = policy(7)
 
     async def newest() -> Policy:
@@ -285,7 +285,7 @@ async def test_policies_that_others_load_are_asked_for(pool_of: Start) -> None:
     assert set(versions_of(await collect(pool, PROMPT))) == {5}
 
 
-async def test_weights_that_only_the_trainer_has_are_waited_for(pool_of: Start) -> None:
+async def test_pool_waits_for_live_weights_from_the_trainer(pool_of: Start) -> None:
     head = Policy("p", 0, Artifact("base"))
 
     async def newest() -> Policy:
@@ -322,7 +322,7 @@ async def proxied(engine_url: str, strange: asyncio.Event) -> AsyncIterator[str]
         await runner.cleanup()
 
 
-async def test_an_answer_that_is_no_engines_leaves_it_out_until_it_is_back(tiny: Path) -> None:
+async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Path) -> None:
     strange = asyncio.Event()
     async with serve_engine(scripted_engine(tiny), None) as url, proxied(url, strange) as address:
         pool = EnginePool([RemoteEngine(address)], period=0.02)
@@ -340,14 +340,14 @@ async def test_an_answer_that_is_no_engines_leaves_it_out_until_it_is_back(tiny:
         await pool.close()
 
 
-async def test_mixed_engines_are_refused(tiny: Path) -> None:
+async def test_pool_rejects_engines_with_different_contexts(tiny: Path) -> None:
     pool = EnginePool([FlakyEngine(tiny), FlakyEngine(tiny, context=128)])
     with pytest.raises(ConfigError, match=r"a context of 128.* and .*a context of 256"):
         await pool.start(5)
     await pool.close()
 
 
-async def test_an_engine_that_returns_as_another_one_stays_out(pool_of: Start) -> None:
+async def test_pool_excludes_an_engine_that_returns_with_another_model(pool_of: Start) -> None:
     pool, engines = await pool_of(2)
     engines[0].answers = False
     await until(lambda: not pool.members[0].healthy)
@@ -357,7 +357,7 @@ async def test_an_engine_that_returns_as_another_one_stays_out(pool_of: Start) -
     assert not pool.members[0].healthy
 
 
-async def test_no_engine_at_all_is_an_error_after_the_deadline() -> None:
+async def test_connect_engines_raises_unavailable_if_none_responds_in_time() -> None:
     with pytest.raises(EngineUnavailable, match="None of the 2 engines"):
         await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
 
@@ -402,7 +402,7 @@ async def processes(tiny: Path) -> AsyncIterator[list[Process]]:
         await process.kill(refuse=True)
 
 
-async def test_engines_that_are_killed_and_return_amid_traffic(processes: list[Process]) -> None:
+async def test_pool_serves_requests_while_engines_are_killed_and_restarted(processes: list[Process]) -> None:
     remotes = [await RemoteEngine.connect(process.url, timeout=60) for process in processes]
     pool = EnginePool(remotes, period=0.1, timeout=0.5)
     await pool.start(60)
@@ -449,7 +449,7 @@ async def test_engines_that_are_killed_and_return_amid_traffic(processes: list[P
     await pool.close()
 
 
-async def test_engines_come_and_go(pool_of: Start, tiny: Path) -> None:
+async def test_pool_replace_adds_and_removes_engines(pool_of: Start, tiny: Path) -> None:
     pool, (stays, goes) = await pool_of()
     goes.hangs = stays.hangs = True
     waiting = asyncio.create_task(collect(pool, PROMPT, max_tokens=8))
@@ -476,7 +476,7 @@ async def exhaust(stream: AsyncGenerator[TokenChunk, None]) -> None:
         pass
 
 
-async def test_a_reply_breaks_off_when_its_engine_is_taken_out(tiny: Path) -> None:
+async def test_pool_replace_aborts_replies_of_removed_engines(tiny: Path) -> None:
     engine = ScriptedEngine(
         ModelConfig(name=str(tiny), max_context=256),
         ScriptedEngineConfig(replies=["on and on " * 20], delay=0.05),

@@ -39,7 +39,7 @@ def insert(cache: PrefixCache, ids: Ids) -> None:
     cache.insert(ids, torch.cat([keys_and_values(ids), room], 3))
 
 
-def test_a_node_parted_by_what_its_child_begins_with() -> None:
+def test_prefix_cache_splits_a_node_that_has_a_child() -> None:
     """After 1 2, one sequence goes on with 3 and then 0, the other with 0 at once."""
     cache = PrefixCache()
     insert(cache, as_ids(1, 2, 3))
@@ -52,7 +52,7 @@ def test_a_node_parted_by_what_its_child_begins_with() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_found_was_computed_behind_the_same_tokens(seed: int) -> None:
+def test_prefix_cache_returns_values_of_the_same_prefix(seed: int) -> None:
     rng = Random(seed)
     cache = PrefixCache()
     inserted: set[tuple[int, ...]] = set()
@@ -69,7 +69,7 @@ def test_what_is_found_was_computed_behind_the_same_tokens(seed: int) -> None:
     assert cache.tokens == len(inserted) - 1  # of each distinct one, but for none at all
 
 
-def test_trimmed_to_what_was_used_last() -> None:
+def test_trim_keeps_recently_used_entries() -> None:
     cache = PrefixCache()
     for last in range(4):
         insert(cache, as_ids(1, 1, 1, last))

@@ -33,7 +33,7 @@ def assert_frequencies(ids: list[int], probabilities: Tensor) -> None:
 
 
 @pytest.mark.parametrize("vocab", [7, 128, 300])
-def test_plain_rows_follow_the_softmax(vocab: int) -> None:
+def test_default_params_sample_from_the_softmax(vocab: int) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
     drawn = draw(logits, SamplingParams())
     assert_frequencies(drawn.ids, logits.softmax(-1))
@@ -42,7 +42,7 @@ def test_plain_rows_follow_the_softmax(vocab: int) -> None:
     assert drawn.behavior == [None] * ROWS
 
 
-def test_tokens_of_no_probability_are_never_drawn() -> None:
+def test_tokens_with_zero_probability_are_never_sampled() -> None:
     logits = torch.full((260,), -torch.inf)
     logits[[0, 130, 259]] = torch.tensor([1.0, 1.0, 1.0])
     assert set(draw(logits, SamplingParams()).ids) == {0, 130, 259}
@@ -58,7 +58,7 @@ def test_tokens_of_no_probability_are_never_drawn() -> None:
         SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
     ],
 )
-def test_behavior_logprobs_are_of_the_distribution_drawn_from(params: SamplingParams) -> None:
+def test_behavior_logprobs_match_the_sampled_distribution(params: SamplingParams) -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(2)) * 2
     drawn = draw(logits, params)
     expected = truncated_by_the_book(logits, params)
@@ -88,12 +88,12 @@ def truncated_by_the_book(logits: Tensor, params: SamplingParams) -> Tensor:
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)]
 )
-def test_logits_that_are_not_finite_are_an_error(params: SamplingParams) -> None:
+def test_non_finite_logits_raise_an_error(params: SamplingParams) -> None:
     with pytest.raises(EngineError, match="not finite"):
         draw(torch.full((200,), torch.nan), params, rows=2)
 
 
-def test_rows_of_every_kind_in_one_step_do_not_disturb_each_other() -> None:
+def test_rows_with_different_params_are_sampled_independently() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 300, generator=generator) * 2
     kinds = [

@@ -27,7 +27,7 @@ def plain(model: Any, ids: list[int]) -> Any:
     return [np.nan] + [float(logprobs[i, token]) for i, token in enumerate(ids[1:])]
 
 
-async def test_scores_equal_a_plain_forward_beside_replies(engine: LocalEngine, tiny: Path) -> None:
+async def test_scores_match_transformers_during_replies(engine: LocalEngine, tiny: Path) -> None:
     """In pieces of 16 tokens, shorter and longer than a text, with replies that begin and end meanwhile."""
     model = reference(tiny)
     replies = [asyncio.create_task(collect(engine, PROMPT, max_tokens=5 + n, seed=n)) for n in range(4)]
@@ -40,9 +40,7 @@ async def test_scores_equal_a_plain_forward_beside_replies(engine: LocalEngine, 
     await wait_until_idle(engine)
 
 
-async def test_scores_are_of_the_policy_that_is_served(
-    engine: LocalEngine, tiny: Path, adapter: Path
-) -> None:
+async def test_scores_use_the_served_policy(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
     """A policy that comes in the middle makes them all its own."""
     ids = TEXTS[-1] * 3
     scoring = asyncio.create_task(engine.logprobs(ids))
@@ -57,13 +55,13 @@ async def test_scores_are_of_the_policy_that_is_served(
     np.testing.assert_allclose(await engine.logprobs(ids), plain(reference(tiny), ids), atol=1e-4)
 
 
-async def test_scoring_reuses_no_keys_that_would_leave_gaps(engine: LocalEngine, tiny: Path) -> None:
+async def test_scoring_does_not_reuse_cached_prefixes(engine: LocalEngine, tiny: Path) -> None:
     reply = ids_of(await collect(engine, PROMPT, max_tokens=8, seed=1))
     ids = PROMPT + reply
     np.testing.assert_allclose(await engine.logprobs(ids), plain(reference(tiny), ids), atol=1e-4)
 
 
-async def test_giving_up_frees_the_engine(engine: LocalEngine) -> None:
+async def test_cancelled_scoring_frees_the_engine(engine: LocalEngine) -> None:
     scorings = [asyncio.create_task(engine.logprobs(TEXTS[-1] * 3)) for _ in range(3)]
     await asyncio.sleep(0.01)
     for scoring in scorings:
@@ -73,7 +71,7 @@ async def test_giving_up_frees_the_engine(engine: LocalEngine) -> None:
     assert len(await engine.logprobs(TEXTS[0])) == 2
 
 
-async def test_a_closed_engine_says_so(engine: LocalEngine) -> None:
+async def test_logprobs_raises_unavailable_if_the_engine_is_closed(engine: LocalEngine) -> None:
     await engine.close()
     with pytest.raises(EngineUnavailable):
         await engine.logprobs(PROMPT)

@@ -24,7 +24,7 @@ def text_of(ids: list[int]) -> str:
     return TOKENIZER.decode(ids)
 
 
-async def test_plays_the_replies_turn_by_turn_and_over_again(tiny: Path) -> None:
+async def test_scripted_engine_repeats_replies_turn_by_turn(tiny: Path) -> None:
     engine = make(tiny, replies=["first", "second"])
     prompt = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n")
     said: list[str] = []
@@ -36,7 +36,7 @@ async def test_plays_the_replies_turn_by_turn_and_over_again(tiny: Path) -> None
     assert said == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
 
 
-async def test_calls_the_function_with_text_and_seed(tiny: Path) -> None:
+async def test_scripted_engine_calls_the_function_with_text_and_seed(tiny: Path) -> None:
     engine = make(tiny, function=f"{__name__}:shout")
     chunks = await collect(engine, TOKENIZER.encode("say it"), seed=7)
     assert text_of(ids_of(chunks)) == "SAY IT7<|im_end|>"
@@ -52,13 +52,13 @@ async def test_logprobs_depend_on_prompt_position_and_seed_only(tiny: Path) -> N
     assert one != logprobs_of(await collect(engine, [5, 6], seed=2))
 
 
-async def test_waits_before_each_token(tiny: Path) -> None:
+async def test_scripted_engine_waits_before_each_token(tiny: Path) -> None:
     engine = make(tiny, replies=["abc"], delay=0.02)
     start = time.monotonic()
     count = len(ids_of(await collect(engine, [5])))
     assert time.monotonic() - start >= 0.02 * count
 
 
-def test_needs_something_to_play(tiny: Path) -> None:
+def test_scripted_engine_requires_replies_or_a_function(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="replies"):
         make(tiny, replies=[])

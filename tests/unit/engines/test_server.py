@@ -40,7 +40,7 @@ async def post(url: str, body: Any, token: str = "secret") -> tuple[int, Any]:
             return response.status, await response.json()
 
 
-async def test_every_route_but_health_wants_the_token(url: str) -> None:
+async def test_server_requires_the_token_on_all_routes_except_health(url: str) -> None:
     async with aiohttp.ClientSession() as client:
         for path in ("/info", "/status", "/generate", "/load"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -76,20 +76,20 @@ def request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: int | N
     ],
     ids=range(13),
 )
-async def test_bad_input_is_a_400(url: str, body: bytes, kind: str) -> None:
+async def test_generate_returns_400_for_invalid_bodies(url: str, body: bytes, kind: str) -> None:
     status, answer = await post(url + "/generate", body)
     assert status == 400
     assert answer["error"]["type"] == kind
     assert answer["error"]["message"]
 
 
-async def test_bad_policies_are_a_400(url: str) -> None:
+async def test_load_returns_400_for_invalid_policies(url: str) -> None:
     assert (await post(url + "/load", {"policy": {}}))[0] == 400
     live = {"policy_id": "p", "version": 1, "artifact": {"kind": "live", "path": ""}}
     assert (await post(url + "/load", {"policy": live}))[0] == 400
 
 
-async def test_a_client_that_disconnects_cancels(tiny: Path) -> None:
+async def test_server_cancels_the_request_of_a_disconnected_client(tiny: Path) -> None:
     engine = scripted_engine(tiny)
     async with serve_engine(engine, None) as url:
         async with aiohttp.ClientSession() as client:
@@ -102,7 +102,7 @@ async def test_a_client_that_disconnects_cancels(tiny: Path) -> None:
         assert (await engine.status()).generated_tokens < 150
 
 
-async def test_a_client_that_leaves_before_its_first_token_frees_its_place(tiny: Path) -> None:
+async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny: Path) -> None:
     engine = scripted_engine(tiny, delay=60)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
@@ -117,7 +117,7 @@ async def test_a_client_that_leaves_before_its_first_token_frees_its_place(tiny:
         await remote.close()
 
 
-async def test_tokens_that_are_ready_together_travel_together(tiny: Path) -> None:
+async def test_server_sends_available_tokens_in_one_chunk(tiny: Path) -> None:
     at_once, slow = scripted_engine(tiny, delay=0), scripted_engine(tiny, delay=0.01)
     params = {"max_tokens": 30, "temperature": 0}
     lone = await collect(at_once, [5, 6], **params)
@@ -131,7 +131,7 @@ async def test_tokens_that_are_ready_together_travel_together(tiny: Path) -> Non
             await remote.close()
 
 
-async def test_a_prompt_of_a_long_context_arrives_whole(tiny: Path) -> None:
+async def test_server_accepts_a_prompt_of_120000_tokens(tiny: Path) -> None:
     prompt = np.arange(120_000, dtype=np.int32) % 300
     engine = scripted_engine(tiny, max_context=130_000)
     async with serve_engine(engine, None) as url:
@@ -149,7 +149,7 @@ class ForgetfulEngine(ScriptedEngine):
         yield TokenChunk([2], [math.nan], [0], behavior_logprobs=[-0.5], finish_reason="stop")
 
 
-async def test_a_missing_logprob_is_missing_on_the_other_side(tiny: Path) -> None:
+async def test_remote_engine_preserves_missing_logprobs(tiny: Path) -> None:
     model = ModelConfig(name=str(tiny), max_context=256)
     async with serve_engine(ForgetfulEngine(model, ScriptedEngineConfig()), None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
@@ -160,7 +160,7 @@ async def test_a_missing_logprob_is_missing_on_the_other_side(tiny: Path) -> Non
         await remote.close()
 
 
-async def test_an_engine_that_is_not_there() -> None:
+async def test_remote_engine_raises_unavailable_if_nothing_listens() -> None:
     with pytest.raises(EngineUnavailable):
         await RemoteEngine.connect("http://127.0.0.1:9", timeout=0.2)
     remote = RemoteEngine("http://127.0.0.1:9")
@@ -198,7 +198,7 @@ class BreakingEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("later"), PromptTooLong("long")])
 @pytest.mark.parametrize("after", [0, 2])
-async def test_errors_keep_their_class_on_the_wire(error: EngineError, after: int) -> None:
+async def test_remote_engine_raises_the_error_class_of_the_server(error: EngineError, after: int) -> None:
     async with serve_engine(BreakingEngine(error, after), None) as url:
         remote = await RemoteEngine.connect(url, timeout=5)
         stream = remote.generate([1], SamplingParams())
@@ -214,7 +214,7 @@ async def test_errors_keep_their_class_on_the_wire(error: EngineError, after: in
         await remote.close()
 
 
-async def test_a_server_that_dies_in_mid_reply_is_unavailable() -> None:
+async def test_remote_engine_raises_unavailable_if_the_connection_breaks() -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         line = b'{"token_ids":[1],"logprobs":[-1.0],"versions":[0]}\n'

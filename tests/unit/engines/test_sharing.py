@@ -21,7 +21,7 @@ def rows(*prompts: list[int]) -> list[np.ndarray]:
     return [np.asarray(prompt, np.int32) for prompt in prompts]
 
 
-def test_a_common_beginning_is_found() -> None:
+def test_find_shared_prefixes_returns_the_common_prefix() -> None:
     found = find_shared_prefixes(rows(*PROMPTS), [0] * 12)
     assert found is not None
     length, groups = found
@@ -30,7 +30,7 @@ def test_a_common_beginning_is_found() -> None:
     assert groups == [list(range(12))]
 
 
-def test_rows_of_other_weights_do_not_share() -> None:
+def test_find_shared_prefixes_groups_rows_by_weights() -> None:
     found = find_shared_prefixes(rows(*PROMPTS), [0, 1] * 6)
     assert found is not None
     assert found[1] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
@@ -45,11 +45,11 @@ def test_rows_of_other_weights_do_not_share() -> None:
     ],
     ids=["nothing in common", "too short", "no token of its own"],
 )
-def test_too_little_is_not_shared(prompts: list[list[int]]) -> None:
+def test_find_shared_prefixes_returns_none_if_too_little_is_shared(prompts: list[list[int]]) -> None:
     assert find_shared_prefixes(rows(*prompts), [0] * len(prompts)) is None
 
 
-async def test_shared_attention_equals_a_plain_forward(tiny: Path) -> None:
+async def test_shared_attention_matches_transformers(tiny: Path) -> None:
     engine = make_engine(tiny)
     replies = await asyncio.gather(
         *(collect(engine, prompt, max_tokens=8 + 3 * n, seed=n) for n, prompt in enumerate(PROMPTS))

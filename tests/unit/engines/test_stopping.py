@@ -18,7 +18,7 @@ def stopped_at(text: str, *stop: str) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("stop", ["w", "wörld", "日本", "🎉!", "\n", "d 日"])
-def test_finds_a_stop_string_in_the_token_that_completes_it(stop: str) -> None:
+def test_stop_string_is_detected_in_the_token_that_completes_it(stop: str) -> None:
     text = "hello wörld 日本 🎉!\nbye"
     found = stopped_at(text, "absent", stop)
     assert found is not None
@@ -26,10 +26,10 @@ def test_finds_a_stop_string_in_the_token_that_completes_it(stop: str) -> None:
     assert text.index(stop) + len(stop) <= found[0] <= text.index(stop) + len(stop) + 8
 
 
-def test_special_tokens_count_as_their_text() -> None:
+def test_stop_string_matches_special_tokens() -> None:
     assert stopped_at("a<|im_start|>b", "<|im_start|>") == (len("a<|im_start|>"), "<|im_start|>")
 
 
-def test_leftmost_wins_and_absent_never_stops() -> None:
+def test_leftmost_stop_string_wins() -> None:
     assert stopped_at("The answer is 893", "swer", "answer") == (len("The answer"), "answer")
     assert stopped_at("hello", "hellos", "x") is None

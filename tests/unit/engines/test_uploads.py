@@ -68,7 +68,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-async def test_what_the_engine_sees_is_not_sent(engine: NotingEngine, url: str, tmp_path: Path) -> None:
+async def test_push_does_not_upload_a_folder_that_the_engine_can_read(
+    engine: NotingEngine, url: str, tmp_path: Path
+) -> None:
     remote = await RemoteEngine.connect(url)
     given = policy(tmp_path / "v1", 1)
     assert await FileSync().push(given, [remote]) == [None]
@@ -76,9 +78,7 @@ async def test_what_the_engine_sees_is_not_sent(engine: NotingEngine, url: str, 
     await remote.close()
 
 
-async def test_a_folder_of_the_same_name_with_other_files_is_not_taken_for_it(
-    url: str, tmp_path: Path
-) -> None:
+async def test_seen_is_false_for_a_folder_with_other_files(url: str, tmp_path: Path) -> None:
     remote = await RemoteEngine.connect(url)
     given = policy(tmp_path / "v1", 1)
     body = {"path": given.artifact.path, "files": {"adapter_config.json": [8, 1]}}
@@ -87,7 +87,7 @@ async def test_a_folder_of_the_same_name_with_other_files_is_not_taken_for_it(
     await remote.close()
 
 
-async def test_what_it_does_not_see_is_sent_and_old_ones_go(
+async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
     engine: NotingEngine, url: str, tmp_path: Path
 ) -> None:
     remote = FarAway(url)
@@ -103,7 +103,7 @@ async def test_what_it_does_not_see_is_sent_and_old_ones_go(
     await remote.close()
 
 
-async def test_what_is_served_stays_where_others_come_and_are_not_loaded(
+async def test_uploads_keep_the_served_folder_while_others_are_not_loaded(
     engine: NotingEngine, url: str, tmp_path: Path
 ) -> None:
     remote = FarAway(url)
@@ -141,7 +141,7 @@ def packed(files: list[tuple[str, int]], content: bytes, digest: bytes | None = 
         (b"\x02\x00\x00\x00[]", "cannot be read"),
     ],
 )
-async def test_an_upload_that_is_not_whole_leaves_nothing(url: str, body: bytes, why: str) -> None:
+async def test_upload_leaves_no_files_if_the_body_is_invalid(url: str, body: bytes, why: str) -> None:
     remote = await RemoteEngine.connect(url)
     with pytest.raises(EngineError, match=why):
         await remote._call("POST", "/upload", 10.0, body)

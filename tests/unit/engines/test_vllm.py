@@ -70,9 +70,7 @@ async def start_reply(client: VllmClient, weights: ServerWeights, **params: Any)
     return reply
 
 
-async def test_a_change_of_weights_divides_what_came_before_from_what_comes_after(
-    vllm: FakeVllm, client: VllmClient
-) -> None:
+async def test_weight_change_splits_a_reply_by_version(vllm: FakeVllm, client: VllmClient) -> None:
     """Also where nobody had read the first part by then."""
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
@@ -91,7 +89,9 @@ async def test_a_change_of_weights_divides_what_came_before_from_what_comes_afte
     assert vllm.paths == [GENERATE_PATH, "/pause", "/resume"]
 
 
-async def test_a_change_that_fails_after_it_began_serves_nothing(vllm: FakeVllm, client: VllmClient) -> None:
+async def test_weight_change_that_fails_after_start_invalidates_the_version(
+    vllm: FakeVllm, client: VllmClient
+) -> None:
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
     vllm.events.put_nowait(event(5))
@@ -114,7 +114,9 @@ async def test_a_change_that_fails_after_it_began_serves_nothing(vllm: FakeVllm,
     assert vllm.paths[-1] == "/resume"
 
 
-async def test_a_change_that_never_began_leaves_what_is_served(vllm: FakeVllm, client: VllmClient) -> None:
+async def test_weight_change_that_fails_before_start_keeps_the_version(
+    vllm: FakeVllm, client: VllmClient
+) -> None:
     weights = ServerWeights(client)
     with pytest.raises(RuntimeError):
         async with weights.paused():
@@ -123,7 +125,7 @@ async def test_a_change_that_never_began_leaves_what_is_served(vllm: FakeVllm, c
     assert vllm.paths == ["/pause", "/resume"]
 
 
-async def test_a_missing_logprob_is_nan_and_greedy_tokens_were_certain(
+async def test_reply_has_nan_for_missing_logprobs_and_zero_for_greedy_behavior(
     vllm: FakeVllm, client: VllmClient
 ) -> None:
     weights = ServerWeights(client)
@@ -141,7 +143,7 @@ async def test_a_missing_logprob_is_nan_and_greedy_tokens_were_certain(
     assert np.isnan(chunk.behavior_logprobs or []).all()
 
 
-async def test_names_the_stop_string_where_vllm_does_not(vllm: FakeVllm, client: VllmClient) -> None:
+async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, client: VllmClient) -> None:
     ids = TOKENIZER.encode("The answer is 893")
     for more, named in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
         vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **more) + END)
@@ -154,7 +156,7 @@ async def test_names_the_stop_string_where_vllm_does_not(vllm: FakeVllm, client:
 @pytest.mark.parametrize(
     "said", [event(5), event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n']
 )
-async def test_a_reply_that_breaks_off_is_no_reply(said: bytes, vllm: FakeVllm, client: VllmClient) -> None:
+async def test_incomplete_reply_raises_unavailable(said: bytes, vllm: FakeVllm, client: VllmClient) -> None:
     vllm.events.put_nowait(said)
     vllm.events.put_nowait(None)
     with pytest.raises(EngineUnavailable):
@@ -162,7 +164,7 @@ async def test_a_reply_that_breaks_off_is_no_reply(said: bytes, vllm: FakeVllm, 
             pass
 
 
-def test_asks_for_no_text_without_stop_strings() -> None:
+def test_generate_request_disables_detokenize_without_stop_strings() -> None:
     def body(**params: Any) -> dict[str, Any]:
         prompt = np.asarray([5, 6], np.int32)
         given = SamplingParams(max_tokens=50, **params)
@@ -182,7 +184,7 @@ def test_asks_for_no_text_without_stop_strings() -> None:
 # --- weights ----------------------------------------------------------------------------------------
 
 
-def test_merges_as_peft_does(tiny: Path, adapter: Path) -> None:
+def test_merge_adapter_matches_peft(tiny: Path, adapter: Path) -> None:
     whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
     with merge_adapter(tiny, adapter, "fp32") as folder:
         check_same_shapes(folder, tiny)
@@ -196,7 +198,7 @@ def test_merges_as_peft_does(tiny: Path, adapter: Path) -> None:
     assert kinds == {"torch.float32", "torch.bfloat16"}, "what is not adapted stays as it is"
 
 
-def test_refuses_weights_of_another_model(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", layers=1)
     with pytest.raises(EngineError, match="another architecture"):
         check_same_shapes(other, tiny)
@@ -212,7 +214,7 @@ def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool =
     return VllmLaunch(config, vllm, Path("model"), "bf16", 512, adapters, cores=2)
 
 
-def test_a_server_gets_its_key_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTAR_ADMIN_KEY", "of-the-gateway")
     started = build_launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
     environment = started.environment("the-key", Path("package"))
@@ -225,7 +227,7 @@ def test_a_server_gets_its_key_by_the_environment(monkeypatch: pytest.MonkeyPatc
     assert "127.0.0.1" in command
 
 
-def test_adapters_and_devices_have_their_own_arguments() -> None:
+def test_launch_command_depends_on_adapters_and_device() -> None:
     on_gpu = build_launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).command(1)
     assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
     assert "0.4" in on_gpu
@@ -238,7 +240,7 @@ def test_adapters_and_devices_have_their_own_arguments() -> None:
         round_up_rank(513)
 
 
-def test_an_interpreter_without_vllm_is_told() -> None:
+def test_find_vllm_rejects_an_interpreter_without_vllm() -> None:
     for python in (sys.executable, "/nowhere/python"):
         with pytest.raises(ConfigError, match=r"engine\.python"):
             find_vllm(python)
@@ -252,7 +254,7 @@ time.sleep(60)
 """
 
 
-def test_a_server_ends_with_its_asker_and_so_does_what_it_started() -> None:
+def test_guard_kills_the_process_tree_when_its_parent_dies() -> None:
     asker = f"""
 import subprocess, sys, time
 guard = subprocess.Popen({guard_command([sys.executable, "-c", CHILDREN])!r},
@@ -281,7 +283,7 @@ def _alive(pid: int) -> bool:
 # --- several engines --------------------------------------------------------------------------------
 
 
-def test_every_process_has_its_own_part() -> None:
+def test_engine_process_config_selects_the_part_of_a_mixed_engine() -> None:
     servers = ["http://a:1", "http://b:2"]
     parts = [
         {"type": "scripted", "count": 2, "python": "p"},
@@ -298,7 +300,7 @@ def test_every_process_has_its_own_part() -> None:
         VllmEngineConfig.model_validate({"servers": servers, "count": 3})
 
 
-def test_what_the_run_says_settles_what_the_section_leaves_open() -> None:
+def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
     def settled(**run: Any) -> VllmEngineConfig:
         return resolve_vllm_config(VllmEngineConfig(), RunConfig.model_validate(run))
 
@@ -309,7 +311,7 @@ def test_what_the_run_says_settles_what_the_section_leaves_open() -> None:
     assert settled().gpu_memory == 0.9
 
 
-async def test_engines_of_several_kinds_are_one(tiny: Path) -> None:
+async def test_pool_of_different_engine_kinds_is_mixed(tiny: Path) -> None:
     pool = EnginePool([local_engine(tiny), scripted_engine(tiny)])
     await pool.start()
     assert pool.info.kind == "mixed"

@@ -34,14 +34,14 @@ def config(route: str = "auto", **more: Any) -> RunConfig:
     return RunConfig.model_validate({"model": model, "sync": {"route": route}, **more})
 
 
-async def test_files_where_nothing_else_is_better() -> None:
+async def test_create_sync_selects_files_without_other_routes() -> None:
     sync = await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
     assert isinstance(sync, FileSync)
     assert sync.description.startswith("files")
     assert not sync.live
 
 
-async def test_on_a_cpu_memory_is_shared_only_when_asked_for() -> None:
+async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
     assert isinstance(
         await create_sync(config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
     )
@@ -66,14 +66,14 @@ async def test_on_a_cpu_memory_is_shared_only_when_asked_for() -> None:
         ),
     ],
 )
-async def test_a_route_that_cannot_be_is_refused_by_name(
+async def test_create_sync_rejects_an_unsupported_route(
     route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"sync.route: given '{route}'; .*{why}.*Supported here: .*files"):
         await create_sync(config(route), backend, [engine])
 
 
-async def test_every_engine_has_to_take_what_is_made() -> None:
+async def test_create_sync_requires_a_route_to_every_engine() -> None:
     class Picky(WeightReceivingEngine):
         @property
         def info(self) -> Any:
@@ -85,7 +85,7 @@ async def test_every_engine_has_to_take_what_is_made() -> None:
         await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(), Picky()])
 
 
-def test_engines_of_several_gpus_meet_at_ranks_of_their_own() -> None:
+def test_plan_group_assigns_distinct_ranks() -> None:
     init_infos = plan_group([2, 1, 4], "10.0.0.1", 29500)
     assert [place["rank_offset"] for place in init_infos] == [1, 3, 4]
     assert {place["world_size"] for place in init_infos} == {8}

@@ -44,7 +44,7 @@ class LoadingEngine(Engine):
     async def close(self) -> None: ...
 
 
-async def test_loads_on_all_at_the_same_time() -> None:
+async def test_push_loads_on_all_engines_concurrently() -> None:
     engines = [LoadingEngine(seconds=0.2) for _ in range(5)]
     begun = time.perf_counter()
     assert await FileSync().push(POLICY, engines) == [None] * 5
@@ -52,7 +52,7 @@ async def test_loads_on_all_at_the_same_time() -> None:
     assert [engine.version for engine in engines] == [3] * 5
 
 
-async def test_a_failure_does_not_keep_it_from_the_others() -> None:
+async def test_push_failure_of_one_engine_does_not_affect_others() -> None:
     good, bad = LoadingEngine(), LoadingEngine(EngineError("wrong rank"))
     failed, fine = await FileSync().push(POLICY, [bad, good])
     assert isinstance(failed, SyncError)
@@ -63,14 +63,14 @@ async def test_a_failure_does_not_keep_it_from_the_others() -> None:
     assert good.version == 3
 
 
-async def test_transient_failures_are_tried_again() -> None:
+async def test_push_retries_transient_failures() -> None:
     engine = LoadingEngine(EngineUnavailable("starting"), ConnectionResetError("gone"))
     assert await FileSync(retry=RetryPolicy(first_delay=0.001)).push(POLICY, [engine]) == [None]
     assert engine.attempts == 3
     assert engine.version == 3
 
 
-async def test_attempts_are_bounded() -> None:
+async def test_push_stops_after_max_attempts() -> None:
     engine = LoadingEngine(*[EngineUnavailable("down") for _ in range(9)])
     (outcome,) = await FileSync(attempts=4, retry=RetryPolicy(first_delay=0.001)).push(POLICY, [engine])
     assert isinstance(outcome, SyncError)
@@ -79,7 +79,7 @@ async def test_attempts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("engine", [LoadingEngine(seconds=60), LoadingEngine(EngineUnavailable("starting"))])
-async def test_a_deadline_ends_the_wait(engine: LoadingEngine) -> None:
+async def test_push_fails_after_the_deadline(engine: LoadingEngine) -> None:
     begun = time.perf_counter()
     (outcome,) = await FileSync(deadline=0.1, retry=RetryPolicy(first_delay=60, max_delay=60)).push(
         POLICY, [engine]

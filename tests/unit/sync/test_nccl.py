@@ -108,7 +108,7 @@ def create_sync(backend: Any, meeting: Meeting, deadline: float = 60, error: str
     return nccl.NcclSync(backend, host="127.0.0.1", deadline=deadline, transport=transport)
 
 
-async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meeting) -> None:
+async def test_push_broadcasts_to_all_engines_in_one_group(meeting: Meeting) -> None:
     backend, engines = WeightSendingBackend(), [GroupMember(meeting), GroupMember(meeting)]
     sync = create_sync(backend, meeting)
     for version in (1, 2, 3):
@@ -120,7 +120,7 @@ async def test_all_engines_serve_what_is_broadcast_and_meet_once(meeting: Meetin
     assert group.left.is_set()
 
 
-async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Meeting) -> None:
+async def test_push_aborts_the_broadcast_if_a_member_fails(meeting: Meeting) -> None:
     """Long before the deadline: a broadcast would hold up the trainer's GPU until then."""
     backend, bad, good = WeightSendingBackend(), GroupMember(meeting, failing="commit"), GroupMember(meeting)
     sync = create_sync(backend, meeting)
@@ -137,7 +137,7 @@ async def test_a_broadcast_that_a_member_does_not_take_is_broken_off(meeting: Me
     await sync.close()
 
 
-async def test_a_group_is_left_when_time_is_up(meeting: Meeting) -> None:
+async def test_push_destroys_the_group_after_the_deadline(meeting: Meeting) -> None:
     class Silent(GroupMember):
         async def commit(self, policy: Policy) -> None:
             await asyncio.sleep(60)
@@ -148,7 +148,7 @@ async def test_a_group_is_left_when_time_is_up(meeting: Meeting) -> None:
     assert meeting.groups[0].left.is_set()
 
 
-async def test_who_serves_it_by_then_has_not_failed(meeting: Meeting) -> None:
+async def test_push_succeeds_for_engines_that_serve_the_version_at_the_deadline(meeting: Meeting) -> None:
     class Slow(GroupMember):
         async def commit(self, policy: Policy) -> None:
             await super().commit(policy)
@@ -163,7 +163,7 @@ async def test_who_serves_it_by_then_has_not_failed(meeting: Meeting) -> None:
     assert good.version == 1
 
 
-async def test_a_broadcast_that_fails_is_the_engines_outcome(meeting: Meeting) -> None:
+async def test_push_returns_broadcast_errors_as_outcome(meeting: Meeting) -> None:
     error = "NCCL error: remote process exited"
     sync = create_sync(WeightSendingBackend(), meeting, error=error)
     (outcome,) = await sync.push(policy(1), [GroupMember(meeting)])
@@ -171,7 +171,7 @@ async def test_a_broadcast_that_fails_is_the_engines_outcome(meeting: Meeting) -
     assert meeting.groups[0].left.is_set()
 
 
-async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
+async def test_push_destroys_the_group_if_the_backend_fails(meeting: Meeting) -> None:
     class Failing(WeightSendingBackend):
         reads = 0
 
@@ -189,7 +189,7 @@ async def test_a_group_is_left_when_the_backend_fails(meeting: Meeting) -> None:
     assert engine.version == 0
 
 
-async def test_another_engine_makes_all_meet_again(meeting: Meeting) -> None:
+async def test_push_creates_a_new_group_for_a_new_engine(meeting: Meeting) -> None:
     backend, first, second = WeightSendingBackend(), GroupMember(meeting), GroupMember(meeting)
     sync = create_sync(backend, meeting)
     assert await sync.push(policy(1), [first]) == [None]

@@ -23,7 +23,7 @@ def policy(version: int) -> Policy:
     return Policy("p", version, Artifact("live"))
 
 
-async def test_all_engines_serve_what_the_backend_has() -> None:
+async def test_push_copies_the_weights_to_all_engines() -> None:
     backend, engines = WeightSendingBackend(), [WeightReceivingEngine(), WeightReceivingEngine()]
     sync = SharedSync(backend, device="cpu", deadline=60)
     for version in (1, 2, 3):
@@ -34,7 +34,7 @@ async def test_all_engines_serve_what_the_backend_has() -> None:
     await sync.close()
 
 
-async def test_the_layout_is_told_once() -> None:
+async def test_push_sends_the_layout_once_per_engine() -> None:
     backend, engine = WeightSendingBackend(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
     await sync.push(policy(1), [engine])
@@ -49,7 +49,7 @@ async def test_the_layout_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
-async def test_an_engine_that_fails_keeps_its_version_and_the_others_go_on(phase: str) -> None:
+async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: str) -> None:
     backend, bad, good = WeightSendingBackend(), WeightReceivingEngine(failing=phase), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
     failed, fine = await sync.push(policy(4), [bad, good])
@@ -64,7 +64,7 @@ async def test_an_engine_that_fails_keeps_its_version_and_the_others_go_on(phase
     await sync.close()
 
 
-async def test_a_deadline_ends_the_wait() -> None:
+async def test_push_fails_after_the_deadline() -> None:
     class Slow(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             await asyncio.sleep(60)
@@ -94,7 +94,7 @@ class Late(WeightReceivingEngine):
         await super().commit(policy)
 
 
-async def test_a_buffer_that_somebody_may_still_copy_from_is_not_written_again() -> None:
+async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> None:
     backend, late, good = WeightSendingBackend(), Late(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=0.5)
     backend.value = 10.0
@@ -119,7 +119,9 @@ async def test_a_buffer_that_somebody_may_still_copy_from_is_not_written_again()
 @pytest.mark.parametrize(
     ("failure", "another"), [(EngineError("no"), False), (EngineUnavailable("broke off"), True)]
 )
-async def test_an_engine_that_says_no_copies_no_more(failure: EngineError, another: bool) -> None:
+async def test_push_replaces_the_buffer_only_if_a_commit_may_still_run(
+    failure: EngineError, another: bool
+) -> None:
     class Failing(WeightReceivingEngine):
         async def commit(self, policy: Policy) -> None:
             raise failure
@@ -133,7 +135,7 @@ async def test_an_engine_that_says_no_copies_no_more(failure: EngineError, anoth
     await sync.close()
 
 
-async def test_what_fails_on_the_way_is_the_engines_outcome() -> None:
+async def test_push_returns_buffer_errors_as_outcome() -> None:
     class FailingOnceBuffer(SharedBuffer):
         errors: ClassVar = ["CUDA error: out of memory"]
 
@@ -150,7 +152,7 @@ async def test_what_fails_on_the_way_is_the_engines_outcome() -> None:
     await sync.close()
 
 
-async def test_what_the_backend_raises_is_the_trainers() -> None:
+async def test_push_raises_backend_errors() -> None:
     class Failing(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             raise RuntimeError("out of memory")
@@ -160,7 +162,7 @@ async def test_what_the_backend_raises_is_the_trainers() -> None:
         await SharedSync(Failing(), device="cpu", deadline=60).push(policy(1), [WeightReceivingEngine()])
 
 
-async def test_the_base_model_is_loaded_and_not_carried() -> None:
+async def test_push_loads_the_base_model_without_sending_weights() -> None:
     engine = WeightReceivingEngine()
     engine.version = 3
     sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
@@ -169,11 +171,11 @@ async def test_the_base_model_is_loaded_and_not_carried() -> None:
     assert not engine.sent
 
 
-async def test_an_engine_tells_whether_it_shares_the_memory() -> None:
+async def test_probe_shared_memory_detects_a_local_engine() -> None:
     assert await probe_shared_memory(WeightReceivingEngine()) == {"shared": True, "gpus": []}
 
 
-async def test_another_process_maps_the_buffer() -> None:
+async def test_shared_buffer_is_readable_in_another_process() -> None:
     buffer = SharedBuffer([("a", "bfloat16", [2, 3], 0), ("b", "float32", [4], 256)], "cpu")
     buffer.views["a"].fill_(1.5)
     buffer.views["b"].copy_(torch.arange(4))
@@ -195,7 +197,7 @@ async def test_another_process_maps_the_buffer() -> None:
     buffer.close()
 
 
-def test_a_weight_that_is_changed_on_its_way_is_loaded_anew_each_time() -> None:
+def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
     class Scaling(FusedModel):
         def load_weights(self, weights: object) -> set[str]:
             return super().load_weights((name, tensor * 2) for name, tensor in weights)  # pyright: ignore

@@ -20,7 +20,7 @@ from tests.tiny import make_tiny_model
 from tests.unit.engines.fake_vllm import StatefulFakeVllm
 
 
-def test_a_policy_that_is_sent_again_begins_anew() -> None:
+def test_staged_weights_restart_if_a_policy_is_sent_again() -> None:
     def fetch(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
         return [(f"w{body['chunk']}", torch.zeros(1))]
 
@@ -36,7 +36,7 @@ def test_a_policy_that_is_sent_again_begins_anew() -> None:
         assert [name for name, _ in staged.weights] == ["w0", "w1", "w2"]
 
 
-async def test_what_came_at_an_earlier_try_does_not_count(tmp_path: Path) -> None:
+async def test_commit_requires_all_chunks_of_the_last_attempt(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "tiny")
     layout = [[name, "float32", list(shape)] for name, shape in read_shapes(tiny).items()]
     policy = Policy("run", 5, Artifact("live"))
